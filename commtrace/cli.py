@@ -29,7 +29,7 @@ COMMANDS: Final = {
     "check": "Compare a run with its expected calls, for continuous integration.",
     "diff": "Compare the calls of two runs.",
     "theory": "Predict what a training run will communicate, from its configuration alone.",
-    "bench": "Measure collectives and messages over a range of payloads, like nccl-tests and OMB.",
+    "bench": "Measure collectives and messages over a range of payloads, like nccl-tests and the OSU benchmarks.",
     "run": "Run a program with tracing on.",
     "dryrun": "Simulate any rank of a training job of any world size on this machine.",
     "doctor": "Show which libraries can be traced in this environment, and test recording on two local ranks.",
@@ -45,7 +45,7 @@ record and report:
   COMMTRACE=logs/run1 torchrun --nproc-per-node 2 train.py
   commtrace report logs/run1
 
-"commtrace COMMAND --help" explains a command.
+Run "commtrace COMMAND --help" for help on a command.
 """
 
 

@@ -1,4 +1,4 @@
-"""Measure collectives and messages over a range of payloads, like nccl-tests and OMB.
+"""Measure collectives and messages over a range of payloads, like nccl-tests and the OSU benchmarks.
 
 `commtrace bench --nproc 2` starts two ranks on this machine. Under torchrun (--no-python), srun or mpiexec each
 process is a rank. The command prints the tables, and writes them with the machine and the library versions to a
@@ -33,7 +33,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     help_text = "fail if one call takes longer; with mpi4py, if all calls of one operation and payload take longer"
     add_timeout(parser, 300, help_text)
     add("--format", choices=("auto", "nccl", "osu"), default="auto", dest="form",
-        help="print tables as nccl-tests or OMB do (default: nccl for torch's collectives, else osu)")  # fmt: skip
+        help="print tables like nccl-tests or the OSU benchmarks (default: nccl for torch's collectives, else "
+        "osu)")  # fmt: skip
     add_shared(parser, "--width")
     add("--out", metavar="FILE", default="network.json", help="file for the results (default: %(default)s)")
     add_shared(parser, "--force")
@@ -41,7 +42,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print, or only print."""
+    """Run the benchmark, or print the results file of --show."""
     from dataclasses import fields
 
     from commtrace.launchers import is_launched

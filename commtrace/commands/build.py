@@ -13,7 +13,7 @@ import importlib.util
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments: there are none."""
 
 
 def run(arguments: argparse.Namespace) -> int:

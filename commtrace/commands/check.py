@@ -4,7 +4,8 @@ The expected calls come from one of three sources:
 
   rules                predicted from the job (its parameters, parallel degrees and settings) by rules that reproduce
                        the calls of PyTorch, DeepSpeed and Megatron. Differences get a likely cause. Calls of the
-                       program itself, or of a framework without rules, are listed; they fail only with --strict
+                       program itself, or of a framework without rules, are listed; they fail the check only with
+                       --strict
   --against DIR2       the log of a dry run of the same program, or of an earlier run
   --baseline FILE      a text file for version control, which --update-baseline FILE writes
 
@@ -14,11 +15,11 @@ The first line is the result, unless the job hangs. Exit status:
 
   0  as expected; with --tolerance, the payloads of all cells are within it
   1  a call differs; it is printed with call sites and, with rules, the most likely cause
-     a rank is missing (--against, --baseline)
-     a log or FILE cannot be read
+     or: a rank is missing (--against, --baseline)
+     or: a log or FILE cannot be read
   2  wrong arguments
   3  nothing differs, but some calls could not be compared: records were lost, a hook failed, or a process was killed
-     the job has no rules, or a rank left no log (with rules)
+     or: the job has no rules, or a rank left no log (with rules)
   4  the job hangs, or a rank died while others were waiting for it in a call; the first lines identify the call, the
      comparison follows
 
@@ -93,7 +94,7 @@ def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argp
         print(*(line for text in stuck for line in wrapped(text, arguments.width)), sep="\n", end="\n" * bool(stuck))
         status = compare(run, arguments)
         return STUCK if stuck else status
-    finally:  # damaged records are known once they were read
+    finally:  # damage in records is known only after they have been read
         print_notes(run.notes, per_rank=arguments.per_rank)
 
 
@@ -109,7 +110,7 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
     # Ranks that a dry run did not run are not missing.
     world_size = None if run.simulated else run.world_size
     problems = ((process.rank, (process.losses, process.summary_problem)) for process in run.processes)
-    losses = [(rank, problem) for rank, both in problems for problem in both if problem]
+    losses = [(rank, problem) for rank, of_rank in problems for problem in of_rank if problem]
     verdict = compute_verdict(
         tables,
         [*run.ranks, *run.ranks_not_selected],
@@ -156,7 +157,7 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     measured = read_calls(run, own)
     differences = compare_calls(expected, measured)
     status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else EQUAL
-    begins = {EQUAL: "as expected by", DIFFERENT: "differs from", NOT_COMPARED: "partly compared, as expected by"}
+    begins = {EQUAL: "matches", DIFFERENT: "differs from", NOT_COMPARED: "partly compared, matches"}
     width = arguments.width
     names = "expected", "recorded"
     lines = (*compared_lines(differences, width), *difference_lines(differences, names, width))

@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(diff_to_json(differences, per_rank=arguments.per_rank))
         return status
     width = arguments.width
-    first = {EQUAL: "equal", DIFFERENT: "different", NOT_COMPARED: "partly compared, equal"}[status]
+    heading = {EQUAL: "equal", DIFFERENT: "different", NOT_COMPARED: "partly compared, equal"}[status]
     lines = (*compared_lines(differences, width), *difference_lines(differences, ("A", "B"), width))
     shown = shortened_lines((*lines, *own_lines(b.own, width)), [*a.ranks, *b.ranks], per_rank=arguments.per_rank)
-    print(first, *shown, sep="\n")
+    print(heading, *shown, sep="\n")
     return status

@@ -2,8 +2,9 @@
 
 Shows the installed libraries with hooks, the versions that the prediction rules were written against, and whether
 tracing is on (COMMTRACE). Then, with PyTorch and with mpi4py if installed, two local ranks run every collective and
-send a message in each direction, traced with the settings of this environment. Their log shows the recorder, and the
-calls that it does not observe. Exit status 1 if a call of the probe was not recorded correctly.
+send a message in each direction, traced with the settings of this environment. The command then prints which
+recorder was used, and which calls it does not observe. The exit status is 1 if a call of the probe was not recorded
+correctly.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def _environment() -> Iterator[tuple[str, str]]:
 
     yield "commtrace", f"{commtrace.__version__}, Python {platform.python_version()}"
     directory = os.environ.get("COMMTRACE", "0")
-    on = f"on, into {directory}" if directory not in ("", "0") else "off; set COMMTRACE=DIR, or use `commtrace run`"
-    yield "tracing", on
+    off = "off; set COMMTRACE=DIR, or use `commtrace run`"
+    yield "tracing", off if directory in ("", "0") else f"on; COMMTRACE={directory}"
     rules = dict((TORCH, DEEPSPEED))
     for library in _LIBRARIES:
         try:
@@ -67,7 +68,7 @@ def _environment() -> Iterator[tuple[str, str]]:
 
 
 def _probe(library: str) -> bool:
-    """Print what a probe of a library shows, and return whether everything was recorded right."""
+    """Print what a probe of a library shows, and return whether everything was recorded correctly."""
     from commtrace.network.call_probe import EXPECTED, RANKS, run_probe
     from commtrace.run import open_run
 
@@ -76,7 +77,7 @@ def _probe(library: str) -> bool:
         try:
             run_probe(Path(directory), library)
             if not any(Path(directory).iterdir()):
-                raise CommtraceError("nothing was recorded: start programs by `commtrace run` in this environment")
+                raise CommtraceError("nothing was recorded; start programs with `commtrace run` in this environment")
             run = open_run(directory)
         except CommtraceError as error:
             _print("failed", str(error))

@@ -4,9 +4,8 @@ CMD is the unchanged command that torchrun would start on each rank. Each rank i
 other or several at once. Its tensors are not backed by memory, and its collectives send nothing; the calls are
 recorded as in any run. The log is an ordinary one without times, marked as simulated. Operations, payloads, groups,
 order and call sites are those of the real job, unless they depend on values that the program computes. Each line of
-the program that reads such a value is reported. Values from other ranks are not real, except small integers that a
-rank sends or broadcasts: the program continues as if every rank had sent the same values as this one, which is not
-reported.
+the program that reads such a value is reported. Small integers that another rank sends or broadcasts are real. For
+all other values, the program continues as if every rank had sent what this one sends; this is not reported.
 
     commtrace dryrun --world-size 1024 --ranks 0,1023 --out logs/dry python train.py --zero-stage 3
     commtrace report logs/dry
@@ -30,7 +29,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_shared(parser, "--world-size")
     add("--ranks", metavar="LIST", default="0",
-        help="ranks to run: 0,1,60-63 for example, all, or all-distinct (default: %(default)s)")  # fmt: skip
+        help="ranks to run: all, all-distinct, or a list such as 0,1,60-63 (default: %(default)s)")  # fmt: skip
     add("--out", metavar="DIR", type=Path, help="log directory (default: commtrace-logs)")
     add("--ranks-per-node", metavar="N", type=positive_integer, default=8,
         help="ranks of each node, for LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK (default: %(default)s)")  # fmt: skip

@@ -5,9 +5,9 @@ step, phase, call site and so on. Times are in nanoseconds on the host's monoton
 peer, tag and micro_batch, -1 means none or not known; in step, before the first step. Unknown wire_bytes and
 group_size are empty. Memory use is independent of the size of the log. Parquet needs the extra `parquet` (pyarrow).
 
-Perfetto: a trace that ui.perfetto.dev opens. Each rank has a track per thread, one of operations in flight, and
-counters; arrows connect the calls of one operation. A large run needs --steps and --ranks, as the viewer opens about
-a million calls. Perfetto needs the extra `perfetto`.
+Perfetto: a trace that ui.perfetto.dev opens. Each rank has a track per thread, a track of operations in flight,
+and counters; arrows connect the calls of one operation. A large run needs --steps and --ranks, as the viewer opens
+about a million calls. Perfetto needs the extra `perfetto`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     run = open_run(arguments.directory)
     if arguments.kept:
         run = Run(kept_log(run.log))
-    wanted = {"ranks": arguments.ranks, "steps": arguments.steps, "force": arguments.force}
-    rows = export_perfetto(run, out, **wanted) if form == "perfetto" else export(run, out, form, **wanted)
+    selection = {"ranks": arguments.ranks, "steps": arguments.steps, "force": arguments.force}
+    rows = export_perfetto(run, out, **selection) if form == "perfetto" else export(run, out, form, **selection)
     print_notes(run.notes)
     print(f"{out}: {rows:,} calls of run {run.id}")
     return 0

@@ -36,21 +36,21 @@ def _number_type(
     return option_type
 
 
-def _whole(text: str) -> int:
+def _parse_integer(text: str) -> int:
     return int(text) if text.isdecimal() else -1
 
 
-def _bytes(text: str) -> int:
+def _parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+)([kmg]?)", text.lower())
     return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]] if match else -1
 
 
-positive_integer = _number_type(_whole, 1, "a whole number from 1")
-non_negative_integer = _number_type(_whole, 0, "a whole number from 0")
+positive_integer = _number_type(_parse_integer, 1, "a whole number from 1")
+non_negative_integer = _number_type(_parse_integer, 0, "a whole number from 0")
 positive_number = _number_type(float, math.ulp(0.0), "a number above 0", below=1e9)
 exact_fraction = _number_type(Fraction, 0, "a number from 0, such as 0.01")
-"""A fraction, exactly as its decimal digits."""
-payload_bytes = _number_type(_bytes, 4, "a number of bytes from 4, such as 4, 64k or 1m")
+"""Option type: a non-negative fraction, without the rounding of float."""
+payload_bytes = _number_type(_parse_bytes, 4, "a number of bytes from 4, such as 4, 64k or 1m")
 """A payload of at least one 4-byte element; the units are powers of 1024."""
 
 
@@ -71,7 +71,7 @@ def numbers_and_ranges(text: str) -> list[int]:
 
 
 def steps(text: str) -> list[int]:
-    """Parse training steps as `numbers_and_ranges`, with "start-up" as one of the items, which becomes -1."""
+    """Parse training steps like `numbers_and_ranges`; the item "start-up" is allowed and becomes -1."""
     items = text.split(",")
     numbers = ",".join(item for item in items if item != "start-up")
     return [-1] * ("start-up" in items) + (numbers_and_ranges(numbers) if numbers else [])
@@ -116,11 +116,11 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
     },
     "--network": {
         "metavar": "NET",
-        "help": ": a file of commtrace bench, a network description, or the name of a built-in description "
+        "help": ": a results file of commtrace bench, a network description, or the name of a built-in description "
         "(slingshot-11, ndr-infiniband)",
     },
 }  # fmt: skip
-"""Arguments that several commands have in the same sense."""
+"""Arguments that have the same meaning in several commands."""
 
 
 def add_shared(parser: argparse._ActionsContainer, *names: str, purpose: str = "") -> None:

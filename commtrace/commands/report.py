@@ -1,7 +1,7 @@
 """Show what a run communicated.
 
-The report has, in this order: warnings, if anything limits its numbers; findings; the comparison of the run with
-theory; volumes by operation, parallel dimension, phase, step and call site; bandwidth; load balance across ranks;
+The report has, in this order: warnings, if data is incomplete or unreliable; findings; the comparison of the run
+with theory; volumes by operation, parallel dimension, phase, step and call site; bandwidth; load balance across ranks;
 the coverage of the log, the cost of tracing, and the blind spots of the hooks. If DIR has several runs, the newest
 is shown. For a damaged log, the report covers the part that can be read. Several DIRs are shown side by side.
 """
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from commtrace.analyses.fold_engine import Analysis, NamedTables
     from commtrace.run import Run
 
-PARALLEL_FROM: Final = 8_000_000
-"""Number of records from which worker processes are used."""
+MIN_PARALLEL_RECORDS: Final = 8_000_000
+"""Minimum number of records for which worker processes are used."""
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directories", metavar="DIR", type=Path, nargs="+",
         help="log directory, as in COMMTRACE, or the folder of one run in it; several: runs side by side")  # fmt: skip
     add_formats(parser)
-    add_shared(parser, "--network", purpose="compare times with a network")
+    add_shared(parser, "--network", purpose="compare call times with those expected on a network")
     parser.add_argument("--sections", metavar="NAME,...", type=section_names,
         help=f"sections of the text to show: all, or some of {', '.join(SECTIONS)} (default: all "
         f"except {', '.join(NOT_SHOWN)})")  # fmt: skip
@@ -111,11 +111,11 @@ def write_page(arguments: argparse.Namespace, page: str, shown: str) -> None:
     """Write a page to the file of --html, and print what it shows."""
     with atomic_write(arguments.html, force=arguments.force) as part:
         part.write_text(page, encoding="utf-8")
-    print(f"{arguments.html}: {shown}, to be opened in a browser")
+    print(f"{arguments.html}: {shown}; open it in a browser")
 
 
 def print_text(renderables: Iterable[RenderableType], width: int) -> None:
-    """Print what rich renders."""
+    """Print rich renderables at the given width."""
     from commtrace.text_tables import console
 
     for renderable in renderables:
@@ -126,10 +126,10 @@ def _tables(run: Run, *, details: bool, across_ranks: bool, agreeing: bool, netw
     from commtrace.analyses import analyse
     from commtrace.analyses.fold_engine import fold
 
-    more = _network_analyses(network)
+    network_analyses = _network_analyses(network)
     with _worker_processes(run):
         tables = analyse(run, details=details, across_ranks=across_ranks, agreeing=agreeing)
-        return {**tables, **(fold(run, more) if more else {})}
+        return {**tables, **(fold(run, network_analyses) if network_analyses else {})}
 
 
 def _network_analyses(network: str | None) -> list[Analysis]:
@@ -144,17 +144,17 @@ def _network_analyses(network: str | None) -> list[Analysis]:
 
 @contextlib.contextmanager
 def _worker_processes(run: Run) -> Iterator[None]:
-    """Read a run by worker processes if the log is large, and no executor was chosen."""
+    """Read a run in worker processes if the log is large, and no executor was chosen."""
     from commtrace.reading.executors import IN_PROCESS, PoolExecutor
 
     records = sum(segment.count for process in run.processes for segment in process.segments)
-    if run.executor is not IN_PROCESS or records < PARALLEL_FROM or usable_cores() < 2:
+    if run.executor is not IN_PROCESS or records < MIN_PARALLEL_RECORDS or usable_cores() < 2:
         yield
         return
     try:
-        # A fork has pandas imported already, which takes a second, but copies the locks of other threads.
-        how = multiprocessing.get_context("fork" if threading.active_count() == 1 else "spawn")
-        with ProcessPoolExecutor(min(usable_cores(), 16), how) as pool:
+        # A fork saves the import of pandas (one second), but copies the locks of other threads.
+        context = multiprocessing.get_context("fork" if threading.active_count() == 1 else "spawn")
+        with ProcessPoolExecutor(min(usable_cores(), 16), context) as pool:
             run.executor = PoolExecutor(pool)
             yield
     except BrokenProcessPool:

@@ -47,9 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsContainer) -> None:
+def add_options(training: argparse._ActionsContainer, model: argparse._ActionsContainer) -> None:
     """Add the options that complete the configuration files: training settings and the shape of the model."""
-    add = general.add_argument
+    add = training.add_argument
     add("--engine", choices=("deepspeed", "ddp", "fsdp"),
         help="training engine (default: from the files; ddp for a Hugging Face file alone)")  # fmt: skip
     add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="stage of ZeRO")
@@ -57,7 +57,7 @@ def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsC
     add("--micro-batch", metavar="N", type=positive_integer, help="sequences per rank in a micro-batch")
     add("--gradient-accumulation", metavar="N", type=positive_integer, dest="accumulation",
         help="micro-batches per step")  # fmt: skip
-    add = figures.add_argument
+    add = model.add_argument
     add("--layers", metavar="N", type=positive_integer, help="number of transformer layers")
     add("--hidden", metavar="N", type=positive_integer, help="hidden size")
     add("--vocabulary", metavar="N", type=positive_integer, help="vocabulary size, including padding")
@@ -69,7 +69,7 @@ def add_options(general: argparse._ActionsContainer, figures: argparse._ActionsC
 
 
 def options_of(arguments: argparse.Namespace) -> PlanOptions:
-    """Return the options of `add_options` as the forecast takes them."""
+    """Return the values of the options that `add_options` added, as PlanOptions."""
     from dataclasses import fields
 
     from commtrace.theory.configs.job_plan import PlanOptions

@@ -95,5 +95,5 @@ def test_a_dry_run_is_the_reference(logs: Path, tmp_path: Path, capsys: Captured
     assert result.status == 0, result.err
     status, out = said(capsys, "check", logs / "none", "--against", tmp_path / "dry")
     assert status == 0, out
-    assert out.startswith("as expected by the dry run ")
+    assert out.startswith("matches the dry run ")
     assert said(capsys, "check", logs / "more", "--against", tmp_path / "dry")[0] == 1

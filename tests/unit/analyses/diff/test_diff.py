@@ -195,7 +195,7 @@ def test_a_dry_run_of_some_ranks(tmp_path: Path, capsys: Captured) -> None:
     assert not differences.not_compared
     assert "rank 2-3: not in" in differences.notes[0]
     assert main(["check", str(tmp_path / "a"), "--against", str(tmp_path / "b")]) == 0
-    assert capsys.readouterr().out.startswith("as expected by the dry run ")
+    assert capsys.readouterr().out.startswith("matches the dry run ")
 
 
 def test_a_rank_stands_for_others(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_baseline(tmp_path: Path, capsys: Captured) -> None:
     capsys.readouterr()
     assert main(["check", str(tmp_path / "a"), "--baseline", str(file)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"as expected by the baseline {file}",
+        f"matches the baseline {file}",
         "compared: start-up and step 0-3 of rank 0-3, 68 calls of 48.0 KiB",
     ]
     assert main(update) == 0

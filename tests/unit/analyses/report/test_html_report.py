@@ -94,7 +94,7 @@ def test_the_command_writes_one_file_and_says_where(tmp_path: Path, capsys: pyte
     training(tmp_path / "log", steps=6)
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "log"), "--html", str(page)]) == 0
-    assert capsys.readouterr().out == f"{page}: run 20261121-045421-3f9a1c, to be opened in a browser\n"
+    assert capsys.readouterr().out == f"{page}: run 20261121-045421-3f9a1c; open it in a browser\n"
     text = page.read_text()
     assert text.startswith("<!DOCTYPE html>")
     assert text.count('class="figure"') == len(figures.FIGURES) - 3

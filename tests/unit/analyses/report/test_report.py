@@ -266,7 +266,7 @@ def test_worker_processes_give_the_same_report(
     training(tmp_path, ranks=3)
     assert main(["report", str(tmp_path)]) == 0
     alone = capsys.readouterr().out
-    monkeypatch.setattr("commtrace.commands.report.PARALLEL_FROM", 1)
+    monkeypatch.setattr("commtrace.commands.report.MIN_PARALLEL_RECORDS", 1)
     monkeypatch.setattr("commtrace.commands.report.usable_cores", lambda: 2)
     monkeypatch.setattr("commtrace.reading.recorded_run.RECORDS_PER_TASK", 1)
     assert main(["report", str(tmp_path)]) == 0
