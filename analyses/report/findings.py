@@ -83,7 +83,8 @@ def _place(part: str, call: str, state: str, site: str, ranks: pd.DataFrame) -> 
         return "made no call"
     ago = format_duration((ranks["alive_ns"] - ranks["begin_ns"]).max())
     at = f" at {site}" if site else ""
-    return f"{'last made' if part == 'absent' else 'made'} {call}{at}, {state}, {ago} before its last sign of life"
+    last_seen = f"{ago} before the {'rank was' if len(ranks) == 1 else 'ranks were'} last seen"
+    return f"{'last entered' if part == 'absent' else 'entered'} {call}{at} ({state}), {last_seen}"
 
 
 _END: Final = {

@@ -223,7 +223,8 @@ def _lines(spec: TableSpec, columns: Sequence[ColumnSpec], cells: Sequence[Any],
     texts = []
     for column, cell in zip(columns, cells, strict=True):
         if column.name == spec.alike:
-            texts.append(f"{_brief(cell)}, {alike:,} alike" if alike > 1 else str(cell))
+            noun = "hosts" if column.name == "host" else "ranks"
+            texts.append(f"{_brief(cell)} ({alike:,} {noun})" if alike > 1 else str(cell))
         elif isinstance(cell, Different):
             texts.append(f"{cell.different:,} different")
         else:

@@ -99,7 +99,7 @@ def test_an_odd_rank_is_named(odd: tuple[Run, NamedTables]) -> None:
     }
     lines = text_of(run, tables)
     begin = lines.index("Load balance across ranks")
-    assert [line.split()[0] for line in lines[begin + 2 : begin + 4]] == ["0-16,18-39,", str(ODD)]
+    assert [line.split()[0] for line in lines[begin + 2 : begin + 4]] == ["0-16,18-39", str(ODD)]
 
 
 def test_per_rank_shows_every_rank(odd: tuple[Run, NamedTables], capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +187,7 @@ def test_text_rows_name_the_statistics() -> None:
     table = reduce_ranks(spec, balance({"payload_of_median": factors}))
     columns, rows = text_rows(spec, "terminal", table)
     assert [row[0] for row in rows] == [
-        "0-100, 101 alike",
+        "0-100 (101 ranks)",
         "  lowest",
         "    on rank",
         "  median",

@@ -148,7 +148,9 @@ def test_where_the_ranks_are(tmp_path: Path) -> None:
         "all_reduce 10 of ranks 0-2 has not completed: ranks 0,2 entered it at 2026-11-21 04:54:21 "
     )
     assert "for at least 19.0 s (project/train.py:40 main); rank 1 did not enter it." in first
-    assert second.startswith("Rank 1 last made all_reduce 9 of group 0-2/1 at project/train.py:40 main, complete, 19.1")
+    assert second.startswith(
+        "Rank 1 last entered all_reduce 9 of group 0-2/1 at project/train.py:40 main (complete), 19.1"
+    )
 
 
 def test_calls_that_follow_from_another_come_after_it(tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ def test_a_killed_rank_whose_calls_fail_on_the_others(tmp_path: Path) -> None:
     first, second = diagnosis(found)
     assert first == ("all_reduce 10 of ranks 0-2 did not complete: it failed on ranks 0,2 (project/train.py:40 main); "
                      "rank 1 did not enter it, or ended in it.")  # fmt: skip
-    assert second.endswith("begun, 200 ms before its last sign of life; ended without closing its log.")
+    assert second.endswith("(begun), 200 ms before the rank was last seen; ended without closing its log.")
 
 
 @pytest.mark.parametrize("ends", [[0], [0, 1, 2], [1, 2]])
