@@ -143,7 +143,7 @@ def bench_loop(rows: Sequence[Row]) -> str:
     compared = [row for row in rows if row.bare is not None]
     lines = [[row.case, number(row.bare or 0), number(row.side), spread(row), f"{row.control:.3f}"] for row in compared]
     times = markdown(
-        ["", "hand-written loop, us", "commtrace bench, us", "bench / loop (quartiles)", "loop again / loop"], lines
+        ["", "hand-written loop, us", "commtrace bench, us", "bench / loop (quartiles)", "loop repeated / loop"], lines
     )
     return f"{times}\n\n{by_case_alone([row for row in rows if row.bare is None])}"
 
