@@ -116,14 +116,14 @@ def by_case_alone(rows: Sequence[Row]) -> str:
 
 
 def scale(rows: Sequence[Row]) -> str:
-    """A line for each log, a column for each command: seconds, those of all its processors, and memory."""
+    """A line for each log, a column for each command: seconds, and memory of all its processes."""
     found: dict[str, dict[str, list[str]]] = {}
     for row in rows:
-        name = row.name.removesuffix(", processor").removesuffix(", memory")
-        found.setdefault(row.case, {}).setdefault(name, []).append(number(row.side))
+        if not row.name.endswith(", processor"):
+            found.setdefault(row.case, {}).setdefault(row.name.removesuffix(", memory"), []).append(number(row.side))
     commands = list(dict.fromkeys(name for of_case in found.values() for name in of_case))
     lines = [[case, *(", ".join(of_case.get(name, [])) for name in commands)] for case, of_case in found.items()]
-    return markdown(["s, s, MiB", *commands], lines)
+    return markdown(["s, MiB", *commands], lines)
 
 
 def native_step(rows: Sequence[Row]) -> str:
@@ -194,7 +194,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "log_size": ("Size on disk", log_size),
     "report": ("Time and memory of a report", by_case_alone),
     "across_ranks": ("Time and memory of analyses across 64 ranks on as many hosts", by_case_alone),
-    "scale": ("Wall time, CPU time and peak memory of commands on logs of many ranks or steps", scale),
+    "scale": ("Wall time and peak memory of commands on logs of many ranks or steps", scale),
     "large_scale": ("The same on logs of up to 100 million calls", scale),
     "bench_loop": ("`commtrace bench` and a hand-written loop, and its fit at held-out payloads", bench_loop),
 }
