@@ -149,7 +149,9 @@ def _steps(report: _Report) -> Iterator[RenderableType]:
         yield report.paragraph("The log has no training step: all calls belong to start-up or evaluations.")
         return
     count, differing = int(steady["steps"].iloc[0]), int(steady["differing_steps"].max())
-    basis = f"median of {count:,} steps, {differing:,} differ" if differing else f"all {count:,} steps identical"
+    basis = (
+        f"median of {count:,} steps, {differing:,} of them different" if differing else f"all {count:,} steps identical"
+    )
     basis = "the only step" if count == 1 else basis
     yield from report.table_section(f"A training step, mean per recorded rank: {basis}", "steady_step")
     for number, name in ((-1, "Start-up, before the first step"), (EVALUATION, "Evaluations, outside of steps")):

@@ -190,7 +190,7 @@ def test_start_up_is_kept_apart_and_equal_steps_are_called_equal(small_run: Run)
 
 def test_steps_that_differ_are_counted(tmp_path: Path) -> None:
     LogFactory(tmp_path).process().known().write([record(step=step, payload=8 + (step == 2)) for step in range(5)])
-    assert "median of 5 steps, 1 differ" in report(tmp_path)
+    assert "median of 5 steps, 1 of them different" in report(tmp_path)
 
 
 def test_other_runs_stand_at_the_top(tmp_path: Path) -> None:
