@@ -79,7 +79,7 @@ def test_stored_tables_replace_records(tmp_path: Path, reads: list[Path], capsys
     assert STORED in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("scheme", recorded_schemes.QUICK_AND_LONG)
+@pytest.mark.parametrize("scheme", recorded_schemes.SCHEMES)
 def test_all_analyses_are_stored(scheme: str, tmp_path: Path) -> None:
     """None is left out because its tables would come back as others."""
     damaged_logs.unpack(tmp_path)

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from factory import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, WORLD, LogFactory
-from recorded_schemes import QUICK_AND_LONG
+from recorded_schemes import SCHEMES
 from summary_tables import assert_equal, assert_times_are_equal, summarized
 
 from commtrace.analyses import call_times, coverage, message_sizes, volume
@@ -136,7 +136,7 @@ def test_counts_sizes_and_quantiles(seed: int, tmp_path: Path) -> None:
             assert abs(found_ns - true) <= RELATIVE_ERROR * true
 
 
-@pytest.mark.parametrize("scheme", QUICK_AND_LONG)
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_recorded_logs_as_summaries(scheme: str, tmp_path: Path) -> None:
     damaged_logs.unpack(tmp_path / "full")
     full = open_run(tmp_path / "full" / scheme)
