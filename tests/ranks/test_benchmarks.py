@@ -129,7 +129,7 @@ EXPECTED = {
     "scale": SCALE,
     "large_scale": SCALE,
     "across_ranks": {"CPU time", "wall time", "peak memory"},
-    "bench_loop": {"commtrace bench", "median error", "of nine in ten at most", "worst error"},
+    "bench_loop": {"commtrace bench", "median error", "90th percentile", "worst error"},
 }
 
 
