@@ -160,7 +160,9 @@ def test_drift_is_known_after_ten_seconds(library: Path, tmp_path: Path) -> None
     hosts = [host(library, 2, CLOCK_PPM=100)]
     run = record(tmp_path, "gloo", 1, hosts, seconds=12)
     assert_bounds_hold(run, tmp_path, hosts)
-    assert run.clocks.table["drift_half_width_ppm"][1] <= 20
+    clock = run.clocks.table.loc[1]
+    microseconds = clock["half_width_ns"] / 1000
+    assert clock["drift_half_width_ppm"] <= 2 * microseconds / 10  # a change of the offset, in as many seconds
 
 
 @pytest.mark.exhaustive
