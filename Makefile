@@ -26,7 +26,7 @@ test: $(READY)  ## what must pass before a change lands: lint, types, documentat
 	$(MAKE) --jobs 2 --output-sync=target lint docs native
 	$(BIN)/pytest $(PARALLEL)
 
-test-all: lint docs native  ## also the exhaustive tests, about an hour; THEORY_SEED=N repeats the models that a run has drawn
+test-all: lint docs native  ## also the exhaustive tests, about two hours; THEORY_SEED=N repeats the models that a run has drawn
 	THEORY_SEED=$${THEORY_SEED:-$$(date +%s)} $(BIN)/pytest $(PARALLEL) -m ""
 
 # The native recorder needs a compiler; without one its tests are skipped, with the reason.
