@@ -93,9 +93,10 @@ _TOGETHER: Final = {
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run the tests of a file, and files that share programs, in one process: each program then starts once.
 
-    Not in `make test-all`, where the exhaustive trainings take half of the time: two processes share them.
+    Only with `--dist loadfile`, and not in `make test-all`, where the exhaustive trainings take half of the time: two
+    processes share them.
     """
-    if not config.getoption("markexpr"):
+    if config.getoption("dist") != "loadfile" or not config.getoption("markexpr"):
         return None
     from xdist.scheduler import LoadFileScheduling
 
