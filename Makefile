@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes, each of which would compile commtrace again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test test-all lint docs native bench clean
+.PHONY: demo quick test test-all before-tests lint docs native bench clean
 
 demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3; report what each communicated, and write two pages
 	rm -rf demo-logs
@@ -22,12 +22,15 @@ demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3; report what
 quick: native  ## tests that start no ranks: below a minute
 	$(BIN)/pytest $(PARALLEL) tests/unit -m "not long and not exhaustive and not external"
 
-test: $(READY)  ## what must pass before a change lands: lint, types, documentation, and the default tests
-	$(MAKE) --jobs 2 --output-sync=target lint docs native
+test: before-tests  ## what must pass before a change lands: lint, types, documentation, and the default tests
 	$(BIN)/pytest $(PARALLEL)
 
-test-all: lint docs native  ## also the exhaustive tests, about two hours; THEORY_SEED=N repeats the models that a run has drawn
+test-all: before-tests  ## also the exhaustive tests, about two hours; THEORY_SEED=N repeats the models that a run has drawn
 	THEORY_SEED=$${THEORY_SEED:-$$(date +%s)} $(BIN)/pytest $(PARALLEL) -m ""
+
+# Side by side: each of them uses one core.
+before-tests: $(READY)
+	$(MAKE) --jobs 2 --output-sync=target lint docs native
 
 # The native recorder needs a compiler; without one its tests are skipped, with the reason.
 native: $(READY)
