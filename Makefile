@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Files run in two processes. Tests of one file share their ranks' logs, and so stay in one process.
+# Test files run in two processes. The tests of a file share logs, so they stay in one process.
 PARALLEL ?= --numprocesses 2 --dist loadfile
 
 export OMP_NUM_THREADS ?= 1
 
-# Tests start hundreds of processes, each of which would compile commtrace again.
+# Otherwise each of the hundreds of processes that tests start would compile commtrace again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo quick test test-all before-tests lint docs native bench clean
@@ -19,20 +19,20 @@ demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3; report what
 	-$(BIN)/commtrace build
 	$(BIN)/python -m examples.demo demo-logs
 
-quick: native  ## tests that start no ranks: below a minute
+quick: native  ## tests that start no ranks: less than a minute
 	$(BIN)/pytest $(PARALLEL) tests/unit -m "not long and not exhaustive and not external"
 
-test: before-tests  ## what must pass before a change lands: lint, types, documentation, and the default tests
+test: before-tests  ## checks that must pass before a merge: lint, types, documentation, and the default tests
 	$(BIN)/pytest $(PARALLEL)
 
-test-all: before-tests  ## also the exhaustive tests, about two hours; THEORY_SEED=N repeats the models that a run has drawn
+test-all: before-tests  ## also the exhaustive tests, about two hours; THEORY_SEED=N repeats the random models of a run
 	THEORY_SEED=$${THEORY_SEED:-$$(date +%s)} $(BIN)/pytest $(PARALLEL) -m ""
 
-# Side by side: each of them uses one core.
+# In parallel: each uses one core.
 before-tests: $(READY)
 	$(MAKE) --jobs 2 --output-sync=target lint docs native
 
-# The native recorder needs a compiler; without one its tests are skipped, with the reason.
+# The native recorder needs a compiler; without one, its tests are skipped, with the reason.
 native: $(READY)
 	-$(BIN)/commtrace build
 
@@ -41,7 +41,7 @@ lint: $(READY)  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(READY)  ## the documentation, in build/site; any broken link or reference is an error
+docs: $(READY)  ## build the documentation in build/site; any broken link or reference is an error
 	rm -rf build/docs
 	$(BIN)/python setup.py --quiet build_py --build-lib build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # not --quiet, which hides warnings from `strict`
@@ -53,7 +53,7 @@ $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[html,parquet,perfetto,examples]'
 	touch $(READY)
 
-bench: $(READY)  ## what tracing costs, beside a control and other tools: about an hour; writes the README's tables
+bench: $(READY)  ## measure the cost of tracing against a control and other tools: about an hour; writes the README's tables
 	-$(BIN)/commtrace build
 	test -x build/plain/bin/python || $(PYTHON) -m venv build/plain
 	build/plain/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .

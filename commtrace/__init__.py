@@ -1,6 +1,6 @@
-"""commtrace records the communication calls of a distributed training program, and explains them.
+"""commtrace records the communication calls of a distributed training program and explains them.
 
-The program does not change; an environment variable switches recording on:
+The program needs no changes; an environment variable switches recording on:
 
     COMMTRACE=logs/run1 torchrun --nproc-per-node 2 train.py
     commtrace report logs/run1
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["CommtraceError", "Run", "compare", "open", "phase", "scaling", "start", "step", "stop"]
 
-# Name -> where it is imported from on first use: training processes import this package, and must not import pandas.
+# Name -> module and attribute to import on first use, so that training processes do not import pandas.
 _ON_FIRST_USE = {
     "Run": ("run", "Run"), "open": ("run", "open_run"), "compare": ("analyses.comparison", "compare"),
     "scaling": ("analyses.scaling", "scaling"), "start": ("startup", "start"), "stop": ("startup", "stop"),

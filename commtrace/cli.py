@@ -1,4 +1,4 @@
-"""Command line: `commtrace COMMAND ...`. Imports only the command that runs.
+"""Command line: `commtrace COMMAND ...`. Only the module of that command is imported.
 
 A command is a module of `commtrace.commands`: its docstring is its help, `prepare(parser)` adds its arguments,
 `run(arguments)` does the work and returns the exit status, or raises CommtraceError with what to fix. Only this module
@@ -22,17 +22,17 @@ from typing import Final
 import commtrace
 from commtrace.errors import CommtraceError
 
-# Command, which is also its module in commtrace.commands -> first line of its docstring.
+# Command, also the name of its module in commtrace.commands -> first line of the module's docstring.
 COMMANDS: Final = {
     "report": "Show what a run communicated.",
-    "scaling": "Compare runs of one program at increasing scale, and show what limits the scaling.",
+    "scaling": "Compare runs at increasing scale, and show what limits the scaling.",
     "check": "Compare a run with its expected calls, for continuous integration.",
     "diff": "Compare the calls of two runs.",
     "theory": "Predict what a training run will communicate, from its configuration alone.",
-    "bench": "Measure collectives and messages over a range of payloads, like nccl-tests and the OSU benchmarks.",
+    "bench": "Measure collectives and messages, like nccl-tests and the OSU benchmarks.",
     "run": "Run a program with tracing on.",
     "dryrun": "Simulate any rank of a training job of any world size on this machine.",
-    "doctor": "Show which libraries can be traced in this environment, and test recording on two local ranks.",
+    "doctor": "Show which libraries can be traced, and test recording on two local ranks.",
     "build": "Build the native recorder for this environment.",
     "recover": "Recover records of killed processes from this host's shared memory.",
     "pack": "Write a log as a Parquet data set for commtrace and other programs.",
@@ -52,7 +52,7 @@ Run "commtrace COMMAND --help" for help on a command.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names (default: sys.argv[1:]), and return the exit status."""
     arguments = sys.argv[1:] if argv is None else [*argv]
-    if isinstance(sys.stdout, TextIOWrapper):  # a file name must not fail a report on an ASCII terminal
+    if isinstance(sys.stdout, TextIOWrapper):  # a non-ASCII file name must not fail a report on an ASCII terminal
         sys.stdout.reconfigure(errors="replace")
     try:
         status = _run(arguments)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"commtrace: {error}", file=sys.stderr)
         return 1
     except OSError as error:  # stdout on a full disk, for example
-        # Python flushes stdout once more at exit, and would print a traceback about it.
+        # Python flushes stdout again at exit and would print a traceback.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has closed the pipe

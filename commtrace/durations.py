@@ -2,7 +2,7 @@
 
 The measures of `MEASURES`: "in_call" is t_return - t_begin, "waiting" t_end - t_wait (0 if a callback observed the
 end before the wait), "to_completion" t_end - t_begin. Calls captured into a device graph and calls of dry runs have no
-times of their own, so theirs are unknown.
+times of their own, so their durations are unknown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Fields(Protocol):
 
 
 def durations(measure: str, records: _Fields) -> Array:
-    """Return the duration of each record in ns by one of MEASURES, int64, -1 where it is not known."""
+    """Return the duration of each record in ns by one of MEASURES, int64, -1 if it is not known."""
     if measure == "in_call":
         return _between(records["t_begin"], records["t_return"], records)
     if measure == "waiting":
@@ -40,7 +40,7 @@ def durations(measure: str, records: _Fields) -> Array:
 
 
 def transfer_times(records: _Fields) -> Array:
-    """Return the time from `transfer_begin` to the end of each record in ns, int64, -1 where it is not known."""
+    """Return the time from `transfer_begin` to the end of each record in ns, int64, -1 if it is not known."""
     return _between(transfer_begin(records), records["t_end"], records)
 
 
@@ -50,12 +50,12 @@ def has_own_times(records: _Fields) -> Array:
 
 
 def wait_begin(records: _Fields) -> Array:
-    """Return when the program began to wait for each record in ns, 0 if its end is not known on the host."""
+    """Return when the program began to wait for each record in ns, 0 if its end was not observed on the host."""
     return np.where(np.isin(records["clock"], _HOST_CLOCKS), records["t_wait"], 0)
 
 
 def transfer_begin(records: _Fields) -> Array:
-    """Return the device's start time of each record in ns, or when its call began."""
+    """Return when the transfer of each record began on the device in ns; if not known, when the call began."""
     return np.where(records["t_start"] > 0, records["t_start"], records["t_begin"])
 
 

@@ -12,11 +12,11 @@ class SettingsError(CommtraceError):
 
 
 class LogError(CommtraceError):
-    """There is no log that can be read. A damaged log is no error: `Run.notes` names the damage."""
+    """There is no readable log. A damaged log is not an error: `Run.notes` describes the damage."""
 
 
 class NewerLogError(LogError):
-    """The log has a newer format than this version of commtrace reads."""
+    """The log has a newer format than this version of commtrace can read."""
 
 
 class NoSuchTableError(CommtraceError):
@@ -36,7 +36,7 @@ class MissingLibraryError(CommtraceError):
 
 
 class ClusterError(CommtraceError):
-    """A Dask cluster cannot be reached, or does not fit."""
+    """A Dask cluster cannot be reached, lacks memory or workers, or has another version of commtrace."""
 
 
 class LaunchError(CommtraceError):

@@ -1,6 +1,6 @@
 """Numbers, sizes, times and lists of ranks as text.
 
-A value that is not known is None, NaN or pandas' NA, and becomes "-".
+An unknown value (None, NaN or pandas' NA) becomes "-".
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from commtrace.rank_ranges import parse_rank_list, range_items
 NOT_KNOWN: Final = "-"
 
 MAX_SINGLE: Final = 32
-"""Most ranks that reports show one by one."""
+"""Maximum number of ranks that reports show one by one."""
 
 _MANY_RANGES: Final = re.compile(r"\b\d+(?:-\d+)?(?:,\d+(?:-\d+)?){16,}")
-"""A list of more ranges than 32 ranks can have."""
+"""A list of more than 16 ranges, the most that ranks 0 to 31 can form."""
 _NUMBER: Final = re.compile(r"\d[\d,]*")
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TIME_UNITS: Final = ("ns", "us", "ms", "s")
@@ -49,12 +49,12 @@ def format_power_of_two(exponent: int) -> str:
 
 
 def format_duration(ns: Any) -> str:
-    """Format nanoseconds in the unit that suits, with three digits: 1500 -> "1.50 us"."""
+    """Format nanoseconds in a suitable unit, with three digits: 1500 -> "1.50 us"."""
     return _with_unit(ns, 1000, _TIME_UNITS)
 
 
 def format_moment(ns: Any) -> str:
-    """Return ns since 1970 as date and time in UTC, to the second."""
+    """Format ns since 1970 as date and time in UTC, to the second."""
     return f"{datetime.fromtimestamp(int(ns) // 10**9, timezone.utc):%Y-%m-%d %H:%M:%S}" if is_known(ns) else NOT_KNOWN
 
 
@@ -82,9 +82,9 @@ def format_signed(value: Any, format_value: Callable[[Any], str] = format_count)
     return f"{'+' if value > 0 else '-' if value < 0 else ''}{format_value(abs(value))}"
 
 
-def format_plural(number: int, noun: str, many: str = "") -> str:
+def format_plural(number: int, noun: str, plural: str = "") -> str:
     """Format a number with its noun: (1, "rank") -> "1 rank", (2, "rank") -> "2 ranks"."""
-    return f"{number:,} {noun if number == 1 else many or noun + 's'}"
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -98,9 +98,9 @@ def format_missing(ranks: Iterable[int], count: int) -> str:
 
 
 def shorten_names(names: Sequence[Any], most: int = 8) -> str:
-    """Format ascending ranks as ranges, with strides, or host names: "0-2,8-9992:8"; of more than `most`, the ends.
+    """Format ascending ranks, as ranges with strides ("0-2,8-9992:8"), or host names.
 
-    The length is bounded: "0,3,7,...,998 (400 in all)".
+    Of more than `most` items, it shows the first three and the last: "0,3,7,...,998 (400 in all)".
     """
     items = [str(name) if isinstance(name, str) or name >= 0 else NOT_KNOWN for name in names]
     if not any(isinstance(name, str) or name < 0 for name in names):
@@ -109,17 +109,17 @@ def shorten_names(names: Sequence[Any], most: int = 8) -> str:
 
 
 def shorten_ranks(text: str) -> str:
-    """Shorten the lists of ranks in a text, as `format_ranks` writes them, of more ranges than 32 ranks can have."""
+    """Shorten the lists of ranks in a text, as `format_ranks` writes them, that have more than 16 ranges."""
     return _MANY_RANGES.sub(lambda match: shorten_names(parse_ranks(match[0])), text)
 
 
 def without_numbers(text: str) -> str:
-    """Return a text with "N" for each number in it: equal for texts that differ in numbers only."""
+    """Replace each number in a text with "N", so that texts that differ only in numbers become equal."""
     return _NUMBER.sub("N", text)
 
 
 def merge_texts(ranks_by_text: Mapping[str, Iterable[int]]) -> dict[str, list[int]]:
-    """Merge texts that differ in numbers only, if there are more than 32, with "N" for each number; and their ranks."""
+    """Merge texts that differ only in numbers ("N" replaces them), and their ranks, if there are more than 32."""
     alike: dict[str, list[str]] = {}
     for text in ranks_by_text:
         alike.setdefault(without_numbers(text) if len(ranks_by_text) > MAX_SINGLE else text, []).append(text)
@@ -130,18 +130,18 @@ def merge_texts(ranks_by_text: Mapping[str, Iterable[int]]) -> dict[str, list[in
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Parse what `format_ranks` writes, in any order, and strides: "8,0-3,16-32:8" -> [0, 1, 2, 3, 8, 16, 24, 32].
+    """Parse ranges in any order, with or without strides: "8,0-3,16-32:8" -> [0, 1, 2, 3, 8, 16, 24, 32].
 
     Raises:
-        ValueError: The text is not a list of numbers and ranges, or of too many or too large ones.
+        ValueError: The text is not a list of numbers and ranges, or has too many or too large numbers.
     """
     return sorted({*parse_rank_list(text)})
 
 
 def _with_unit(value: Any, factor: int, units: Sequence[str]) -> str:
-    """Format a number with three digits, or all of those before the point, in the unit that suits.
+    """Format a number in a suitable unit with three digits, or with all digits before the decimal point.
 
-    Each unit is `factor` times the one before; integers in the first unit keep all digits.
+    Each unit is `factor` times the previous one; integers in the first unit keep all digits.
     """
     if not is_known(value):
         return NOT_KNOWN

@@ -27,59 +27,59 @@ ENVIRONMENT = (
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Rank of this process, as the communication library knows it."""
+    """Rank of this process in the communication library."""
 
     rank: int
     world_size: int | None
     agree: Callable[[str], str] | None = None
-    """Takes a proposed run name and returns the first one proposed by any process; None without a common store."""
+    """Takes a proposed run name and returns the first one that any process proposed; None without a store."""
 
 
 def rank_from_environment(environ: Mapping[str, str] = os.environ) -> RankIdentity:
-    """Return the rank that the launcher gave, for programs without a group of all ranks; rank 0 without a launcher."""
+    """Return the rank that the launcher set, for programs without a group of all ranks; rank 0 without a launcher."""
     return RankIdentity(launched_number("rank", environ) or 0, launched_number("world_size", environ))
 
 
 def launcher_run_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the launcher's name of this run, the same in all its processes; "" if it gives none."""
+    """Return the launcher's name for this run, the same in all its processes; "" if there is none."""
     elastic = environ.get("TORCHELASTIC_RUN_ID", "")
     if elastic:
-        # torchrun's default is "none"; with --standalone it is a UUID, of which the first digits suffice.
+        # torchrun's default is "none"; with --standalone it is a UUID, whose first digits suffice.
         name = "" if elastic == "none" else "-" + re.sub(r"^([0-9a-f]{8})-[0-9a-f-]{27}$", r"\1", elastic)
         return f"torchelastic{name}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ:
-        restart = environ.get("SLURM_RESTART_COUNT", "0")  # a job that is requeued keeps its number
-        again = "" if restart == "0" else f"-restart{restart}"
-        return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}{again}"
+        restart = environ.get("SLURM_RESTART_COUNT", "0")  # a requeued job keeps its number
+        suffix = "" if restart == "0" else f"-restart{restart}"
+        return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}{suffix}"
     if "PMIX_NAMESPACE" in environ:
         return f"pmix-{environ['PMIX_NAMESPACE']}"
     return ""
 
 
-# Processes that start ranks of MPI, by their names in the kernel (15 characters).
+# Names of processes that start MPI ranks, truncated by the kernel to 15 characters.
 _STARTERS = ("prterun", "prte", "prted", "orterun", "orted", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 
 
 def mpi_starter() -> str:
-    """Return machine, number and start time of the process that started its MPI ranks; "" for none.
+    """Return host, PID and start time of the process that started this MPI rank; "" if there is none.
 
-    The machine is the start of its boot identifier, as ranks in containers of one machine have names of their own. The
-    start time, in the kernel's ticks, distinguishes the process from others that had the same number.
+    The host is the beginning of its boot ID, because containers on one host have host names of their own. The start
+    time, in kernel ticks, distinguishes the process from others that had the same PID.
     """
     pid = os.getppid()
     try:
         while pid > 1:
-            name, parent, begun = _process(pid)
+            name, parent, start_ticks = _process(pid)
             if name in _STARTERS:
-                return f"{boot_id()[:8] or host()}-{pid}-{begun:x}"
+                return f"{boot_id()[:8] or host()}-{pid}-{start_ticks:x}"
             pid = parent
     except (OSError, ValueError, IndexError):
-        pass  # no /proc, or not ours to look into
+        pass  # no /proc, or no permission
     return ""
 
 
 def _process(pid: int) -> tuple[str, int, int]:
-    """Return (name, number of the parent, start time in ticks since the host's start) of a process."""
+    """Return (name, PID of the parent, start time in ticks since boot) of a process."""
     head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     fields = tail.split()
     return head.partition("(")[2], int(fields[1]), int(fields[19])
@@ -88,17 +88,18 @@ def _process(pid: int) -> tuple[str, int, int]:
 _recordings = 0
 
 
-def agree_on_run(member: RankIdentity) -> str:
-    """Return the name of the run, the same in all its processes: one round trip to their store, no collective."""
+def agree_on_run(rank_identity: RankIdentity) -> str:
+    """Return the name of the run, the same in all its processes. It takes a round trip to a store, no collective."""
     global _recordings
     _recordings += 1
-    again = "" if _recordings == 1 else str(_recordings)
-    given, agreed = launcher_run_name(), time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
-    if member.agree is not None:
-        agreed = member.agree(agreed) or (agreed if not given else "")
-    elif given.startswith(("slurm-", "pmix-")):
+    suffix = "" if _recordings == 1 else str(_recordings)
+    from_launcher = launcher_run_name()
+    agreed = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
+    if rank_identity.agree is not None:
+        agreed = rank_identity.agree(agreed) or (agreed if not from_launcher else "")
+    elif from_launcher.startswith(("slurm-", "pmix-")):
         agreed = ""  # no store, but these names are used only once
-    return _file_name("-".join(filter(None, (given, agreed, again))))
+    return _file_name("-".join(filter(None, (from_launcher, agreed, suffix))))
 
 
 def forked() -> None:
@@ -139,8 +140,8 @@ def versions() -> dict[str, str]:
     import commtrace
 
     names = ("torch", "deepspeed", "mpi4py", "transformers", "megatron")
-    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
-    libraries = {name: str(version) for name, version in found.items() if version is not None}
+    imported = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
+    libraries = {name: str(version) for name, version in imported.items() if version is not None}
     return {"python": platform.python_version(), "commtrace": commtrace.__version__, **libraries}
 
 
@@ -152,7 +153,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def clock_readings() -> dict[str, int]:
     """Read the records' monotonic clock and the wall clock at the same moment, for comparing hosts.
 
-    The wall clock is read between two readings of the other, whose mean is returned: exact to about a microsecond.
+    The wall clock is read between two readings of the monotonic clock, whose mean is accurate to about a microsecond.
 
     Returns:
         `mono_ns` and `unix_ns`.

@@ -1,4 +1,4 @@
-"""Variables that torchrun, deepspeed, mpirun and srun set for each rank, and the cores that it may use."""
+"""Variables that torchrun, deepspeed, mpirun and srun set for each rank; usable cores and free ports of a host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commtrace.errors import LaunchError
 
 
 class Launcher(NamedTuple):
-    """Names of the variables that a launcher sets; "" where it sets none."""
+    """Names of the variables that a launcher sets; "" if it sets none."""
 
     rank: str
     world_size: str
@@ -25,8 +25,8 @@ class Launcher(NamedTuple):
 TORCH: Final = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 """Variables that torchrun and the deepspeed launcher set, and that torch.distributed reads."""
 
-# SLURM_STEP_NUM_TASKS and not SLURM_NTASKS: inside a batch script, outside srun, there is one process however many
-# tasks the job may start.
+# SLURM_STEP_NUM_TASKS, not SLURM_NTASKS: in a batch script, outside srun, there is one process, however many tasks the
+# job may start.
 SLURM: Final = Launcher(
     "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID"
 )
@@ -42,13 +42,13 @@ LAUNCHERS: Final = (
     # Last: MPICH's mpiexec starts its proxies with srun, and ranks inherit Slurm's variables of the proxy.
     SLURM,
 )  # fmt: skip
-"""In order of precedence."""
+"""Launchers in order of precedence."""
 
 VARIABLE_PREFIXES: Final = (
     "OMPI_", "PMI", "MPI_LOCAL", "SLURM_PROCID", "SLURM_LOCALID", "TORCHELASTIC_", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
 )  # fmt: skip
-"""Prefixes of the variables, besides those of torch.distributed, by which a process could take itself for a rank."""
+"""Prefixes of the variables, besides those of torch.distributed, that could make a process act as a rank."""
 
 
 class LaunchedProcess(NamedTuple):
@@ -62,13 +62,13 @@ class LaunchedProcess(NamedTuple):
 def launched_number(
     name: Literal["rank", "world_size", "local_rank"], environ: Mapping[str, str] = os.environ
 ) -> int | None:
-    """Return this process's rank, the number of ranks, or its rank within the host; None where no launcher tells it."""
+    """Return this process's rank, the number of ranks, or its rank within the host; None if no launcher sets it."""
     texts = (environ.get(getattr(launcher, name), "") for launcher in LAUNCHERS)
     return next((int(text) for text in texts if text.isdigit()), None)
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a launcher started this process as a rank. In a batch script Slurm sets the rank as well."""
+    """Return whether a launcher started this process as a rank. In a batch script, Slurm sets the rank, too."""
     return any(environ.get(launcher.world_size if launcher is SLURM else launcher.rank) for launcher in LAUNCHERS)
 
 
@@ -78,12 +78,12 @@ def usable_cores() -> int:
 
 
 def find_process(environ: MutableMapping[str, str]) -> LaunchedProcess:
-    """Read the launcher's variables and add those that torch.distributed and DeepSpeed expect to `environ`.
+    """Read the launcher's variables, and add to `environ` those that torch.distributed and DeepSpeed expect.
 
-    A process without a launcher becomes the only one of its job.
+    Without a launcher, the process becomes the only rank of its job.
 
     Raises:
-        LaunchError: The variables do not say where the other processes are, or hold something other than numbers.
+        LaunchError: The variables do not say where the other processes are, or are not numbers.
     """
     if TORCH.rank not in environ or TORCH.world_size not in environ:
         for launcher in LAUNCHERS:
@@ -99,7 +99,7 @@ def find_process(environ: MutableMapping[str, str]) -> LaunchedProcess:
 
 def _translate(launcher: Launcher, environ: MutableMapping[str, str]) -> None:
     environ[TORCH.rank], environ[TORCH.world_size] = environ[launcher.rank], environ[launcher.world_size]
-    # Under `srun --mpi=pmi2` PMI gives the rank, and only Slurm the local rank.
+    # Under `srun --mpi=pmi2`, PMI sets the rank, and only Slurm sets the local rank.
     known_local_rank = launched_number(
         "local_rank", {name: value for name, value in environ.items() if name != TORCH.local_rank}
     )
@@ -112,7 +112,7 @@ def _translate(launcher: Launcher, environ: MutableMapping[str, str]) -> None:
                 "MASTER_ADDR with the name of the host of rank 0 (mpirun: -x MASTER_ADDR)"
             )
         environ["MASTER_ADDR"] = "127.0.0.1"
-    # A port from the job's name, so that two jobs on one host do not meet; below the range for outgoing connections.
+    # From the job's name, so that jobs on one host use different ports; below the range for outgoing connections.
     environ.setdefault("MASTER_PORT", str(20000 + zlib.crc32(environ.get(launcher.job, "").encode()) % 10000))
 
 

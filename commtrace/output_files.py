@@ -1,4 +1,4 @@
-"""Atomic output: a file or directory appears under its name when it is complete, and an error leaves none."""
+"""Atomic output: a file or directory appears under its name only when it is complete, and not after an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commtrace.errors import OutputError
 
 @contextlib.contextmanager
 def atomic_write(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield a temporary path to write to, and rename it to `out` at the end; `force`: also if that exists.
+    """Yield a temporary path to write to, and rename it to `out` at the end; `force` replaces an existing file.
 
     Raises:
         OutputError: `out` exists, or cannot be written.
@@ -37,7 +37,7 @@ def atomic_write(out: Path, *, force: bool = False) -> Iterator[Path]:
 def atomic_directory(out: Path, *, force: bool = False, marker: str) -> Iterator[Path]:
     """Yield a temporary directory to write to, and rename it to `out` at the end.
 
-    With `force`, an existing directory is replaced that has a file of the pattern `marker`, as all of this kind have.
+    With `force`, an existing directory is replaced if it contains a file that matches the pattern `marker`.
 
     Raises:
         OutputError: `out` exists, or cannot be written.
@@ -46,7 +46,7 @@ def atomic_directory(out: Path, *, force: bool = False, marker: str) -> Iterator
         if not force:
             raise OutputError(f"{out}: already exists; choose another name or pass --force")
         if not any(out.glob(marker)):
-            raise OutputError(f"{out}: is something else, which --force does not replace; choose another name")
+            raise OutputError(f"{out}: has no {marker}, so --force does not replace it; choose another name")
     part, old = (out.with_name(f".{out.name}.{os.getpid()}.{suffix}") for suffix in ("part", "old"))
     try:
         with _output_errors(out):
@@ -63,7 +63,7 @@ def atomic_directory(out: Path, *, force: bool = False, marker: str) -> Iterator
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove a folder, if it exists, in which other processes may still write: renamed first, it gets no new files."""
+    """Remove a folder if it exists. It is renamed first, so that processes that still write to it add no new files."""
     removed = folder.with_name(f"{folder.name}.removed")
     with contextlib.suppress(OSError):
         folder.rename(removed)
@@ -72,7 +72,7 @@ def _remove_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _output_errors(out: Path) -> Iterator[None]:
-    """Turn errors of the operating system into OutputError with a hint."""
+    """Turn OSError into OutputError with a hint."""
     try:
         yield
     except OSError as error:

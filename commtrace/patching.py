@@ -11,7 +11,7 @@ _Install = TypeVar("_Install", bound=Callable[..., None])
 
 
 def around(function: Callable[..., Any]) -> Wrapper:
-    """Make a wrapper of a function that is called as `function(original, *args, **kwargs)` in place of the original."""
+    """Return a wrapper that calls `function(original, *args, **kwargs)` in place of the original."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -25,7 +25,7 @@ def around(function: Callable[..., Any]) -> Wrapper:
 def record_before_call(values: MutableMapping[Any, Any], read: Callable[[Any], Any]) -> Wrapper:
     """Return a wrapper that stores `read(self)` in `values` before it calls the method.
 
-    If `read` raises, because another version of the library lacks what it reads, the entry is removed.
+    If `read` raises (another version of the library may lack the attribute), the entry is removed.
     """
 
     @around
@@ -40,7 +40,7 @@ def record_before_call(values: MutableMapping[Any, Any], read: Callable[[Any], A
 
 
 class Patches:
-    """What a hook has replaced or registered, to undo it."""
+    """Replacements and registrations made by a hook, which `undo` reverts."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
@@ -50,10 +50,10 @@ class Patches:
         return bool(self._undo)
 
     def installer(self, install: _Install) -> _Install:
-        """Decorate a hook's `install`: it is complete or not there, and a second call does nothing."""
+        """Decorate a hook's `install`: it undoes everything on an error, and does nothing if already installed."""
 
         @functools.wraps(install)
-        def complete(*args: Any) -> None:
+        def install_once(*args: Any) -> None:
             if self:
                 return
             try:
@@ -62,14 +62,14 @@ class Patches:
                 self.undo()  # another version of the library may lack a method; half a hook would write a log with gaps
                 raise
 
-        return cast(_Install, complete)
+        return cast(_Install, install_once)
 
     def wrap(self, owner: Any, name: str, wrapper: Wrapper) -> bool:
         """Replace `owner.name` with `wrapper(original)`. Return False if `owner` itself does not define it."""
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             replacement = functools.wraps(original)(wrapper(original))
-            # torch.compile must call the replacement as it is, like the original, and not compile the hook.
+            # torch.compile must call the replacement like the original, and must not compile the hook.
             replacement._torchdynamo_disable = True  # type: ignore[attr-defined]
             return replacement
 
@@ -86,22 +86,22 @@ class Patches:
         return True
 
     def include(self, *hooks: Any) -> None:
-        """Install other hooks, with `install` and `uninstall`, which are uninstalled with this one."""
+        """Install other hooks, which have `install` and `uninstall`. `undo` uninstalls them."""
         for hook in hooks:
             self.on_undo(hook.uninstall)
             hook.install()
 
     def append(self, items: list[Any], item: Any) -> None:
-        """Append to a list, such as one of listeners."""
+        """Append to a list, such as a list of listeners. `undo` removes the item."""
         items.append(item)
         self.on_undo(items.remove, item)
 
     def on_undo(self, function: Callable[..., object], *args: Any) -> None:
-        """Call `function(*args)` when everything is undone."""
+        """Register `function(*args)` to be called by `undo`."""
         self._undo.append(functools.partial(function, *args))
 
     def undo(self) -> None:
-        """Undo everything, latest first, except where another library has replaced an attribute since."""
+        """Undo everything, latest first, except attributes that another library has replaced since."""
         while self._undo:
             self._undo.pop()()
 
@@ -111,7 +111,7 @@ class Patches:
 
     @staticmethod
     def attributes(owner: Any) -> Mapping[str, Any]:
-        """Return what is defined on `owner` itself."""
+        """Return the attributes that `owner` itself defines."""
         namespace: Mapping[str, Any] = vars(owner)
         return namespace
 

@@ -1,8 +1,8 @@
 """Training progress of this process: the step, micro-batch and phase that every record carries.
 
-Hooks report what they observe (an optimizer stepped, a DeepSpeed engine went forward), and the program may mark more
-(`commtrace.step()`, `commtrace.phase()`). The numbers are in one array without a lock: autograd threads read what the
-main thread writes, and the native recorder reads it and begins a step without Python.
+Hooks report events (an optimizer step, a forward pass of a DeepSpeed engine), and the program may mark steps and phases
+(`commtrace.step()`, `commtrace.phase()`). The state is in one array without a lock: autograd threads read what the main
+thread writes, and the native recorder reads it and begins steps without calling Python.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _UNMARKED: Final = -1
 class Progress:
     """Step, micro-batch and phase of one process.
 
-    A step begins with the first activity (forward, backward or optimizer) after the previous one's optimizer has
-    finished, so that calls between two steps (logging, evaluation) do not count as part of the later one.
+    A step begins with the first activity (forward, backward or optimizer) after the optimizer of the previous step has
+    finished. Calls between two steps (logging, evaluation) therefore do not belong to the later step.
     """
 
     def __init__(self) -> None:
@@ -33,19 +33,19 @@ class Progress:
         self.reset()
 
     def reset(self) -> None:
-        """Return to the state before the first step, without marks."""
+        """Reset to the state before the first step, without marks."""
         self.marks: list[Phase] = []
         for cell, value in ((_STEP, -1), (_MICRO_BATCH, -1), (_MARK, _UNMARKED), (_FINISHED, 1), (_BY_PROGRAM, 0)):
             self.cells[cell] = value
 
     @property
     def step(self) -> int:
-        """The training step, -1: before the first one."""
+        """The training step; -1 before the first one."""
         return self.cells[_STEP]
 
     @property
     def micro_batch(self) -> int:
-        """The micro-batch within the step, -1: not known."""
+        """The micro-batch within the step; -1 if not known."""
         return self.cells[_MICRO_BATCH]
 
     @micro_batch.setter
@@ -58,7 +58,7 @@ class Progress:
         return bool(self.cells[_FINISHED] and not self.cells[_BY_PROGRAM])
 
     def activity(self) -> None:
-        """Note an event that happens in a training step or an evaluation; outside of both it begins a step."""
+        """Note an event of a training step or an evaluation. Outside of both, it begins a step."""
         if self.between_steps and self.cells[_MARK] != Phase.EVALUATION:
             self.cells[_FINISHED] = 0
             self.cells[_STEP] += 1
@@ -82,7 +82,7 @@ class Progress:
         return _Mark(self, phase, begins_step=False)
 
     def wrapper(self, phase: Phase, *, in_micro_batch: bool = True) -> Wrapper:
-        """Return a wrapper of functions whose calls are of a phase, and of no micro-batch unless `in_micro_batch`."""
+        """Return a wrapper that marks a function's calls with a phase, and, if not `in_micro_batch`, no micro-batch."""
 
         @around
         def function(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class Progress:
         return function
 
     def mark(self, phase: Phase) -> None:
-        """Mark calls with a phase until `unmark`. An evaluation has no other phases within."""
+        """Mark calls with a phase until `unmark`. Within an evaluation, every phase is EVALUATION."""
         self.marks.append(Phase.EVALUATION if Phase.EVALUATION in self.marks[-1:] else phase)
         self.cells[_MARK] = self.marks[-1]
 
@@ -105,7 +105,7 @@ class Progress:
         self.cells[_MARK] = self.marks[-1] if self.marks else _UNMARKED
 
     def named_phase(self, name: str) -> _Mark:
-        """Return a context manager that marks a phase of the program; a phase of computation begins a training step.
+        """Return a context manager that marks a phase by name. Forward, backward and optimizer count as `activity`.
 
         Raises CommtraceError for an unknown name.
         """
@@ -113,7 +113,7 @@ class Progress:
             phase = Phase[name.upper()]
         except (KeyError, AttributeError):
             names = ", ".join(repr(phase.name.lower()) for phase in Phase)
-            raise CommtraceError(f"commtrace.phase({name!r}): no such phase; there are {names}") from None
+            raise CommtraceError(f"commtrace.phase({name!r}): no such phase; choose from {names}") from None
         return _Mark(self, phase, begins_step=phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
 
 
@@ -133,11 +133,11 @@ class _Mark:
 
 
 progress = Progress()
-"""The progress of this process; all threads share it, as a program runs one training at a time."""
+"""The progress of this process. All threads share it, because a program runs one training at a time."""
 
 
 def step() -> None:
-    """Mark the beginning of a training step. From the first call on, only these calls count steps."""
+    """Mark the beginning of a training step. From the first call on, only these calls begin steps."""
     progress.step_begins()
 
 

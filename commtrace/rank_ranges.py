@@ -1,6 +1,6 @@
 """Lists of ranks or steps as text, in settings, options and logs.
 
-Imports nothing, as every traced process reads its settings.
+Imports nothing, because every traced process imports this module to read its settings.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from typing import Any, Final
 
 MAX_RANKS: Final = 1 << 20
-"""More than any job has: what a text or a log says beyond that is a mistake, and would cost memory."""
+"""More ranks than any job has. A text or a log with more is wrong, and would take too much memory."""
 
 
 def rank_ranges(text: str) -> list[range]:
     """Parse numbers, ranges and ranges with a stride, separated by commas: "8,0-3,16-1016:8".
 
     Raises:
-        ValueError: The text is something else, or has numbers from 2**31, which no step has. Ranges end with
-            their last rank, which is not below the first.
+        ValueError: The text is something else, has a number of 2**31 or more, which no step reaches, or has a range
+            whose last number (inclusive) is below its first.
     """
     ranges = []
     for item in text.split(",") if text else ():
@@ -38,12 +38,12 @@ def rank_ranges(text: str) -> list[range]:
 
 
 def is_selected(rank: int, selection: str) -> bool:
-    """Return whether ranges contain a rank; "" are all ranks."""
+    """Return whether ranges contain a rank; "" selects all ranks."""
     return not selection or any(rank in ranks for ranks in rank_ranges(selection))
 
 
 def select_steps(steps: Any, ranges: Sequence[range]) -> Any:
-    """Return whether ranges contain each step, bool, shape (n,); none contain all, and steps below 0 always are."""
+    """Return whether each step is selected, bool, shape (n,): it is below 0 or in a range, or there are no ranges."""
     selected = (steps < 0) | (not ranges)
     for span in ranges:
         selected |= (steps >= span.start) & (steps < span.stop) & ((steps - span.start) % span.step == 0)
@@ -54,7 +54,7 @@ def parse_rank_list(text: str) -> list[int]:
     """Return the ranks of ranges in the order of the text: "8,0-2,16-32:8" -> [8, 0, 1, 2, 16, 24, 32].
 
     Raises:
-        ValueError: The text is something else, or has ranks from MAX_RANKS, or more than that.
+        ValueError: The text is something else, or has more than MAX_RANKS ranks, or ranks of MAX_RANKS or more.
     """
     ranges = rank_ranges(text)
     if any(ranks[-1] >= MAX_RANKS for ranks in ranges) or sum(map(len, ranges)) > MAX_RANKS:
@@ -63,20 +63,20 @@ def parse_rank_list(text: str) -> list[int]:
 
 
 def format_rank_list(ranks: Sequence[int]) -> str:
-    """Return the text from which `parse_rank_list` makes these ranks, in order: [8, 0, 1, 2] -> "8,0-2"."""
+    """Format ranks in their order, for `parse_rank_list`: [8, 0, 1, 2] -> "8,0-2"."""
     return ",".join(range_items(ranks))
 
 
 def range_items(ranks: Sequence[int], longest_stride: int = MAX_RANKS) -> Iterator[str]:
     """Yield ranks as numbers, ranges, and ranges of three or more with a stride."""
-    at = 0
-    while at < len(ranks):
-        stride = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 0
-        end = at + 1
+    begin = 0
+    while begin < len(ranks):
+        stride = ranks[begin + 1] - ranks[begin] if begin + 1 < len(ranks) else 0
+        end = begin + 1
         while 0 < stride <= longest_stride and end < len(ranks) and ranks[end] - ranks[end - 1] == stride:
             end += 1
-        if end - at < 3 and stride != 1:  # two ranks are shorter without a stride, and the second may begin a range
-            end = at + 1
-        last = f"-{ranks[end - 1]}" if end > at + 1 else ""
-        yield f"{ranks[at]}{last}" + (f":{stride}" if last and stride > 1 else "")
-        at = end
+        if end - begin < 3 and stride != 1:  # two ranks are shorter without a stride, and the second may begin a range
+            end = begin + 1
+        last = f"-{ranks[end - 1]}" if end > begin + 1 else ""
+        yield f"{ranks[begin]}{last}" + (f":{stride}" if last and stride > 1 else "")
+        begin = end

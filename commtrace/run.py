@@ -1,6 +1,6 @@
-"""The run that `commtrace.open` returns: its events, and the table and the figure of every analysis by name.
+"""The run that `commtrace.open` returns: its events, and the tables and figures of the analyses by name.
 
-Besides `commtrace.commands` only this module and `commtrace` itself, on first use, import the analyses.
+Only this module, `commtrace.commands` and, on first use, `commtrace` itself import the analyses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Run(RecordedRun):
         run.table("volume_by_operation")   # one table of the report
         run.figure("message_sizes")        # one figure of the page
 
-    Records are read when a table or figure is asked for, not before.
+    Records are read only when a table or figure is requested.
     """
 
     @cached_property
@@ -47,9 +47,9 @@ class Run(RecordedRun):
 
     @property
     def clocks(self) -> Clocks:
-        """The clocks of the run's hosts against one of them, as bounds that follow from its calls.
+        """The clocks of the run's hosts relative to one of them, as bounds derived from the run's calls.
 
-        `clocks.aligned` has a function of time for each host, `table("clocks")` its numbers.
+        `clocks.aligned` has a function of time for each host; `table("clocks")` has the numbers.
         """
         from commtrace.analyses.across_ranks.clocks import clocks_of
 
@@ -60,10 +60,10 @@ class Run(RecordedRun):
 
         Args:
             executor: Reads and analyses the records: a `concurrent.futures.Executor`, or a `dask.distributed.Client`.
-                Default: that of the run, which keeps the result.
+                Default: the executor of the run; its result is cached.
 
         Returns:
-            Tables by name; the page on tables describes their columns and units.
+            Tables by name; `describe_table` describes their columns and units.
         """
         return self._tables if executor is None else analyse(RecordedRun(self.log, as_executor(executor)))
 
@@ -80,17 +80,17 @@ class Run(RecordedRun):
             self._figure_tables[name] = table
         tables = self._figure_tables if name in self._figure_tables else self.tables()
         if name not in tables:
-            raise NoSuchTableError(f"no table is called {name!r}; there are {', '.join(tables)}")
+            raise NoSuchTableError(f"no table is called {name!r}; choose from {', '.join(tables)}")
         return tables[name]
 
     def describe_table(self, name: str) -> pd.DataFrame:
-        """Return what the columns of a table mean.
+        """Return the meaning of the columns of a table.
 
         Args:
             name: A name that `table` takes, or a table of `commtrace.analyses.comparison` or of `commtrace scaling`.
 
         Returns:
-            A row for each column of the table, which is the index: `unit` and `meaning`.
+            A row per column of the table, whose name is the index: `unit` and `meaning`.
 
         Raises:
             NoSuchTableError: No table has this name.
@@ -98,7 +98,7 @@ class Run(RecordedRun):
         from commtrace.analyses.table_specs import TABLES, describe_columns
 
         if name not in TABLES:
-            raise NoSuchTableError(f"no table is called {name!r}; there are {', '.join(TABLES)}")
+            raise NoSuchTableError(f"no table is called {name!r}; choose from {', '.join(TABLES)}")
         return pd.DataFrame.from_dict(describe_columns([name])[name], orient="index")
 
     def figure(self, name: str) -> Figure:
@@ -108,13 +108,13 @@ class Run(RecordedRun):
             name: One of `commtrace.analyses.figures.FIGURES`.
 
         Raises:
-            NoSuchFigureError: No figure has this name, or the log lacks what it is drawn from.
+            NoSuchFigureError: No figure has this name, or the log lacks its data.
             MissingLibraryError: plotly is not installed.
         """
         from commtrace.analyses.figures import FIGURES
 
         if name not in FIGURES:
-            raise NoSuchFigureError(f"there is no figure {name!r}; figures are {', '.join(FIGURES)}")
+            raise NoSuchFigureError(f"no figure is called {name!r}; choose from {', '.join(FIGURES)}")
         figure = FIGURES[name]
         with contextlib.suppress(NoSuchTableError):
             table = self.table(figure.table)
@@ -123,13 +123,13 @@ class Run(RecordedRun):
         raise NoSuchFigureError(f"{name}: {figure.absent}")
 
     def diff(self, other: RecordedRun) -> pd.DataFrame:
-        """Return what differs between the calls of this run and of another one, as `commtrace diff` finds it.
+        """Return the differences between the calls of this run and another run, as `commtrace diff` does.
 
         Args:
             other: The run to compare with.
 
         Returns:
-            The table `call_differences`; without rows, if nothing differs.
+            The table `call_differences`; without rows if nothing differs.
         """
         from commtrace.analyses.diff import compare_calls, read_calls
 
@@ -137,10 +137,10 @@ class Run(RecordedRun):
 
 
 def open_run(directory: str | os.PathLike[str], *, recover: bool = True, executor: AnyExecutor = None) -> Run:
-    """Return the newest run in a directory: the one that COMMTRACE was set to, or the directory of one run in it.
+    """Return the newest run in a log directory.
 
     Args:
-        directory: A log directory.
+        directory: The directory that COMMTRACE was set to, or the folder of one run in it.
         recover: First recover records that killed processes of the run left in this host's shared memory. This
             writes them to the log and removes them from /dev/shm. False: write nothing.
         executor: Reads and analyses the records: a `concurrent.futures.Executor`, or a `dask.distributed.Client`.

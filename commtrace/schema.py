@@ -24,14 +24,14 @@ FORMAT: Final = "commtrace"
 VERSION: Final = 2
 
 # Times are nanoseconds of CLOCK_MONOTONIC on the host that recorded them; 0 means "not known", never "zero".
-# `state` is the last byte: a writer fills it last, so a record whose state is not FREE is whole, even where the
-# process was killed in the middle of a call.
+# `state` is the last byte and is written last, so a record whose state is not FREE is complete, even if the process was
+# killed in the middle of a call.
 RECORD: Final = np.dtype(
     [
         ("t_begin", "<i8"),  # the call was entered
-        ("t_return", "<i8"),  # the call gave control back to its caller
+        ("t_return", "<i8"),  # the call returned to its caller
         ("t_wait", "<i8"),  # the caller began to wait for the result
-        ("t_start", "<i8"),  # the transfer began on the device, where the backend tells
+        ("t_start", "<i8"),  # the transfer began on the device, if the backend reports it
         ("t_end", "<i8"),  # the operation was complete; `clock` says what observed it
         ("payload", "<i8"),  # bytes, by the nccl-tests convention (commtrace.volume)
         ("local", "<i8"),  # bytes of the payload that never leave this rank (its own share or split)
@@ -54,7 +54,7 @@ RECORD: Final = np.dtype(
 assert RECORD.itemsize == 96
 Records: TypeAlias = npt.NDArray[np.void]
 
-# The same layout for `struct.pack_into`, whose one call fills a slot with the state last. A test compares the two.
+# The same layout for `struct.pack_into`, which fills a slot in one call, the state last. A test compares the two.
 RECORD_STRUCT: Final = "<7q3I4iI2H4B"
 
 
@@ -65,7 +65,7 @@ class State(IntEnum):
     BEGUN = 1  # entered, not returned: in flight, or the process died in it
     RETURNED = 2  # returned; its end may still be observed
     COMPLETE = 3  # `t_end` is known
-    UNOBSERVABLE = 4  # returned, and nothing on this recorder can see its end
+    UNOBSERVABLE = 4  # returned, and this recorder cannot observe its end
     FAILED = 5  # the call raised an exception
 
 
@@ -81,15 +81,15 @@ class Phase(IntEnum):
 
 
 class Clock(IntEnum):
-    """How the end of a call was seen."""
+    """How the end of a call was observed."""
 
     NONE = 0
     RETURN = 1  # the call itself blocks until the operation is complete
     WAIT = 2  # a wait of the program returned
     FUTURE = 3  # a completion callback
     DEVICE = 4  # the device's own measurement
-    TEST = 5  # a poll (is_completed, Test) said so: the end is at or before this time
-    DEVICE_WAIT = 6  # the device's stream came past a wait of the program: the end is at or before this time
+    TEST = 5  # a poll (is_completed, Test) returned true: the end is at or before this time
+    DEVICE_WAIT = 6  # the device's stream passed a wait of the program: the end is at or before this time
 
 
 DEVICE_CLOCKS: Final = (int(Clock.DEVICE), int(Clock.DEVICE_WAIT))
@@ -98,7 +98,7 @@ DEVICE_CLOCKS: Final = (int(Clock.DEVICE), int(Clock.DEVICE_WAIT))
 class Flag(IntFlag):
     """Properties of a call."""
 
-    ASYNC = 1  # the caller asked for a handle
+    ASYNC = 1  # the caller requested a handle
     COALESCED = 2  # one of a batch that the backend may merge, or several tensors in one call
     CAPTURED = 4  # recorded into a device graph: the times are those of the capture
     OBJECT = 8  # carries pickled Python objects
@@ -113,9 +113,9 @@ def flags_label(bits: int) -> str:
 
 
 WITHOUT_RECORD: Final = ("dropped", "removed", "lost", "unrecorded")
-"""Counters of a process (table `stats`): calls that it made and that its log has no record of."""
+"""Counters (table `stats`) of the calls of a process that are missing from its log."""
 
-# Canonical operations, of torch and MPI alike. `send` and `recv` are point-to-point, the rest collective.
+# Canonical operations of torch and MPI. `send` and `recv` are point-to-point, the rest collective.
 OPERATIONS: Final = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
     "send", "recv", "barrier", "scan", "exscan", "sendrecv", "put", "get", "accumulate",
@@ -134,7 +134,7 @@ COPIED_COLUMNS: Final = {
     **{f"{name}_ns": name for name in ("t_begin", "t_return", "t_wait", "t_start", "t_end")},
     **{name: name for name in ("peer", "tag", "seq", "step", "micro_batch")},
 }
-"""Columns of the event table that are copied from a field of the record, with that field."""
+"""Column of the event table -> field of the record that it is copied from."""
 
 # The parallel dimension that a group serves.
 ROLES: Final = ("data", "tensor", "pipeline", "model", "sequence", "context", "expert", "world", "self", "unknown")

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 DEFAULT_DIRECTORY = "commtrace-logs"
 KEPT_PER_SECOND = 1024
-"""Room for kept records, per second of `keep_seconds`."""
+"""Number of kept records for which there is room, per second of `keep_seconds`."""
 
 
 class Settings:
     """Settings of recording. The variable COMMTRACE_NAME sets the field `name`; COMMTRACE itself sets the directory.
 
-    Frozen. Not a dataclass: importing dataclasses would cost every process five milliseconds.
+    Immutable. Not a dataclass: importing dataclasses would cost every process five milliseconds.
     """
 
     directory: str
@@ -33,18 +33,18 @@ class Settings:
     """Ranks that are recorded, such as "0-7,64" or "0-1016:8" (every eighth); empty: all."""
 
     mode: str = "events"
-    """Contents of the log: "events", a record of each call, or "summary", counts, sizes and histograms of times."""
+    """Contents of the log: "events" (a record of each call) or "summary" (counts, sizes and histograms of times)."""
 
     summary_bytes: int = 10_000_000
-    """Largest size of the summary of one process and day, in bytes."""
+    """Maximum size of the summary of one process per day, in bytes."""
 
     steps: str = ""
-    """Steps that are recorded, such as "0-99,1000-999999999:1000"; empty: all. Calls before the first always are."""
+    """Steps that are recorded, such as "0-99,1000-999999999:1000"; empty: all. Start-up is always recorded."""
 
     keep_seconds: float = 30.0
-    """Seconds of calls that a process keeps in memory if the log does not get all records.
+    """Seconds of calls that a process keeps in memory if not all records go to the log.
 
-    Each takes 96 KiB of memory, room for 1,024 calls; more calls cover less time.
+    Each second takes 96 KiB of memory, room for 1,024 calls; at a higher rate, the calls cover less time.
     """
 
     sites: bool = True
@@ -56,23 +56,23 @@ class Settings:
     ring_records: int = 16384
     """Number of records (96 bytes each) that a process holds in memory; beyond it, calls are only counted.
 
-    Each write to the log scans all of them: a million take tens of milliseconds, 16,384 a fiftieth of one.
+    Each write to the log scans all of them: a million take tens of milliseconds, 16,384 a fiftieth of a millisecond.
     """
 
     drain_ms: int = 100
     """Milliseconds between writes to the log."""
 
     max_bytes: int = 1 << 30
-    """Bytes of records that one process keeps on disk; the oldest are removed and counted. 1 GiB is 11 million."""
+    """Bytes of records that one process keeps on disk; the oldest are removed and counted. 1 GiB holds 11 million."""
 
     segment_min_bytes: int = 1 << 20
-    """Bytes of the first segment of a process; each further one is twice as long."""
+    """Bytes of the first segment of a process; each later one is twice as large."""
 
     segment_max_bytes: int = 64 << 20
     """Bytes of the largest segment."""
 
     shm: str = "/dev/shm"
-    """Memory-backed folder of the ring, which survives a killed process. Without room there, private memory is used."""
+    """Memory-backed folder of the ring, which survives a killed process. If it lacks space, private memory is used."""
 
     exit_seconds: float = 10.0
     """Timeout in seconds for writing the last records when a process exits."""
@@ -92,7 +92,7 @@ class Settings:
 
     @property
     def kept_records(self) -> int:
-        """Number of records of any step that are held in memory; 0 where all records go to the log."""
+        """Number of records, of any step, that are kept in memory; 0 if all records go to the log."""
         return int(self.keep_seconds * KEPT_PER_SECOND) if self.steps or self.mode == "summary" else 0
 
     def as_dict(self) -> dict[str, object]:
@@ -106,7 +106,7 @@ FIELDS: dict[str, str] = dict(Settings.__annotations__)
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _CHOICES = {"recorder": ("auto", "native", "python"), "mode": ("events", "summary")}
-# Smallest and largest values; the ring has to fit into memory.
+# Minimum and maximum values; the ring must fit into memory.
 _LIMITS = {
     "ring_records": (16, 1 << 24),
     "drain_ms": (1, 60_000),
@@ -132,13 +132,13 @@ def from_environment(environ: Mapping[str, str]) -> Settings | None:
 
 
 def for_directory(directory: str | os.PathLike[str], environ: Mapping[str, str]) -> Settings:
-    """Return the settings in an environment, with a directory that the program gives. Raises SettingsError."""
+    """Return the settings in an environment, for a log directory that the program passes. Raises SettingsError."""
     known = {f"COMMTRACE_{name.upper()}": name for name in FIELDS if name != "directory"}
     values: dict[str, object] = {}
     for variable, text in environ.items():
         if variable.startswith("COMMTRACE_") and text != "":
             if variable not in known:
-                raise SettingsError(f"{variable}={text}: no such setting; there are {', '.join(sorted(known))}")
+                raise SettingsError(f"{variable}={text}: no such setting; choose from {', '.join(sorted(known))}")
             values[known[variable]] = _value(variable, known[variable], text)
     return Settings(_checked_directory(os.fspath(directory)), **values)
 
@@ -152,9 +152,9 @@ def _checked_directory(directory: str) -> str:
     while not os.path.lexists(existing) and existing != os.path.dirname(existing):
         existing = os.path.dirname(existing)
     if not os.path.isdir(existing):
-        raise SettingsError(f"COMMTRACE={absolute}: {existing} is not a directory; name a directory")
+        raise SettingsError(f"COMMTRACE={absolute}: {existing} is not a directory; give a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise SettingsError(f"COMMTRACE={absolute}: {existing} may not be written to; name a directory that may")
+        raise SettingsError(f"COMMTRACE={absolute}: {existing} is not writable; give a writable directory")
     return absolute
 
 
@@ -177,20 +177,20 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "float": (float, "a number of seconds, such as 10"),
     "int": (_size, "a whole number, such as 4096, 64k, 16m or 1g"),
 }
-"""Type of a setting -> the function that parses it, and what it takes."""
+"""Type of a setting -> its parser and a description of valid values."""
 
 
 def _value(variable: str, name: str, text: str) -> object:
     parse, expected = _KINDS[FIELDS[name]]
     if name in _CHOICES and text not in _CHOICES[name]:
-        raise SettingsError(f"{variable}={text}: not understood; give one of {', '.join(_CHOICES[name])}")
+        raise SettingsError(f"{variable}={text}: invalid value; give one of {', '.join(_CHOICES[name])}")
     try:
         value = parse(text)
     except (KeyError, ValueError):
-        raise SettingsError(f"{variable}={text}: not understood; give {expected}") from None
+        raise SettingsError(f"{variable}={text}: invalid value; give {expected}") from None
     if name in ("ranks", "steps"):
         _check_ranges(variable, name, text)
-    least, most = _LIMITS.get(name, (value, value))
-    if not least <= value <= most:
-        raise SettingsError(f"{variable}={text}: out of range; give a number from {least} to {most}")
+    minimum, maximum = _LIMITS.get(name, (value, value))
+    if not minimum <= value <= maximum:
+        raise SettingsError(f"{variable}={text}: out of range; give a number from {minimum} to {maximum}")
     return value

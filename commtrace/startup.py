@@ -2,7 +2,7 @@
 
 `commtrace.pth` imports this module in every interpreter whose environment has COMMTRACE set; `commtrace run` imports it
 through a `sitecustomize`. It uses little of the standard library and nothing else, because it also runs in every helper
-process. The program imports the libraries that are traced; a hook is installed when the import of its library ends.
+process. Only the program imports the traced libraries; a hook is installed when the import of its library ends.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def activate() -> None:
 
 
 def start(directory: str | os.PathLike[str] = "commtrace-logs") -> None:
-    """Start recording in this process, as COMMTRACE=directory in the environment does from its beginning.
+    """Start recording in this process, as COMMTRACE=directory in the environment does at process start.
 
     Args:
-        directory: Where the log goes. It is created with the first communication call.
+        directory: Log directory, created at the first communication call.
 
     Raises:
-        CommtraceError: Tracing is on already, or a COMMTRACE_* variable has an invalid value.
+        CommtraceError: Tracing is already on, or a COMMTRACE_* variable has an invalid value.
     """
     from commtrace import settings
     from commtrace.recording.session import session
 
     if session.settings is not None:
-        raise CommtraceError(f"tracing is on already, into {session.settings.directory}; call commtrace.stop() first")
+        raise CommtraceError(f"tracing is already on ({session.settings.directory}); call commtrace.stop() first")
     _switch_on(settings.for_directory(directory, os.environ))
 
 
@@ -74,11 +74,11 @@ def _switch_on(settings: Settings | None) -> None:
     from commtrace.recording.session import session
 
     if settings is None or session.settings is not None:
-        return  # off, or on already: a .pth line may run twice in one interpreter
+        return  # off, or already on: a .pth line may run twice in one interpreter
     session.settings = settings
     if not _registered:
         _registered.append(True)
-        # Registered before any library registers its own, so it runs after theirs: calls at exit are recorded.
+        # Registered before the exit functions of libraries, so it runs after them: their calls are recorded.
         atexit.register(session.end, "exit")
         os.register_at_fork(after_in_child=session.forked)
     _follower.wanted.update(HOOKS)
@@ -90,7 +90,7 @@ def _switch_on(settings: Settings | None) -> None:
 
 
 class _ImportFollower:
-    """A meta-path finder that installs the hook of a library when its import ends; the other finders find it."""
+    """A meta-path finder that installs the hook of a library when its import ends. Other finders locate the library."""
 
     def __init__(self) -> None:
         self.wanted: dict[str, str] = {}
@@ -107,7 +107,7 @@ class _ImportFollower:
         return None
 
     def _follow(self, name: str, spec: ModuleSpec) -> None:
-        # Replace the method of this loader object only: it keeps its class, on which other code depends.
+        # Replace the method of this loader object only, because other code depends on the loader's class.
         loader: Any = spec.loader
         original = getattr(loader, "exec_module", None)
         if original is None or isinstance(loader, type):
@@ -144,7 +144,7 @@ class _ImportFollower:
 
 
 def too_old(library: str) -> str:
-    """Return a sentence on a library that is older than the versions that are supported; "" for any other."""
+    """Return a warning if a library is older than its oldest supported version, else ""."""
     oldest = OLDEST.get(library)
     package = library.partition(".")[0]
     version = str(getattr(sys.modules.get(package), "__version__", ""))

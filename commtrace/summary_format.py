@@ -1,12 +1,12 @@
 """Format of summaries: the files of a process that records with COMMTRACE_MODE=summary.
 
-Three tables of fixed records, each an `.npy` file beside the process's tables (`docs/reference/log-format.md`):
+Three tables of fixed-size records, each an `.npy` file next to the process's tables (`docs/reference/log-format.md`):
 
-    rank00003-4711-cells.npy    CELLS: the calls of a pattern, a row for each number of equal calls
+    rank00003-4711-cells.npy    CELLS: the calls of a pattern, a row for each set of equal calls
     rank00003-4711-steps.npy    STEPS: which steps made the calls of which pattern
     rank00003-4711-times.npy    TIMES: histograms of durations
 
-The calls of a step are the sum of the rows of STEPS that contain it: its calls may end in several parts.
+A step may be in several rows of STEPS, because its calls may be written in several parts; the rows add up.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ TIMES_KEY: Final = np.dtype(
     [
         ("kind", "<u2"),
         ("measure", "u1"),  # position in `durations.MEASURES`, or TRANSFER
-        ("clock", "u1"),  # of TRANSFER, else 0
+        ("clock", "u1"),  # for TRANSFER, else 0
         ("group", "<u4"),
         ("site", "<u4"),
-        ("bucket", "<i4"),  # `buckets`; of TRANSFER 0
+        ("bucket", "<i4"),  # from `buckets`; 0 for TRANSFER
     ]
 )
 TIMES: Final = np.dtype(
@@ -60,7 +60,7 @@ TIMES: Final = np.dtype(
         ("calls", "<u4"),
         ("ns", "<i8"),  # sum
         ("max_ns", "<i8"),
-        ("payload", "<i8"),  # of TRANSFER: sum
+        ("payload", "<i8"),  # sum for TRANSFER, else 0
     ]
 )
 TABLES: Final = {"cells": CELLS, "steps": STEPS, "times": TIMES}
@@ -68,16 +68,16 @@ TABLES: Final = {"cells": CELLS, "steps": STEPS, "times": TIMES}
 TO_SELF: Final = 1
 """Bit of a cell: the rank itself is the peer or root of its calls."""
 SUMS: Final = 2
-"""Bit of a cell: sizes of its calls differ within one power of two; `payload` and `local` are sums."""
+"""Bit of a cell: payloads of its calls differ within one power of two; `payload` and `local` are sums."""
 TRANSFER: Final = len(MEASURES)
-"""Measure of `durations.transfer_times`, of calls with a payload that are in no batch."""
+"""Measure of `durations.transfer_times`, for calls that have a payload and are in no batch."""
 UNKNOWN_BUCKET: Final = -2
 ZERO_BUCKET: Final = -1
 
 RELATIVE_ERROR: Final = 0.05
-"""Most by which a quantile of a histogram differs from that of the calls."""
+"""Maximum relative error of a quantile that is read from a histogram."""
 _GAMMA: Final = 1.04
-"""Ratio of the bounds of a bucket, of which readers use the mean: below the error, as they bin means again (1/128)."""
+"""Ratio of a bucket's bounds: less than 1 + RELATIVE_ERROR, because readers bin bucket means again (1/128)."""
 
 
 def buckets(ns: npt.NDArray[Any]) -> npt.NDArray[np.int32]:

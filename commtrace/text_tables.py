@@ -1,10 +1,10 @@
-"""Text tables and paragraphs of a given width, rendered by rich. Every text table of commtrace is made here.
+"""Text tables and paragraphs of a given width, rendered by rich. All text tables of commtrace are made here.
 
     table = text_table([left_column("operation"), TextColumn("calls")], [["all_reduce", "1,234"]], width=80)
     console(80).print(table)          # or, as strings: rendered_lines(table, 80)
 
-Numbers are never cut. A table that is too wide loses its optional columns from the right, then its shortenable columns
-are shortened.
+Numbers are never cut. If a table is too wide, its optional columns are left out from the right, then its shortenable
+columns are shortened.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 MIN_WIDTH: Final = 72
-"""Columns of the narrowest report that commands print."""
+"""Minimum width of reports, in characters."""
 
 GAP: Final = 2
-"""Blanks between two columns; one if the table is too wide otherwise."""
+"""Spaces between two columns; one if the table would otherwise be too wide."""
 
 MIN_SHORTENED: Final = 36
-"""Characters that a shortenable column keeps as long as an optional column can be left out instead."""
+"""Minimum width of a shortenable column as long as an optional column can be left out instead."""
 
 
 @dataclass(frozen=True)
@@ -49,81 +49,83 @@ def left_column(head: str, *, shortenable: bool = False, optional: bool = False)
 def text_table(
     columns: Sequence[TextColumn], rows: Sequence[Sequence[str]], width: int, ellipsis: str | None = None
 ) -> Table:
-    """Lay out rows of texts as a table, whose lines are at most `width` long unless the numbers alone are longer.
+    """Lay out rows of texts as a table of at most `width`, unless columns that cannot be shortened are wider.
 
-    The ellipsis stands for what was cut. None: "…", or "..." where stdout takes ASCII only.
+    The ellipsis replaces text that was cut. None: "…", or "..." if stdout accepts only ASCII.
     """
     if ellipsis is None:
         ellipsis = "…" if stdout_takes_unicode() else "..."
-    widest = [max(map(len, [column.head, *(row[at] for row in rows)])) for at, column in enumerate(columns)]
+    widest = [max(map(len, [column.head, *(row[index] for row in rows)])) for index, column in enumerate(columns)]
     shown = list(range(len(columns)))
 
     def least_width() -> int:
-        least = [min(widest[at], MIN_SHORTENED) if columns[at].shortenable else widest[at] for at in shown]
+        least = [min(widest[index], MIN_SHORTENED) if columns[index].shortenable else widest[index] for index in shown]
         return sum(least) + GAP * (len(least) - 1)
 
-    while least_width() > width and any(columns[at].optional for at in shown):
-        shown.remove(max(at for at in shown if columns[at].optional))
+    while least_width() > width and any(columns[index].optional for index in shown):
+        shown.remove(max(index for index in shown if columns[index].optional))
     gap = GAP if least_width() <= width else 1
     table = Table(
         box=None, padding=(0, gap, 0, 0), pad_edge=False, collapse_padding=False, show_edge=False, header_style="bold"
     )
-    spare = width - sum(widest[at] for at in shown if not columns[at].shortenable) - gap * (len(shown) - 1)
-    for at in shown:
-        if columns[at].shortenable:
-            widest[at] = min(widest[at], max(spare, 1))
-        justify: Literal["left", "right"] = "right" if columns[at].number else "left"
+    spare = width - sum(widest[index] for index in shown if not columns[index].shortenable) - gap * (len(shown) - 1)
+    for index in shown:
+        if columns[index].shortenable:
+            widest[index] = min(widest[index], max(spare, 1))
+        justify: Literal["left", "right"] = "right" if columns[index].number else "left"
         table.add_column(
-            Text(columns[at].head), justify=justify, no_wrap=True, min_width=widest[at], max_width=widest[at]
+            Text(columns[index].head), justify=justify, no_wrap=True, min_width=widest[index], max_width=widest[index]
         )
     for row in rows:
-        table.add_row(*(Text(shorten_call_site(row[at], widest[at], ellipsis)) for at in shown))
+        table.add_row(*(Text(shorten_call_site(row[index], widest[index], ellipsis)) for index in shown))
     return table
 
 
 def shorten_call_site(text: str, width: int, ellipsis: str) -> str:
     """Shorten "folder/file.py:40 Class.function" to `width` characters.
 
-    Folders go first, from the left, because the file distinguishes call sites; then the class; then the function's end.
+    The class is removed first, with folders from the left; then the end of the function. The file distinguishes call
+    sites, so it is cut last.
     """
     if len(text) <= width:
         return text
-    place, blank, function = text.partition(" ")
+    location, space, function = text.partition(" ")
     function = function.rpartition(".")[2]
-    folders = [at for at, letter in enumerate(place) if letter == "/"]
-    for at in folders:
-        if len(ellipsis + place[at:] + blank + function) <= width:
-            return ellipsis + place[at:] + blank + function
-    file = ellipsis + place[folders[-1] :] if folders else place
-    room = width - len(file + blank) - len(ellipsis)
+    slashes = [index for index, character in enumerate(location) if character == "/"]
+    for slash in slashes:
+        shortened = ellipsis + location[slash:] + space + function
+        if len(shortened) <= width:
+            return shortened
+    file = ellipsis + location[slashes[-1] :] if slashes else location
+    room = width - len(file + space) - len(ellipsis)
     if room > 0:
-        return file + blank + function[:room] + ellipsis
+        return file + space + function[:room] + ellipsis
     return ellipsis + file[len(file) - max(width - len(ellipsis), 0) :]
 
 
 def paragraph(text: str, width: int, *, first: str = "", style: str = "") -> Text:
-    """Return wrapped text. `first` stands before its first line; the other lines are indented by as much."""
+    """Return wrapped text. `first` precedes the first line; the other lines are indented by its length."""
     lines = textwrap.wrap(text, width, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False)
     return Text("\n".join(lines), style=style)
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal, or those that COLUMNS names, at least MIN_WIDTH."""
+    """Return the width of the terminal, or the value of COLUMNS, but at least MIN_WIDTH."""
     return max(MIN_WIDTH, shutil.get_terminal_size((80, 24)).columns)
 
 
 def stdout_takes_unicode() -> bool:
-    """Whether stdout takes more than ASCII."""
+    """Return whether stdout accepts more than ASCII."""
     return (sys.stdout.encoding or "ascii").lower().replace("-", "").startswith("utf")
 
 
 def console(width: int, file: io.TextIOBase | None = None) -> Console:
-    """Return a rich console that prints texts as they are, to `file` (default: stdout)."""
+    """Return a rich console that prints texts verbatim, to `file` (default: stdout)."""
     return Console(width=width, file=file, highlight=False, markup=False, emoji=False, soft_wrap=False)  # type: ignore[arg-type]
 
 
 def rendered_lines(renderable: RenderableType, width: int) -> list[str]:
-    """Return the lines of a table or a paragraph as plain strings, without blanks at their ends."""
+    """Return the lines of a table or a paragraph as plain strings, without trailing spaces."""
     text = io.StringIO()
     console(width, text).print(renderable)
     return [line.rstrip() for line in text.getvalue().splitlines()]

@@ -2,11 +2,11 @@
 
 * **Payload** S is nccl-tests' size (its doc/PERFORMANCE.md). all_reduce, broadcast, reduce, scan: the buffer;
   all_gather: the full output; reduce_scatter: the full input; all_to_all: the send buffer; gather, scatter: the
-  shares of all ranks; send, recv: the message; barrier: 0. Hooks measure it, and `local`, the part of S that is this
+  shares of all ranks; send, recv: the message; barrier: 0. Hooks measure S and `local`, the part of S that is this
   rank's own share and never leaves it.
-* **Wire bytes** are the least bytes that this rank must send with any algorithm. They are computed from the payload,
+* **Wire bytes** are the fewest bytes that this rank can send with any algorithm. They are computed from the payload,
   not measured.
-* **busbw** is algbw (S / t, 1 GB = 1e9 bytes) times a factor that makes operations comparable with each other.
+* **busbw** is algbw (S / t, 1 GB = 1e9 bytes) times a factor that makes operations comparable.
 
 All functions take numbers or numpy arrays.
 """
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 Number = Any  # a Python number or a numpy array; numpy's own types have no common name for both
 
-# Bytes sent, in n-ths of S. broadcast and reduce: (n-1)S over the group, so (n-1)/n on average; who sends
+# Bytes sent, in n-ths of S. broadcast and reduce: (n-1)S over the group, so (n-1)/n on average; which ranks send
 # depends on the algorithm. all_reduce: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
 _NTHS: Final[dict[str, Callable[[Number], Number]]] = {
     "all_reduce": lambda n: 2 * (n - 1),
@@ -40,20 +40,20 @@ _BUSBW: Final[dict[str, Callable[[Number], Number]]] = {
 def wire_bytes(
     op: str, payload: Number, local: Number, group_size: Number, *, is_root: Number = 0, to_self: Number = 0
 ) -> Number:
-    """Return the least bytes that this rank must send for a call.
+    """Return the fewest bytes that this rank can send for a call.
 
     All arguments but `op` are numbers, or arrays that broadcast together.
 
     Args:
         op: One of `schema.OPERATIONS`.
         payload: Bytes of the buffer, by nccl-tests' convention.
-        local: Bytes of the payload that never leave this rank: its own share, also where shares are uneven.
+        local: Bytes of the payload that never leave this rank: its own share, even if shares are uneven.
         group_size: Number of ranks in the call's group.
         is_root: 1 on the root of a gather or scatter, else 0.
         to_self: 1 for a message to its own sender, else 0.
 
     Returns:
-        Bytes as float; exact where they are a whole number.
+        Bytes as float; exact if they are a whole number.
 
     Raises:
         ValueError: The operation has no rule.
@@ -65,7 +65,7 @@ def wire_bytes(
     elif op == "scatter":
         sent = (payload - local) * is_root
     elif op in _NTHS:
-        # One division, last: exact wherever the result is a whole number of bytes.
+        # The division comes last, so that the result is exact if it is a whole number of bytes.
         sent = payload * _NTHS[op](group_size) / group_size
     else:
         raise ValueError(f"no wire rule for the operation {op!r}; known are {', '.join(sorted(_NTHS))}")
@@ -82,10 +82,10 @@ def size_bins(payload: Number) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.in
     """Return the power-of-two bin of each size.
 
     Args:
-        payload: Sizes in bytes. The size 0 has a bin of its own, from 0 below 1.
+        payload: Sizes in bytes. Size 0 has a bin of its own, [0, 1).
 
     Returns:
-        The least size of each bin, and the least size above it: int64, of the shape of `payload`.
+        The lower bound (inclusive) and upper bound (exclusive) of each bin: int64, with the shape of `payload`.
     """
     # size = m * 2**e with 0.5 <= m < 1, so the power of two at or below it is 2**(e - 1).
     exponent = np.frexp(np.maximum(payload, 0).astype(float))[1].astype(np.int64) - 1

@@ -1,1 +1,1 @@
-"""The commands, one file each; `commtrace.cli` has the table of them."""
+"""The commands, one module each; `commtrace.cli` lists them."""

@@ -1,10 +1,12 @@
-"""Measure collectives and messages over a range of payloads, like nccl-tests and the OSU benchmarks.
+"""Measure collectives and messages, like nccl-tests and the OSU benchmarks.
 
-`commtrace bench --nproc 2` starts two ranks on this machine. Under torchrun (--no-python), srun or mpiexec each
-process is a rank. The command prints the tables, and writes them with the machine and the library versions to a
-JSON file for `commtrace report --network FILE` and `commtrace theory --network FILE`. It fits latency and bandwidth
-for each operation and group size, piecewise linear with one to five ranges of payloads, and prints the held-out
-errors of the fits.
+`commtrace bench --nproc 2` starts two ranks on this machine. Under torchrun
+(--no-python), srun or mpiexec, each process is a rank. The command measures a
+range of payloads, prints tables, and writes them with the machine and the
+library versions to a JSON file for `commtrace report --network FILE` and
+`commtrace theory --network FILE`. For each operation and group size, it fits
+latency and bandwidth, piecewise linear over one to five ranges of payloads,
+and prints the held-out errors of the fits.
 """
 
 from __future__ import annotations

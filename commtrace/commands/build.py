@@ -1,9 +1,10 @@
 """Build the native recorder for this environment.
 
-It records calls at a fraction of the cost of the Python recorder, and observes the end of a call even if nothing in
-Python waits for it. The build needs a C++ compiler and takes half a minute, once per environment (Python, torch,
-commtrace). The result is in the user's cache (XDG_CACHE_HOME), where every training run finds it. Without it, the
-Python recorder is used.
+It records calls at a fraction of the cost of the Python recorder, and observes
+the end of a call even if nothing in Python waits for it. The build needs a C++
+compiler and takes half a minute, once per environment (Python, torch,
+commtrace). The result is stored in the user's cache (XDG_CACHE_HOME), where
+every training run finds it. Without it, the Python recorder is used.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib.util
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments: there are none."""
+    """Add no arguments: the command takes none."""
 
 
 def run(arguments: argparse.Namespace) -> int:

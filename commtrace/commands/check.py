@@ -2,31 +2,38 @@
 
 The expected calls come from one of three sources:
 
-  rules                predicted from the job (its parameters, parallel degrees and settings) by rules that reproduce
-                       the calls of PyTorch, DeepSpeed and Megatron. Differences get a likely cause. Calls of the
-                       program itself, or of a framework without rules, are listed; they fail the check only with
-                       --strict
-  --against DIR2       the log of a dry run of the same program, or of an earlier run
-  --baseline FILE      a text file for version control, which --update-baseline FILE writes
+  rules            predicted from the job (its parameters, parallel degrees and
+                   settings) by rules that reproduce the calls of PyTorch,
+                   DeepSpeed and Megatron. Differences are printed with a likely
+                   cause. Calls of the program itself, or of a framework without
+                   rules, are listed; they fail the check only with --strict
+  --against DIR2   the log of a dry run of the same program or of an earlier run
+  --baseline FILE  a text file for version control, which --update-baseline FILE
+                   writes
 
-A cell is one operation of one parallel dimension in one step of one rank. With rules, cells are compared.
+With rules, cells are compared. A cell is one operation of one parallel
+dimension in one step of one rank.
 
 The first line is the result, unless the job hangs. Exit status:
 
   0  as expected; with --tolerance, the payloads of all cells are within it
-  1  a call differs; it is printed with call sites and, with rules, the most likely cause
+  1  a call differs; it is printed with call sites and, with rules, the most
+     likely cause
      or: a rank is missing (--against, --baseline)
      or: a log or FILE cannot be read
   2  wrong arguments
-  3  nothing differs, but some calls could not be compared: records were lost, a hook failed, or a process was killed
+  3  nothing differs, but some calls could not be compared: records were lost, a
+     hook failed, or a process was killed
      or: the job has no rules, or a rank left no log (with rules)
-  4  the job hangs, or a rank died while others were waiting for it in a call; the first lines identify the call, the
-     comparison follows
+  4  the job hangs, or a rank died while others were waiting for it in a call;
+     the first lines identify the call, and the comparison follows
 
-With rules, the job comes from the log. The hooks capture it when DDP or DeepSpeed is set up, or at the first forward
-pass of an FSDP2 model. A model with parallelize_module only is captured at the first optimizer step but has no rules
-(status 3): use --against or --baseline. With --config the job comes from configuration files, as in `commtrace
-theory`, which needs the extra `theory` (PyYAML, pydantic).
+With rules, the job comes from the log. The hooks capture it when DDP or
+DeepSpeed is set up, or at the first forward pass of an FSDP2 model. A model
+with parallelize_module only is captured at the first optimizer step but has no
+rules (status 3): use --against or --baseline. With --config, the job comes from
+configuration files, as in `commtrace theory`, and the extra `theory` (PyYAML,
+pydantic) is needed.
 """
 
 from __future__ import annotations
@@ -54,22 +61,23 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_shared(parser, "directory")
     add, add_source = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add_source("--against", metavar="DIR2", type=Path, help="compare with this dry run or earlier run, not with rules")
-    add_source("--baseline", metavar="FILE", type=Path, help="compare with this baseline, not with rules")
+    add_source("--against", metavar="DIR2", type=Path, help="compare with a dry run or an earlier run instead of rules")
+    add_source("--baseline", metavar="FILE", type=Path, help="compare with a baseline instead of rules")
     add_source("--update-baseline", metavar="FILE", type=Path,
-        help="write the calls of this run to FILE without a comparison; `own` lines in FILE are kept")  # fmt: skip
-    add_shared(parser, "--own", purpose="do not compare calls whose call site contains PATTERN")
-    add("--strict", action="store_true", help="with rules: fail on calls of the program itself, except those of --own")
+        help="write the calls of this run to FILE without comparing them; `own` lines in FILE are kept")  # fmt: skip
+    add_shared(parser, "--own")
+    add("--strict", action="store_true",
+        help="with rules: fail on calls of the program itself, except those that match --own")  # fmt: skip
     add("--tolerance", metavar="X", type=exact_fraction, default="0",
-        help="with rules: fraction by which the payload of a cell may differ, 0.01 for example; above 0, the number "
-        "and the payloads of calls are not compared (default: %(default)s)")  # fmt: skip
-    add("--config", metavar="FILE", action="append", help="configuration to predict the calls from; may be repeated")
+        help="with rules: fraction by which the payload of a cell may differ, such as 0.01; above 0, the number of "
+        "calls and their payloads are not compared (default: %(default)s)")  # fmt: skip
+    add("--config", metavar="FILE", action="append", help="configuration file to predict calls from; may be repeated")
     add_shared(parser, "--per-rank", "--dask", "--width")
-    add_options(parser.add_argument_group("with --config"), parser.add_argument_group("with --config, the model"))
+    add_options(parser.add_argument_group("with --config"), parser.add_argument_group("model, with --config"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the result."""
+    """Print the result, and return the exit status."""
     from commtrace.reading.executors import open_executor
     from commtrace.run import open_run
 
@@ -107,7 +115,7 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
     tables = fold(run, [declare_own(_analysis(run, arguments), arguments.own)])
     for versions in tables["theory"]["other_versions"].dropna().unique():
         print(f"commtrace: rules were written against other versions: {versions}", file=sys.stderr)
-    # Ranks that a dry run did not run are not missing.
+    # Ranks that a dry run left out are not missing.
     world_size = None if run.simulated else run.world_size
     problems = ((process.rank, (process.losses, process.summary_problem)) for process in run.processes)
     losses = [(rank, problem) for rank, of_rank in problems for problem in of_rank if problem]
@@ -157,12 +165,12 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     measured = read_calls(run, own)
     differences = compare_calls(expected, measured)
     status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else EQUAL
-    begins = {EQUAL: "matches", DIFFERENT: "differs from", NOT_COMPARED: "partly compared, matches"}
+    verdicts = {EQUAL: "matches", DIFFERENT: "differs from", NOT_COMPARED: "partly compared, matches"}
     width = arguments.width
     names = "expected", "recorded"
     lines = (*compared_lines(differences, width), *difference_lines(differences, names, width))
     lines = (*lines, *own_lines(measured.own, width))
-    print(f"{begins[status]} {source}", *shortened_lines(lines, run.ranks, per_rank=arguments.per_rank), sep="\n")
+    print(f"{verdicts[status]} {source}", *shortened_lines(lines, run.ranks, per_rank=arguments.per_rank), sep="\n")
     return status
 
 
@@ -188,6 +196,6 @@ def _analysis(run: Run, arguments: argparse.Namespace) -> Analysis:
     if arguments.config is None:
         return reconciliation.DIFFERENCES
     if run.world_size is None:
-        raise PlanError(f"{run.log.path}: the log does not say how many ranks the run has; leave --config out")
+        raise PlanError(f"{run.log.path}: the log does not say how many ranks the run has; remove --config")
     plan = forecast(arguments.config, run.world_size, options_of(arguments)).plan
     return reconciliation.differences_from(*plan.rows)

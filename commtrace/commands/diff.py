@@ -1,15 +1,16 @@
 """Compare the calls of two runs.
 
-Calls are compared by operation, payload (except for pickled objects), dtype, reduction, group, peer or root, phase
-and step, and by their order within a group; not by times. Ranks and steps with the same difference are merged. If
-one run has more steps, each additional step must equal a step of the other run. Settings, versions and job fields
-that differ are listed. Exit status:
+Calls are compared by operation, payload (except for pickled objects), dtype,
+reduction, group, peer or root, phase and step, and by their order within a
+group, but not by times. Ranks and steps with the same difference are merged. If
+one run has more steps, each additional step must equal a step of the other run.
+Settings, versions and job fields that differ are listed. Exit status:
 
   0  equal; calls may come from other call sites, which are listed
   1  a call differs, a rank is missing, or a log cannot be read
   2  wrong arguments
-  3  nothing differs, but some calls could not be compared: records were lost, a hook failed, or a process was
-     killed
+  3  nothing differs, but some calls could not be compared: records were lost, a
+     hook failed, or a process was killed
 """
 
 from __future__ import annotations
@@ -25,13 +26,11 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     for name in ("a", "b"):
         parser.add_argument(name, metavar=name.upper(), type=Path, help="log directory of a run or of a dry run")
-    add_shared(parser, "--json")
-    add_shared(parser, "--own", purpose="do not compare calls whose call site contains PATTERN")
-    add_shared(parser, "--per-rank", "--dask", "--width")
+    add_shared(parser, "--json", "--own", "--per-rank", "--dask", "--width")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the differences."""
+    """Print the differences, and return the exit status."""
     from commtrace.analyses.diff import compare_calls, read_calls
     from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines, shortened_lines
     from commtrace.analyses.report.document import diff_to_json

@@ -1,10 +1,12 @@
-"""Show which libraries can be traced in this environment, and test recording on two local ranks.
+"""Show which libraries can be traced, and test recording on two local ranks.
 
-Shows the installed libraries with hooks, the versions that the prediction rules were written against, and whether
-tracing is on (COMMTRACE). Then, with PyTorch and with mpi4py if installed, two local ranks run every collective and
-send a message in each direction, traced with the settings of this environment. The command then prints which
-recorder was used, and which calls it does not observe. The exit status is 1 if a call of the probe was not recorded
-correctly.
+The command shows the installed libraries that have hooks, the versions that the
+prediction rules were written against, and whether tracing is on (COMMTRACE).
+Then a probe runs with PyTorch, and another with mpi4py, if they are installed:
+two local ranks run every collective and send a message in each direction,
+traced with the settings of this environment. The command prints which recorder
+was used and which calls it does not observe. The exit status is 1 if a call of
+a probe was not recorded correctly.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ _LIBRARIES: Final = ("torch", "mpi4py", "deepspeed", "megatron-core", "transform
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments: there are none."""
+    """Add no arguments: the command takes none."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings."""
+    """Print the findings, and return the exit status."""
     for title, text in _environment():
         _print(title, text)
     results = [_probe(library) for library in _PROBED if importlib.util.find_spec(library) is not None]
@@ -68,7 +70,7 @@ def _environment() -> Iterator[tuple[str, str]]:
 
 
 def _probe(library: str) -> bool:
-    """Print what a probe of a library shows, and return whether everything was recorded correctly."""
+    """Probe a library, print the results, and return whether everything was recorded correctly."""
     from commtrace.network.call_probe import EXPECTED, RANKS, run_probe
     from commtrace.run import open_run
 

@@ -1,18 +1,22 @@
 """Simulate any rank of a training job of any world size on this machine.
 
-CMD is the unchanged command that torchrun would start on each rank. Each rank in --ranks runs here, one after the
-other or several at once. Its tensors are not backed by memory, and its collectives send nothing; the calls are
-recorded as in any run. The log is an ordinary one without times, marked as simulated. Operations, payloads, groups,
-order and call sites are those of the real job, unless they depend on values that the program computes. Each line of
-the program that reads such a value is reported. Small integers that another rank sends or broadcasts are real. For
-all other values, the program continues as if every rank had sent what this one sends; this is not reported.
+CMD is the unchanged command that torchrun would start on each rank. The ranks
+in --ranks run on this machine, one after the other or several at once. Their
+tensors are not backed by memory, and their collectives send nothing; the calls
+are recorded as in any run. The log is an ordinary log without times, marked as
+simulated. Operations, payloads, groups, order and call sites are those of the
+real job, unless they depend on values that the program computes. Each line of
+the program that reads such a value is reported. Small integers that another
+rank sends or broadcasts are real. For all other values, the program continues
+as if every rank had sent what this one sends; this is not reported.
 
-    commtrace dryrun --world-size 1024 --ranks 0,1023 --out logs/dry python train.py --zero-stage 3
-    commtrace report logs/dry
-    commtrace check logs/dry
+    commtrace dryrun --world-size 1024 --ranks 0,1023 --out dry python train.py
+    commtrace report dry
+    commtrace check dry
 
-`--ranks all-distinct` finds the ranks that differ, runs only those, and records which other ranks each represents;
-the report then shows what the whole job communicates.
+`--ranks all-distinct` finds the ranks that differ, runs only those, and records
+which other ranks each of them represents; the report then shows what the whole
+job communicates.
 """
 
 from __future__ import annotations

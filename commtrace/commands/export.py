@@ -1,13 +1,16 @@
 """Write every call of a run to a CSV, Parquet or Perfetto file.
 
-CSV and Parquet: one row per call, with the columns of the event table: rank, operation, group, role, bytes, times,
-step, phase, call site and so on. Times are in nanoseconds on the host's monotonic clock; 0 means not known. In
-peer, tag and micro_batch, -1 means none or not known; in step, before the first step. Unknown wire_bytes and
-group_size are empty. Memory use is independent of the size of the log. Parquet needs the extra `parquet` (pyarrow).
+CSV and Parquet: one row per call, with the columns of the event table (rank,
+operation, group, role, bytes, times, step, phase, call site and so on). Times
+are in nanoseconds on the host's monotonic clock; 0 means not known. In peer,
+tag and micro_batch, -1 means none or not known; in step, before the first step.
+Unknown wire_bytes and group_size are empty. Memory use is independent of the
+size of the log. Parquet needs the extra `parquet` (pyarrow).
 
-Perfetto: a trace that ui.perfetto.dev opens. Each rank has a track per thread, a track of operations in flight,
-and counters; arrows connect the calls of one operation. A large run needs --steps and --ranks, as the viewer opens
-about a million calls. Perfetto needs the extra `perfetto`.
+Perfetto: a trace for ui.perfetto.dev. Each rank has a track per thread, a track
+of operations in flight, and counters; arrows connect the calls of one
+operation. A large run needs --steps and --ranks, because the viewer can open
+only about a million calls. Perfetto needs the extra `perfetto`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Final
 from .option_types import add_shared, numbers_and_ranges, steps
 
 _FORMATS: Final = {"csv": "csv", "parquet": "parquet", "pftrace": "perfetto", "perfetto-trace": "perfetto"}
-"""Formats by the extension of a file."""
+"""File extension -> format."""
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
@@ -29,11 +32,11 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=sorted({*_FORMATS.values()}),
         help="file format (default: from the file extension: .csv, .parquet, .pftrace)")  # fmt: skip
     add("--out", metavar="FILE", type=Path, required=True, help="file to write")
-    add("--ranks", metavar="LIST", type=numbers_and_ranges, help="calls of these ranks only, such as 0-15,64")
+    add("--ranks", metavar="LIST", type=numbers_and_ranges, help="write only calls of these ranks, such as 0-15,64")
     add("--steps", metavar="LIST", type=steps,
-        help="calls of these steps only, such as 100-110, or start-up (before the first step)")  # fmt: skip
+        help="write only calls of these steps, such as 100-110; start-up: calls before the first step")  # fmt: skip
     add("--kept", action="store_true",
-        help="with COMMTRACE_MODE=summary or COMMTRACE_STEPS: only the calls that each process kept in "
+        help="with COMMTRACE_MODE=summary or COMMTRACE_STEPS: write only the calls that each process kept in "
         "memory")  # fmt: skip
     add_shared(parser, "--force")
 

@@ -1,7 +1,7 @@
 """Types of options, and the options that several commands share.
 
-A type turns the text of an option into its value. For any other text it raises argparse.ArgumentTypeError: argparse
-prints the message after the name of the option, and ends with status 2.
+A type converts the text of an option to its value. For an invalid text it raises argparse.ArgumentTypeError; argparse
+then prints the message after the name of the option, and exits with status 2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Value = TypeVar("Value", int, float, Fraction)
 def _number_type(
     parse: Callable[[str], Value], minimum: float, description: str, below: float = math.inf
 ) -> Callable[[str], Value]:
-    """Return a type of numbers from `minimum` and below `below`; `description` is for the error message."""
+    """Return a type for numbers of at least `minimum` and less than `below`; errors show `description`."""
 
     def option_type(text: str) -> Value:
         try:
@@ -45,22 +45,22 @@ def _parse_bytes(text: str) -> int:
     return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]] if match else -1
 
 
-positive_integer = _number_type(_parse_integer, 1, "a whole number from 1")
-non_negative_integer = _number_type(_parse_integer, 0, "a whole number from 0")
+positive_integer = _number_type(_parse_integer, 1, "a whole number of at least 1")
+non_negative_integer = _number_type(_parse_integer, 0, "a whole number of at least 0")
 positive_number = _number_type(float, math.ulp(0.0), "a number above 0", below=1e9)
-exact_fraction = _number_type(Fraction, 0, "a number from 0, such as 0.01")
+exact_fraction = _number_type(Fraction, 0, "a number of at least 0, such as 0.01")
 """Option type: a non-negative fraction, without the rounding of float."""
-payload_bytes = _number_type(_parse_bytes, 4, "a number of bytes from 4, such as 4, 64k or 1m")
-"""A payload of at least one 4-byte element; the units are powers of 1024."""
+payload_bytes = _number_type(_parse_bytes, 4, "a number of bytes of at least 4, such as 4, 64k or 1m")
+"""Option type: a payload of at least one 4-byte element; the units are powers of 1024."""
 
 
 def positive_integers(text: str) -> tuple[int, ...]:
-    """Parse whole numbers from 1, separated by commas: "2,4,8"."""
+    """Parse positive integers, separated by commas: "2,4,8"."""
     return tuple(map(positive_integer, text.split(",")))
 
 
 def numbers_and_ranges(text: str) -> list[int]:
-    """Parse whole numbers and ranges, separated by commas: "0-15,64"."""
+    """Parse integers and ranges, separated by commas: "0-15,64"."""
     try:
         numbers = parse_ranks(text)
     except ValueError:
@@ -78,13 +78,13 @@ def steps(text: str) -> list[int]:
 
 
 def text_width(text: str) -> int:
-    """Parse an output width in characters; "auto" is the terminal's."""
+    """Parse an output width in characters; "auto" is the width of the terminal."""
     from commtrace.text_tables import MIN_WIDTH, terminal_width
 
     if text == "auto":
         return terminal_width()
     if not text.isdigit() or int(text) < MIN_WIDTH:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number from {MIN_WIDTH}")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number of at least {MIN_WIDTH}")
     return int(text)
 
 
@@ -107,8 +107,8 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
     },
     "--own": {
         "metavar": "PATTERN", "action": "append", "default": [],
-        "help": " (file name and function name), such as train.py or log_loss; `*` and `?` are wildcards; calls in the "
-        "backward pass never match; may be repeated",
+        "help": "do not compare calls whose call site (file name and function name) contains PATTERN, such as train.py "
+        "or log_loss; `*` and `?` are wildcards; calls in the backward pass never match; may be repeated",
     },
     "--dask": {
         "metavar": "SCHEDULER",
@@ -142,7 +142,7 @@ def add_timeout(parser: argparse.ArgumentParser, seconds: int, help_text: str) -
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
-    """Add CMD, the program to run and its arguments, which may follow "--". Add it last: the usage is fixed then."""
+    """Add CMD, the program to run and its arguments, which may follow "--". Call this last: it fixes the usage."""
     usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
     parser.usage = f"{usage} [--] CMD ..."
     parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="program and its arguments")

@@ -1,11 +1,13 @@
 """Write a log as a Parquet data set for commtrace and other programs.
 
-Each run of the log becomes a few files, independent of its number of ranks: the event table, sorted by rank, with
-row-group statistics, and in `_processes` the tables of the processes. report, check, diff, scaling and export read the
-directory in place of the log, with the same results, except that the last calls of a run with COMMTRACE_STEPS are not
-packed. Runs with COMMTRACE_MODE=summary cannot be packed. pandas, polars, DuckDB and Dask read the files directly.
-The tables of reports are stored too, so that `commtrace report` takes seconds. The log does not change. Needs the
-extra `parquet` (pyarrow).
+Each run of the log becomes a few files, whatever its number of ranks: the event
+table, sorted by rank, with row-group statistics, and in `_processes` the tables
+of the processes. report, check, diff, scaling and export read the directory in
+place of the log, with the same results, except that the last calls of a run
+with COMMTRACE_STEPS are not packed. Runs with COMMTRACE_MODE=summary cannot be
+packed. pandas, polars, DuckDB and Dask read the files directly. The tables of
+reports are stored, too, so that `commtrace report` takes seconds. The log does
+not change. The command needs the extra `parquet` (pyarrow).
 """
 
 from __future__ import annotations

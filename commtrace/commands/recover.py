@@ -1,9 +1,10 @@
 """Recover records of killed processes from this host's shared memory.
 
-The last records of a killed process are in /dev/shm. They are recovered on this host by every command that opens the
-log (report, check, diff, scaling, export, pack), by `commtrace.open`, and by any process of the run that exits
-normally. On the other hosts of a cluster, run this command before they are rebooted or /dev/shm is cleaned:
-`srun --ntasks-per-node=1 commtrace recover logs/run1`.
+The last records of a killed process are in /dev/shm. They are recovered on this
+host by every command that opens the log (report, check, diff, scaling, export,
+pack), by `commtrace.open`, and by any process of the run that exits normally.
+On the other hosts of a cluster, run this command before they are rebooted or
+/dev/shm is cleaned: `srun --ntasks-per-node=1 commtrace recover logs/run1`.
 """
 
 from __future__ import annotations

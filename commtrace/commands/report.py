@@ -1,9 +1,11 @@
 """Show what a run communicated.
 
-The report has, in this order: warnings, if data is incomplete or unreliable; findings; the comparison of the run
-with theory; volumes by operation, parallel dimension, phase, step and call site; bandwidth; load balance across ranks;
-the coverage of the log, the cost of tracing, and the blind spots of the hooks. If DIR has several runs, the newest
-is shown. For a damaged log, the report covers the part that can be read. Several DIRs are shown side by side.
+The report shows, in this order: warnings, if data is incomplete or unreliable;
+findings; the comparison of the run with theory; volumes by operation, parallel
+dimension, phase, step and call site; bandwidth; load balance across ranks; the
+coverage of the log, the cost of tracing, and the blind spots of the hooks. If
+DIR has several runs, the newest is shown. For a damaged log, the report covers
+the part that can be read. Several DIRs are shown side by side.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add_formats(parser)
     add_shared(parser, "--network", purpose="compare call times with those expected on a network")
     parser.add_argument("--sections", metavar="NAME,...", type=section_names,
-        help=f"sections of the text to show: all, or some of {', '.join(SECTIONS)} (default: all "
+        help=f"sections of the text report to show: all, or some of {', '.join(SECTIONS)} (default: all "
         f"except {', '.join(NOT_SHOWN)})")  # fmt: skip
     parser.add_argument("--sites", metavar="N", type=non_negative_integer,
-        help="number of call sites to show; 0: all (default: 10, in HTML 40)")  # fmt: skip
+        help="number of call sites to show; 0: all (default: 10; 40 in HTML)")  # fmt: skip
     add_shared(parser, "--per-rank", "--dask", "--width")
 
 
@@ -61,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.network is not None and several:
         raise CommtraceError("--network compares one run with a network; give one directory")
     if arguments.sections is not None and (several or arguments.json or arguments.html is not None):
-        raise CommtraceError("--sections is for the text of one run; leave it out with --json, --html or more DIRs")
+        raise CommtraceError("--sections is for the text of one run; leave it out with --json, --html or several DIRs")
     if arguments.html is not None:
         from commtrace.analyses.report.html import page_contents  # raises if a library is not installed
     details = arguments.html is not None and not several
@@ -144,7 +146,7 @@ def _network_analyses(network: str | None) -> list[Analysis]:
 
 @contextlib.contextmanager
 def _worker_processes(run: Run) -> Iterator[None]:
-    """Read a run in worker processes if the log is large, and no executor was chosen."""
+    """Read a run in worker processes if the log is large and no executor was chosen."""
     from commtrace.reading.executors import IN_PROCESS, PoolExecutor
 
     records = sum(segment.count for process in run.processes for segment in process.segments)
@@ -152,7 +154,7 @@ def _worker_processes(run: Run) -> Iterator[None]:
         yield
         return
     try:
-        # A fork saves the import of pandas (one second), but copies the locks of other threads.
+        # Forking saves the import of pandas (one second), but would copy locks that other threads hold.
         context = multiprocessing.get_context("fork" if threading.active_count() == 1 else "spawn")
         with ProcessPoolExecutor(min(usable_cores(), 16), context) as pool:
             run.executor = PoolExecutor(pool)

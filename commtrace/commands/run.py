@@ -1,9 +1,10 @@
 """Run a program with tracing on.
 
-`commtrace run --out logs/run1 torchrun --nproc-per-node 2 train.py` does the same as setting COMMTRACE=logs/run1
-for the program. The program replaces this process: exit status and signals are those of the program. The command
-also works if commtrace is only on PYTHONPATH (environment modules of Spack or EasyBuild), where Python does not
-process .pth files.
+`commtrace run --out logs/run1 torchrun --nproc-per-node 2 train.py` does the
+same as setting COMMTRACE=logs/run1 for the program. The program replaces this
+process, so the exit status and signals are those of the program. The command
+also works if commtrace is only on PYTHONPATH (environment modules of Spack or
+EasyBuild), where Python does not process .pth files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replace this process by the program. Raises CommtraceError if that fails."""
+    """Replace this process with the program. Raises CommtraceError if that fails."""
     command: list[str] = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         raise CommtraceError("no program given; add it: commtrace run torchrun train.py")

@@ -1,9 +1,12 @@
-"""Compare runs of one program at increasing scale, and show what limits the scaling.
+"""Compare runs at increasing scale, and show what limits the scaling.
 
-The report shows for each run the time of a training step, speedup and efficiency against the run with the fewest
-ranks, tokens per second, the parts of the step time (computation, communication, waiting for late ranks), and the
-bytes that a rank sends, compared with theory. It then fits Amdahl's law and a latency-bandwidth model, and shows the
-errors of the fits and their predictions for more ranks. Steps are marked by the program or detected by commtrace.
+The runs are of one program. For each run, the report shows the time of a
+training step, speedup and efficiency relative to the run with the fewest ranks,
+tokens per second, the parts of the step time (computation, communication,
+waiting for late ranks), and the bytes that a rank sends, compared with theory.
+It then fits Amdahl's law and a latency-bandwidth model, and shows the errors of
+the fits and their predictions for more ranks. Steps are marked by the program
+or detected by commtrace.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("directories", metavar="DIR", type=Path, nargs="+", help="log directories, one per run; two or more")
     add("--tokens", metavar="N", type=positive_integer, action="append",
-        help="tokens per step of the whole job, if the log does not have them; one for all or one per run")  # fmt: skip
+        help="tokens per step of the whole job, if not in the log; once for all runs, or once per run")  # fmt: skip
     add_formats(parser)
     add_shared(parser, "--per-rank", "--dask", "--width")
 

@@ -1,12 +1,15 @@
 """Predict what a training run will communicate, from its configuration alone.
 
-CONFIG is a GPT-NeoX YAML file or the name of a built-in model (13B), a DeepSpeed JSON file, a Hugging Face
-config.json, or the last two together. A DeepSpeed JSON file alone does not describe the model: add --layers,
---hidden and --vocabulary. The command runs no training and needs neither torch nor DeepSpeed, only the extra
-`theory` (PyYAML, pydantic): `commtrace theory 13B --world-size 1024`.
+CONFIG is a GPT-NeoX YAML file or the name of a built-in model (13B), a
+DeepSpeed JSON file, a Hugging Face config.json, or the last two together. A
+DeepSpeed JSON file alone does not describe the model: add --layers, --hidden
+and --vocabulary. The command runs no training and needs neither torch nor
+DeepSpeed, only the extra `theory` (PyYAML, pydantic):
+`commtrace theory 13B --world-size 1024`.
 
-The output has two predictions, the closed form and the expected calls of the frameworks (with bounds, if payloads
-depend on the data), and the differences between them.
+The output has two predictions, the closed form and the expected calls of the
+frameworks (with bounds, if payloads depend on the data), and the differences
+between them.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ def add_options(training: argparse._ActionsContainer, model: argparse._ActionsCo
     add = training.add_argument
     add("--engine", choices=("deepspeed", "ddp", "fsdp"),
         help="training engine (default: from the files; ddp for a Hugging Face file alone)")  # fmt: skip
-    add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="stage of ZeRO")
+    add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="precision of parameters and gradients")
     add("--micro-batch", metavar="N", type=positive_integer, help="sequences per rank in a micro-batch")
     add("--gradient-accumulation", metavar="N", type=positive_integer, dest="accumulation",
@@ -64,8 +67,8 @@ def add_options(training: argparse._ActionsContainer, model: argparse._ActionsCo
     add("--tied", action="store_true", help="tie the output layer's weight to the embedding")
     add(
         "--groups", type=int, choices=(1, 2), default=2,
-        help="parameter groups of the optimizer; 2: a second group of biases and norms, without weight decay "
-        "(default: %(default)s)")  # fmt: skip
+        help="number of parameter groups of the optimizer; 2: biases and norms form a second group, without weight "
+        "decay (default: %(default)s)")  # fmt: skip
 
 
 def options_of(arguments: argparse.Namespace) -> PlanOptions:

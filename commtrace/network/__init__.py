@@ -1,4 +1,4 @@
-"""The times of communication on a network: measured (`commtrace bench`) or described, fitted, and predicted.
+"""Communication times on a network: measured (`commtrace bench`) or described, fitted, and predicted.
 
 commtrace bench --nproc 2              measure this machine, print the tables, and write network.json
 commtrace bench --show network.json    print the tables and the fits again
@@ -6,10 +6,10 @@ commtrace bench --show network.json    print the tables and the fits again
 operations        the measured operations, with nccl-tests' sizes
 bench_plan        what to measure
 bench_ranks       the processes of a measurement
-measuring         one operation and size: warm-up, rounds, slowest rank; the interface of bench_torch and bench_mpi
+measuring         the measurement of one operation and size; the interface of bench_torch and bench_mpi
 bench_results     the results and their JSON file
 bench_text        the results as nccl-tests and the OSU micro-benchmarks print them
-fit               latency and bandwidth of each operation, with the error for sizes that were left out
+fit               latency and bandwidth of each operation, with held-out errors
 algorithms        latency and bandwidth as functions of the number of ranks and hosts
 networks          a measured or described network, which predicts the time of a call
 """

@@ -1,7 +1,7 @@
 """Latency and bandwidth of collective algorithms as functions of the ranks and hosts of a group.
 
-A collective takes a number of consecutive steps, each of which waits for a message. The steps determine the time of
-small messages. Large messages keep all links busy, and the busiest link determines the time.
+A collective consists of consecutive steps, and each step waits for a message. The steps determine the time of small
+messages. Large messages keep all links busy, and the busiest link determines the time.
 
 | algorithm | steps | source |
 | --- | --- | --- |
@@ -13,7 +13,7 @@ small messages. Large messages keep all links busy, and the busiest link determi
 | all_to_all, gather, scatter: to or from each | n-1 messages | the same |
 | send | 1 | |
 
-Logarithms are rounded up. Over hosts, a ring crosses from one to the next h times of n, and a tree climbs within
+Logarithms are rounded up. Across h hosts, h of the n hops of a ring are between hosts, and a tree runs within
 hosts and then between them (NCCL's tuning.cc: `nInterSteps`, and `log2i(nNodes)` for trees).
 """
 
@@ -36,8 +36,8 @@ def steps(op: str, ranks: int, algorithm: str) -> int:
     """Return the number of consecutive messages of an operation among two or more ranks."""
     if op in POINT_TO_POINT:
         return 1
-    once = _log2(ranks) if algorithm == TREE and op not in _LINEAR else ranks - 1
-    return 2 * once if op == "all_reduce" or (op == "barrier" and algorithm == RING) else once
+    one_phase = _log2(ranks) if algorithm == TREE and op not in _LINEAR else ranks - 1
+    return 2 * one_phase if op == "all_reduce" or (op == "barrier" and algorithm == RING) else one_phase
 
 
 def _log2(number: int) -> int:
@@ -52,7 +52,7 @@ class Level:
     bandwidth_gb_per_s: float
 
     def transfer_us(self, payload: float) -> float:
-        """Return the microseconds that the bytes take, without latency."""
+        """Return the transfer time in microseconds, without latency."""
         return payload / self.bandwidth_gb_per_s / 1e3
 
 
@@ -65,15 +65,15 @@ class Cost:
 
     @property
     def total_us(self) -> float:
-        """The sum of both."""
+        """Sum of latency and transfer."""
         return self.latency_us + self.bandwidth_us
 
 
 def cost(op: str, payload: int, ranks: int, hosts: int, intra: Level, inter: Level) -> Cost:
-    """Return the cost of the fastest algorithm above in an ideal network.
+    """Return the cost of the fastest algorithm in an ideal network.
 
-    In a ring over hosts only one rank of a host sends to the next host. As libraries do, there are as many rings as
-    ranks on a host, which together use the bandwidth of all of them.
+    In a ring across hosts, only one rank of each host sends to the next host. As libraries do, it has a ring for each
+    rank of a host, and together they use the bandwidth of all these ranks.
 
     Args:
         op: One of `operations.OPERATIONS`.
@@ -81,7 +81,7 @@ def cost(op: str, payload: int, ranks: int, hosts: int, intra: Level, inter: Lev
         ranks: Number of ranks, spread evenly over the hosts.
         hosts: Number of hosts.
         intra: Links within a host.
-        inter: Links between hosts: what each rank has of its host's network.
+        inter: Links between hosts: the share of one rank in its host's network.
     """
     return min(_costs(op, payload, ranks, hosts, intra, inter), key=lambda cost: cost.total_us)
 
@@ -96,17 +96,17 @@ def _costs(op: str, payload: int, ranks: int, hosts: int, intra: Level, inter: L
         intra_bytes, inter_bytes = payload * (ranks_per_host - 1) / ranks, payload * (ranks - ranks_per_host) / ranks
         yield Cost(far.latency_us, max(intra.transfer_us(intra_bytes), inter.transfer_us(inter_bytes)))
         return
-    of_rings = ranks_per_host * inter.bandwidth_gb_per_s if hosts > 1 else intra.bandwidth_gb_per_s
-    ring = Level(0.0, min(intra.bandwidth_gb_per_s, of_rings))
-    around = (ranks - hosts) * intra.latency_us + (hosts - 1) * inter.latency_us
-    up = (ranks_per_host - 1) * intra.latency_us + _log2(hosts) * inter.latency_us
+    rings_gb_per_s = ranks_per_host * inter.bandwidth_gb_per_s if hosts > 1 else intra.bandwidth_gb_per_s
+    ring = Level(0.0, min(intra.bandwidth_gb_per_s, rings_gb_per_s))
+    ring_latency_us = (ranks - hosts) * intra.latency_us + (hosts - 1) * inter.latency_us
+    tree_latency_us = (ranks_per_host - 1) * intra.latency_us + _log2(hosts) * inter.latency_us
     if op in _TWO_PHASES:
-        yield Cost(2 * around, ring.transfer_us(2 * payload * (ranks - 1) / ranks))
-        yield Cost(2 * up, ring.transfer_us(2 * payload))
+        yield Cost(2 * ring_latency_us, ring.transfer_us(2 * payload * (ranks - 1) / ranks))
+        yield Cost(2 * tree_latency_us, ring.transfer_us(2 * payload))
     elif op in ("all_gather", "reduce_scatter"):
-        yield Cost(around, ring.transfer_us(payload * (ranks - 1) / ranks))
+        yield Cost(ring_latency_us, ring.transfer_us(payload * (ranks - 1) / ranks))
     else:
-        yield Cost(around, ring.transfer_us(payload))
+        yield Cost(ring_latency_us, ring.transfer_us(payload))
         hops = ((_log2(ranks_per_host), intra), (_log2(hosts), inter))
         latency_us = sum(steps * level.latency_us for steps, level in hops)
         yield Cost(latency_us, sum(steps * level.transfer_us(payload) for steps, level in hops))

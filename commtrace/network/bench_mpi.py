@@ -1,4 +1,4 @@
-"""MPI as a library to measure, by mpi4py's buffer methods (upper-case names), which copy and pickle nothing."""
+"""MPI as a library to measure, through mpi4py's buffer methods (upper-case names), which do not copy or pickle."""
 
 # ruff: noqa: D102 (the methods are documented in BenchLibrary and BenchGroup)
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .operations import POINT_TO_POINT, Values
 try:
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError if it finds no MPI
-    raise NetworkError(f"--through mpi4py: mpi4py or its MPI cannot be loaded ({error})") from error
+    raise NetworkError(f"--through mpi4py: mpi4py or its MPI library cannot be loaded ({error})") from error
 
 _POLL_SECONDS: Final = 0.001
 
@@ -53,7 +53,7 @@ class MpiBenchLibrary(BenchLibrary):
 
 
 class MpiBenchGroup(BenchGroup):
-    """A communicator of MPI."""
+    """An MPI communicator."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm

@@ -20,21 +20,21 @@ class BenchPlan:
     max_bytes: int = 64 << 20  # largest payload
     group_sizes: Sequence[int] = ()  # sizes of groups to measure in addition to all ranks
     seconds: float = 0.2  # time for one operation and size, without warm-up; a large message may take longer
-    timeout: float = 300.0  # seconds after which a call that does not end is an error
+    timeout: float = 300.0  # seconds after which an incomplete call is an error
     out: str = "network.json"  # file for the results
     force: bool = False  # whether `out` may be replaced
     form: str = "auto"  # form of the tables: "nccl", "osu" or "auto"
-    width: int = 80  # characters of a line of text
+    width: int = 80  # output width in characters
 
     def groups(self, world_size: int) -> list[int]:
         """Return the sizes of the groups to measure, ascending.
 
         Raises:
-            NetworkError: There is one rank only, or a group is larger than the job.
+            NetworkError: There is only one rank, or a group has fewer than two ranks or more than the job.
         """
         if world_size < 2:
             raise NetworkError(
-                "there is one rank, and nothing to measure; give --nproc 2, or start under torchrun, srun or mpiexec"
+                "there is only one rank: nothing to measure; give --nproc 2, or start under torchrun, srun or mpiexec"
             )
         for size in self.group_sizes:
             if not 2 <= size <= world_size:
@@ -48,8 +48,8 @@ def select_operations(names: Sequence[str]) -> tuple[str, ...]:
     """Return the operations of these names, in the order of OPERATIONS.
 
     Raises:
-        NetworkError: There is no operation of a name.
+        NetworkError: A name is not in OPERATIONS.
     """
     if unknown := [name for name in names if name not in OPERATIONS]:
-        raise NetworkError(f"--operations: no operation {', '.join(unknown)}; there are {', '.join(OPERATIONS)}")
+        raise NetworkError(f"--operations: no operation {', '.join(unknown)}; choose from {', '.join(OPERATIONS)}")
     return tuple(op for op in OPERATIONS if op in names)

@@ -29,7 +29,7 @@ from .measuring import BenchBuffers, BenchGroup, BenchLibrary, BenchRow, measure
 from .operations import BARRIER, POINT_TO_POINT, payload_sizes
 from .process_exit import wait_for_threads
 
-# Without the working directory on sys.path: in a checkout its folder `commtrace` is not the whole package.
+# The working directory is removed from sys.path: the folder `commtrace` of a checkout is not the whole package.
 _PROGRAM: Final = """
 import sys
 sys.path[:1] == [""] and sys.path.pop(0)
@@ -41,17 +41,17 @@ except CommtraceError as error:
     sys.exit(f"commtrace: {{error}}")
 """
 _TERMINATION_S: Final = 5.0
-"""Seconds that a process has to end after SIGTERM, and after SIGKILL."""
+"""Seconds that a process has to exit after SIGTERM, and after SIGKILL."""
 
 _BUFFERS: Final = 6
 """Buffers of the largest size that a rank holds at once: input, output, expected values, and temporary ones."""
 
 
 def start_ranks(plan: BenchPlan, ranks: int) -> None:
-    """Start ranks on this machine and wait until they have measured; rank 0 prints and writes the results.
+    """Start ranks on this machine and wait until they have finished; rank 0 prints and writes the results.
 
     Raises:
-        NetworkError: The first rank that failed, with its error message. All other ranks are ended.
+        NetworkError: A rank failed; the message has the error of the first one. The other ranks are terminated.
         LaunchError: There is no mpiexec.
     """
     plan.groups(ranks)
@@ -62,39 +62,39 @@ def start_ranks(plan: BenchPlan, ranks: int) -> None:
 def start_programs(
     module: str, argument: str, through: str, ranks: int, variables: Mapping[str, str] | None = None
 ) -> None:
-    """Start ranks that call `main()` of a module, on this machine, and wait until they have ended.
+    """Start ranks on this machine that call `main()` of a module, and wait until they have exited.
 
     Args:
-        module: Dotted name.
+        module: Dotted name of the module.
         argument: The argument of each rank (`sys.argv[1]`).
         through: "torch", or "mpi4py" for ranks that mpiexec starts.
         ranks: Number of ranks.
-        variables: Added to their environment.
+        variables: Environment variables to add.
 
     Raises:
-        NetworkError: The first rank that failed, with its error message. All other ranks are ended.
+        NetworkError: A rank failed; the message has the error of the first one. The other ranks are terminated.
         LaunchError: There is no mpiexec.
     """
     command = [sys.executable, "-c", _PROGRAM.format(module), argument]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **(variables or {})}
     if through == "mpi4py":
         command = mpiexec.mpiexec_command(ranks, command)
-        names, own = ["mpiexec"], [mpiexec.mpiexec_variables(ranks)]
+        names, variables_by_process = ["mpiexec"], [mpiexec.mpiexec_variables(ranks)]
     else:
         environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         names = [f"rank {rank} of {ranks}" for rank in range(ranks)]
-        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    errors = [tempfile.TemporaryFile("w+") for _ in own]
+        variables_by_process = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    errors = [tempfile.TemporaryFile("w+") for _ in names]
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for extra, file in zip(own, errors, strict=True):
-            process = subprocess.Popen(command, env=environment | extra, stderr=file, start_new_session=True)
+        for own_variables, file in zip(variables_by_process, errors, strict=True):
+            process = subprocess.Popen(command, env=environment | own_variables, stderr=file, start_new_session=True)
             processes.append(process)
         failed = _first_failure(processes)
     finally:
         for process in processes:
-            _end(process)
+            _terminate(process)
     if failed is not None:
         status = processes[failed].returncode
         end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
@@ -102,12 +102,12 @@ def start_programs(
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until a rank has failed or all have ended well; return the failed rank."""
+    """Wait until a rank has failed or all have succeeded; return the failed rank, or None."""
     while True:
         statuses = [process.poll() for process in processes]
         failed = [rank for rank, status in enumerate(statuses) if status]
         if failed:
-            # Peers of a process that dies fail at the same moment: a process that was killed is the cause.
+            # The peers of a process that dies fail at the same time, so a process that was killed is the cause.
             time.sleep(0.2)
             statuses = [process.poll() for process in processes]
             return min(failed, key=lambda rank: (statuses[rank] or 0) > 0)
@@ -116,11 +116,11 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
         time.sleep(0.02)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs, with all that it has started."""
-    for ending in (signal.SIGTERM, signal.SIGKILL):
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    """Terminate a process that is still running, with all processes that it started."""
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
-            os.killpg(process.pid, ending)
+            os.killpg(process.pid, signal_number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_TERMINATION_S)
 
@@ -143,10 +143,10 @@ def run_rank(plan: BenchPlan, *, bound: bool = False) -> int:
 
     Args:
         plan: The same on all ranks.
-        bound: Whether ranks of MPI are bound to cores. Ranks of torch never are: threads of gloo wait for each other.
+        bound: Whether to bind MPI ranks to cores. Torch ranks are never bound: gloo's threads wait for each other.
 
     Returns:
-        The exit status of this process: 1 after a failure, which is printed to stderr with the number of the rank.
+        The exit status of this process: 1 after a failure, which is printed to stderr with the rank.
 
     Raises:
         CommtraceError: The ranks could not be connected.
@@ -187,10 +187,10 @@ def run_rank(plan: BenchPlan, *, bound: bool = False) -> int:
 
 
 def connect(plan: BenchPlan) -> BenchLibrary:
-    """Connect this process, as a rank, through the plan's library.
+    """Connect this process as a rank, through the plan's library.
 
     Raises:
-        NetworkError: The library is not installed, or the ranks did not find each other.
+        NetworkError: The library is not installed, or the ranks cannot connect.
     """
     if plan.through == "mpi4py":
         from .bench_mpi import MpiBenchLibrary
@@ -204,7 +204,7 @@ def connect(plan: BenchPlan) -> BenchLibrary:
 def bind_to_core(local_rank: int, ranks: int) -> None:
     """Bind a rank of this host to a core of its own, if there are enough cores for all its ranks.
 
-    Ranks of MPI spin while they wait. The kernel sometimes puts two of them on one core and leaves another idle; a call
+    MPI ranks spin while they wait. The kernel sometimes puts two of them on one core and leaves another idle; a call
     then takes four times as long.
     """
     cores = sorted(os.sched_getaffinity(0))
@@ -255,12 +255,12 @@ def _measure_sizes(
 
 @contextlib.contextmanager
 def abort_after(timeout_s: float | None, subject: str, abort: Callable[[], None]) -> Iterator[None]:
-    """Print an error and call `abort` from another thread if the body takes too long, because MPI waits for ever."""
+    """Print an error and call `abort` from another thread if the body takes too long, because MPI has no timeout."""
     ended = threading.Event()
 
     def watch() -> None:
         if not ended.wait(timeout_s):
-            print(f"commtrace: {subject}: no end after {timeout_s:g} s (--timeout)", file=sys.stderr, flush=True)
+            print(f"commtrace: {subject}: not complete after {timeout_s:g} s (--timeout)", file=sys.stderr, flush=True)
             abort()
 
     if timeout_s is not None:
@@ -272,17 +272,17 @@ def abort_after(timeout_s: float | None, subject: str, abort: Callable[[], None]
 
 
 def check_memory(plan: BenchPlan, ranks: int) -> None:
-    """Check that a host has enough memory for the buffers of so many ranks. Raises NetworkError if it has not."""
+    """Raise NetworkError if this host has too little memory for the buffers of `ranks` ranks."""
     available, needed = _available_bytes(), _BUFFERS * plan.max_bytes * ranks
     if needed > available:
         raise NetworkError(
-            f"{ranks} ranks of a host need {needed >> 20:,} MiB for messages of {plan.max_bytes:,} bytes, and "
+            f"{ranks} ranks of a host need {needed >> 20:,} MiB for messages of {plan.max_bytes:,} bytes, but "
             f"{available / (1 << 20):,.0f} MiB are available; give a smaller --max-bytes"
         )
 
 
 def _available_bytes() -> float:
-    """Return the available memory of this host, infinity where the system does not tell it."""
+    """Return the available memory of this host, infinity if the system does not report it."""
     with contextlib.suppress(OSError):
         if match := re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
             return int(match[1]) << 10

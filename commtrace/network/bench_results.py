@@ -10,7 +10,7 @@
   "date": "2026-11-21", "traced": false, "seconds": 0.2,
   "rows": [{"op": "all_reduce", "ranks": 2, "hosts": 1, "payload_bytes": 4, "calls": 400, "rounds": 10,
             "min_us": 101.2, ...}, ...],    the fields of `measuring.BenchRow`
-  "fits": [{"op": "all_reduce", ...}]       the fits of the rows, for other programs; commtrace fits again
+  "fits": [{"op": "all_reduce", ...}]       the fits of the rows, for other programs; not read by commtrace
 }
 """
 
@@ -51,7 +51,7 @@ TRANSPORT_VARIABLES: Final = (
 class BenchResults:
     """Results of a measurement; the fields are those of the file.
 
-    `traced` says whether commtrace was recording, so that its cost is in every time.
+    `traced`: commtrace was recording, so that every time includes its cost.
     """
 
     through: str
@@ -69,7 +69,7 @@ class BenchResults:
     def of(
         plan: BenchPlan, hosts: Sequence[str], library_versions: Mapping[str, str], rows: Sequence[BenchRow]
     ) -> BenchResults:
-        """Return results measured now; `hosts` is the host of each rank, that of rank 0 is this one."""
+        """Return results that this process, rank 0, has just measured; `hosts` has the host of each rank."""
         return BenchResults(
             plan.through,
             plan.backend if plan.through == "torch" else "mpi",
@@ -109,7 +109,7 @@ def write_results(results: BenchResults, path: Path, *, force: bool = False) -> 
 
 
 def read_results(path: Path) -> BenchResults:
-    """Read a file of `write_results`. Raises NetworkError if the file cannot be read, or is something else."""
+    """Read a file of `write_results`. Raises NetworkError if it cannot be read or is not such a file."""
     document = read_json_object(path)
     if document.get("format") != FORMAT:
         raise NetworkError(f"{path}: not written by commtrace bench (its format is not {FORMAT!r})")
@@ -135,7 +135,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise NetworkError(f"{path}: not JSON ({error})") from error
     if not isinstance(document, dict):
-        raise NetworkError(f"{path}: an object of keys and values is expected, and this is {document!r:.40}")
+        raise NetworkError(f"{path}: an object of keys and values is expected, but this is {document!r:.40}")
     return document
 
 

@@ -1,7 +1,7 @@
-"""Results of `commtrace bench` as text, in the forms of nccl-tests and of the OSU micro-benchmarks, and the fits.
+"""Results of `commtrace bench` as text, in the formats of nccl-tests and the OSU micro-benchmarks, and the fits.
 
-The two forms have fixed columns instead of `commtrace.text_tables`: scripts that read those programs' output can
-read them as well.
+The two formats have fixed columns instead of `commtrace.text_tables`, so that scripts that parse the output of those
+programs can parse them, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .measuring import BenchRow
 from .operations import BARRIER, ELEMENT_BYTES, POINT_TO_POINT, ROOTED, SUMMED, WINDOW
 
 WIDE: Final = 130
-"""Columns of text from which on the spread and the fit are in the table as well."""
+"""Minimum width at which tables also have the spread and the fit."""
 
 # (head, unit, width)
 _NCCL_COLUMNS: Final = (
@@ -38,7 +38,7 @@ def results_lines(results: BenchResults, form: str = "auto", width: int = 80) ->
 
     Args:
         results: What was measured.
-        form: "nccl", "osu", or "auto": that of nccl-tests for torch's collectives, else that of OSU.
+        form: "nccl", "osu", or "auto": "nccl" for torch's collectives, else "osu".
         width: Characters of the widest line, at least 72.
     """
     for text in _header(results):
@@ -62,7 +62,7 @@ def _header(results: BenchResults) -> Iterator[str]:
     if results.environment:
         yield " ".join(f"{name}={value}" for name, value in results.environment.items())
     yield (
-        "float32; sizes as in nccl-tests; time: the slowest rank's, of consecutive calls, mean of the rounds; GB/s and "
+        "float32; sizes as in nccl-tests; time: of consecutive calls on the slowest rank, mean of the rounds; GB/s and "
         "MB/s are powers of ten"
     )
     if results.traced:
@@ -123,7 +123,7 @@ def describe_fit(fit: Fit) -> str:
 
 
 def fit_lines(fits: Sequence[Fit], width: int) -> list[str]:
-    """Return the table of all fits, one line each."""
+    """Return the table of all fits, one line per fit."""
     heads = ("ranks", "hosts", "latency (us)", "busbw (GB/s)", "pieces", "median error", "worst")
     rows = [
         [
@@ -142,5 +142,5 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _us(time: float) -> str:
-    """Format microseconds: two digits after the point if short, none if long."""
+    """Format microseconds with at most two decimals, fewer for longer times."""
     return f"{time:.2f}" if time < 1000 else f"{time:.1f}" if time < 100_000 else f"{time:.0f}"

@@ -1,4 +1,4 @@
-"""torch.distributed as a library to measure: gloo, nccl, and mpi where torch is built with it."""
+"""torch.distributed as a library to measure: gloo, nccl, and mpi if torch is built with it."""
 
 # ruff: noqa: D102 (the methods are documented in BenchLibrary and BenchGroup)
 from __future__ import annotations
@@ -18,7 +18,7 @@ try:
     import torch
     import torch.distributed as dist
 except ImportError as error:
-    raise NetworkError(f"torch cannot be imported ({error}); install it, or measure MPI by --through mpi4py") from error
+    raise NetworkError(f"torch cannot be imported ({error}); install it, or use --through mpi4py") from error
 
 # torch 2.13 renames these two, and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,7 +34,7 @@ class TorchBenchLibrary(BenchLibrary):
             raise NetworkError("this torch was built without torch.distributed")
         if plan.backend == "mpi" and not dist.is_mpi_available():
             raise NetworkError(
-                "this torch was built without MPI; measure MPI by --through mpi4py, or use --backend gloo"
+                "this torch was built without MPI; measure MPI with --through mpi4py, or use --backend gloo"
             )
         self._device = torch.device("cpu")
         if plan.backend == "nccl":
@@ -43,7 +43,7 @@ class TorchBenchLibrary(BenchLibrary):
             gpus = torch.cuda.device_count()
             if self.local_rank >= gpus:
                 raise NetworkError(
-                    f"--backend nccl: local rank {self.local_rank} has no GPU of its own, there are {gpus}"
+                    f"--backend nccl: no GPU for local rank {self.local_rank}; GPUs on this host: {gpus}"
                 )
             self._device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(self._device)
@@ -52,7 +52,7 @@ class TorchBenchLibrary(BenchLibrary):
             dist.init_process_group(plan.backend, timeout=timeout, device_id=gpu)
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
-            raise NetworkError(f"the ranks did not find each other ({plan.backend}): {reason}") from error
+            raise NetworkError(f"the ranks could not connect ({plan.backend}): {reason}") from error
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def group(self, ranks: Sequence[int]) -> BenchGroup | None:
@@ -60,7 +60,7 @@ class TorchBenchLibrary(BenchLibrary):
         return TorchBenchGroup(group, self._device) if self.rank in ranks else None
 
     def wait(self) -> None:
-        dist.barrier()  # threads of gloo sleep meanwhile; ranks of NCCL have a device each
+        dist.barrier()  # gloo's threads sleep meanwhile; each NCCL rank has its own device
 
     def versions(self) -> Mapping[str, str]:
         nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if self._backend == "nccl" else {}
@@ -72,7 +72,7 @@ class TorchBenchLibrary(BenchLibrary):
 
 
 class TorchBenchGroup(BenchGroup):
-    """A process group of torch."""
+    """A process group of torch.distributed."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -103,13 +103,14 @@ class TorchBenchGroup(BenchGroup):
     def call(self, op: str, source: torch.Tensor, result: torch.Tensor, messages: int) -> Call:
         group, is_root, peer = self._group, self.rank == 0, 1 - self.rank
         if op in POINT_TO_POINT:
-            to, of = {"group": group, "group_dst": peer}, {"group": group, "group_src": peer}
+            to_peer, from_peer = {"group": group, "group_dst": peer}, {"group": group, "group_src": peer}
             return message_call(
                 op, self.rank, source, result, self.buffer(1), messages,
-                send=partial(dist.send, **to), recv=partial(dist.recv, **of), isend=partial(dist.isend, **to),
-                irecv=partial(dist.irecv, **of), wait_all=lambda works: [work.wait() for work in works],
+                send=partial(dist.send, **to_peer), recv=partial(dist.recv, **from_peer),
+                isend=partial(dist.isend, **to_peer), irecv=partial(dist.irecv, **from_peer),
+                wait_all=lambda works: [work.wait() for work in works],
             )  # fmt: skip
-        # The lists of shares are made before the timing, as programs do.
+        # The lists of shares are made before timing, as in real programs.
         gathered, scattered = ([*buffer.chunk(self.size)] if is_root else None for buffer in (result, source))
         calls: dict[str, Call] = {
             "all_reduce": lambda: dist.all_reduce(result, group=group),

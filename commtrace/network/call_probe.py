@@ -1,4 +1,4 @@
-"""Probe of the hooks: two local ranks make every operation once, with known payloads, and are traced."""
+"""Probe of the hooks: two traced local ranks run every operation once, with known payloads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PAYLOAD: Final = 4096
 _TIMEOUT_S: Final = 60.0
 
 EXPECTED: Final = Counter((op, _PAYLOAD) for op in (*COLLECTIVES, "send", "recv"))
-"""How often each rank makes each operation of each payload in bytes; barriers are left out."""
+"""Number of calls of each rank by operation and payload in bytes, without barriers."""
 
 
 def run_probe(directory: Path, through: str) -> None:
-    """Start the ranks, whose log goes to a directory, and wait until they have ended.
+    """Start the ranks, which write their log to a directory, and wait until they have exited.
 
     Args:
         directory: The log directory.

@@ -4,20 +4,21 @@
 comparable between operations and group sizes (R. W. Hockney, The communication challenge for MPP, Parallel
 Computing 20, 1994, for two processes; Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521, for many).
 
-**Robustness.** Minimises squared relative residuals (fit / measured - 1) with Huber weights, so that outliers count
-less. Residuals are relative because times span four orders of magnitude. Neither alpha nor beta is negative. The median
-over rounds is fitted.
+**Robustness.** The fit minimises squared relative residuals (fit / measured - 1) with Huber weights, so that outliers
+count less. Residuals are relative because times span four orders of magnitude. Neither alpha nor beta is negative. The
+median over rounds is fitted.
 
 **Pieces.** Libraries switch protocols with the size, and messages outgrow caches. A fit has one piece (a latency and a
 bandwidth, from some size on), or up to five if they lower the mean held-out error by at least a tenth of it and one
-percentage point: there are an eager and a rendezvous protocol and up to three levels of memory, the last of which may
-begin at 32 MiB and have two sizes.
+percentage point. Five pieces are enough for an eager and a rendezvous protocol and three levels of memory. The last
+level may begin at 32 MiB and contain only two sizes, so a piece has at least two.
 
-**Held-out error.** The error of a fit is that of sizes it was not fitted to: each size in turn is left out, everything,
-the limits of the pieces included, is fitted to the others, and the size left out is predicted.
+**Held-out error.** The error of a fit is measured on sizes that it was not fitted to: each size in turn is left out,
+everything, including the bounds of the pieces, is fitted to the others, and the size that was left out is predicted.
 
 The pieces are found by dynamic programming over sums for all ranges of sizes at once, in numpy. A general solver
-(scipy's least_squares with its Huber loss) would fit one piece between given limits, and need the same search around.
+(scipy's least_squares with its Huber loss) would fit one piece between given bounds, and need the same search around
+it.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ from .operations import bus_bytes
 
 Array = npt.NDArray[np.float64]
 
-MOST_PIECES: Final = 5
-_PIECE_SIZES: Final = 2
+_MAX_PIECES: Final = 5
+_MIN_PIECE_SIZES: Final = 2
 """Minimum number of sizes of a piece."""
-_WORTH: Final = 0.9
-_WORTH_POINTS: Final = 0.01
-_HUBER: Final = 1.5
-_REWEIGHTED: Final = 4
+_MAX_ERROR_RATIO: Final = 0.9
+_MIN_ERROR_DECREASE: Final = 0.01
+"""More pieces must lower the mean held-out error to this ratio, and by this difference."""
+_HUBER_THRESHOLD: Final = 1.5
+_ITERATIONS: Final = 4
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a fit, from this payload on: microseconds, and microseconds per bus byte."""
+    """A piece of a fit, from a payload on: a latency, and microseconds per bus byte."""
 
     from_bytes: int
     alpha_us: float
@@ -108,33 +110,33 @@ def fit(op: str, ranks: int, hosts: int, rows: Sequence[BenchRow]) -> Fit:
     times = np.array([max(row.median_us, 1e-6) for row in rows])
     begin, end = int(payload[0]), int(payload[-1])
     if len(rows) < 3:  # too few to fit and leave one out
-        return Fit(op, ranks, hosts, len(rows), begin, end, _robust(payload, bus, times, 1), None, None, None)
-    pieces, errors = 1, _held_out(payload, bus, times, 1)
-    for more in range(2, min(MOST_PIECES, (len(rows) - 1) // _PIECE_SIZES) + 1):
-        of_more = _held_out(payload, bus, times, more)
-        if of_more.mean() < min(_WORTH * errors.mean(), errors.mean() - _WORTH_POINTS):
-            pieces, errors = more, of_more
-    fitted, worst = _robust(payload, bus, times, pieces), int(errors.argmax())
+        return Fit(op, ranks, hosts, len(rows), begin, end, _fit_pieces(payload, bus, times, 1), None, None, None)
+    pieces, errors = 1, _held_out_errors(payload, bus, times, 1)
+    for more_pieces in range(2, min(_MAX_PIECES, (len(rows) - 1) // _MIN_PIECE_SIZES) + 1):
+        new_errors = _held_out_errors(payload, bus, times, more_pieces)
+        if new_errors.mean() < min(_MAX_ERROR_RATIO * errors.mean(), errors.mean() - _MIN_ERROR_DECREASE):
+            pieces, errors = more_pieces, new_errors
+    fitted, worst = _fit_pieces(payload, bus, times, pieces), int(errors.argmax())
     median, highest = float(np.median(errors)), float(errors[worst])
     return Fit(op, ranks, hosts, len(rows), begin, end, fitted, median, highest, int(payload[worst]))
 
 
-def _held_out(payload: Array, bus: Array, times: Array, pieces: int) -> Array:
+def _held_out_errors(payload: Array, bus: Array, times: Array, pieces: int) -> Array:
     """Return the relative error of each size, predicted from the others."""
     errors = np.empty(len(times))
-    for at in range(len(times)):
-        kept = np.arange(len(times)) != at
-        piece = _piece_at(_robust(payload[kept], bus[kept], times[kept], pieces), payload[at])
-        errors[at] = abs((piece.alpha_us + piece.beta_us_per_byte * bus[at]) / times[at] - 1)
+    for left_out in range(len(times)):
+        kept = np.arange(len(times)) != left_out
+        piece = _piece_at(_fit_pieces(payload[kept], bus[kept], times[kept], pieces), payload[left_out])
+        errors[left_out] = abs((piece.alpha_us + piece.beta_us_per_byte * bus[left_out]) / times[left_out] - 1)
     return errors
 
 
-def _robust(payload: Array, bus: Array, times: Array, pieces: int) -> tuple[Piece, ...]:
+def _fit_pieces(payload: Array, bus: Array, times: Array, pieces: int) -> tuple[Piece, ...]:
     """Fit pieces by least squares of relative residuals, with weights from the residuals of the previous fit."""
     weights = np.ones(len(times))
     fitted: tuple[Piece, ...] = ()
-    for _ in range(_REWEIGHTED):
-        begins, alphas, betas = _pieces(bus, times, weights, pieces)
+    for _ in range(_ITERATIONS):
+        begins, alphas, betas = _optimal_pieces(bus, times, weights, pieces)
         number = np.searchsorted(begins, np.arange(len(times)), side="right") - 1
         residuals = (alphas[number] + betas[number] * bus) / times - 1
         fitted = tuple(
@@ -144,16 +146,16 @@ def _robust(payload: Array, bus: Array, times: Array, pieces: int) -> tuple[Piec
         scale = 1.4826 * statistics.median(abs(residuals))  # the standard deviation, for normally distributed residuals
         if scale < 1e-9:
             break
-        weights = np.minimum(1.0, _HUBER * scale / np.maximum(abs(residuals), 1e-12))
+        weights = np.minimum(1.0, _HUBER_THRESHOLD * scale / np.maximum(abs(residuals), 1e-12))
     return fitted
 
 
-def _pieces(bus: Array, times: Array, weights: Array, pieces: int) -> tuple[tuple[int, ...], Array, Array]:
-    """Return first payload, alpha and beta of each piece that minimise the sum of squares."""
-    alpha, beta, cost = _segments(bus, times, weights)
+def _optimal_pieces(bus: Array, times: Array, weights: Array, pieces: int) -> tuple[tuple[int, ...], Array, Array]:
+    """Return the index of the first size, alpha and beta of each piece, with the least sum of squares."""
+    alpha, beta, cost = _piece_costs(bus, times, weights)
     count = len(times)
     length = np.arange(count + 1)[None, :] - np.arange(count + 1)[:, None]
-    cost = np.where(length >= (_PIECE_SIZES if pieces > 1 else 1), cost, np.inf)
+    cost = np.where(length >= (_MIN_PIECE_SIZES if pieces > 1 else 1), cost, np.inf)
     least, came_from = cost[0], []  # cost of the best pieces up to each size; one piece more in each iteration
     for _ in range(pieces - 1):
         through = least[:, None] + cost
@@ -166,7 +168,7 @@ def _pieces(bus: Array, times: Array, weights: Array, pieces: int) -> tuple[tupl
     return begins, alpha[begins, bounds], beta[begins, bounds]
 
 
-def _segments(bus: Array, times: Array, weights: Array) -> tuple[Array, Array, Array]:
+def _piece_costs(bus: Array, times: Array, weights: Array) -> tuple[Array, Array, Array]:
     """Return alpha, beta and cost of a piece over sizes i to j - 1, as [i, j], for all i and j at once.
 
     The sum of w (alpha / t + beta b / t - 1)^2 is quadratic in both; sums over sizes are differences of running sums.

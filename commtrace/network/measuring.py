@@ -1,9 +1,9 @@
-"""The measurement of one operation and size: checked once, warmed up, then timed in rounds.
+"""Measurement of one operation and size: one checked call, a warm-up, then timed rounds.
 
 A round is a barrier and then a number of consecutive calls, timed as a whole on every rank, as nccl-tests times them
-(`-n`). Its time is that of the slowest rank (`-a 3`) divided by the number of calls. Rounds show the variation: `min`,
-`avg`, `median` and `max` are over rounds. The OSU micro-benchmarks give the average, minimum and maximum of the ranks'
-own means instead: `rank_avg`, `rank_min` and `rank_max`. The barrier is never timed.
+(`-n`). Its time is the slowest rank's (`-a 3`), divided by the number of calls. Rounds show the variation: `min`,
+`avg`, `median` and `max` are over rounds. The OSU micro-benchmarks report the average, minimum and maximum of the
+ranks' own means instead: `rank_avg`, `rank_min` and `rank_max`. The barrier is never timed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _MAX_CALLS: Final = 1000
 
 _SMALL_BYTES: Final = 64 << 10
 _SMALL_WARMUP, _LARGE_WARMUP = 20, 2
-"""Calls before timing, of messages up to 64 KiB, and of larger ones and windows, whose times are steady sooner."""
+"""Warm-up calls: for messages up to 64 KiB; for larger messages and windows, whose times are stable sooner."""
 
 Call = Callable[[], object]
 
 
 class BenchGroup(Protocol):
-    """A group of ranks in a library that is measured; this process is one of them. The root is rank 0."""
+    """A group of ranks in the measured library; this process is one of them. The root is rank 0."""
 
     rank: int
     size: int
 
     def buffer(self, count: int) -> Any:
-        """Allocate float32 zeros where the library takes its buffers from (host or device memory)."""
+        """Allocate float32 zeros in the memory that the library communicates from (host or device)."""
 
     def fill(self, buffer: Any, values: Values) -> None:
         """Write values into a buffer of the same length."""
@@ -45,24 +45,24 @@ class BenchGroup(Protocol):
         """Return the values in a buffer."""
 
     def call(self, op: str, source: Any, result: Any, messages: int) -> Call:
-        """Return a function that calls the operation, which is complete or in the device's queue when it returns.
+        """Return a function that calls the operation and returns when it is complete or in the device's queue.
 
         Args:
             op: One of `operations.OPERATIONS`.
-            source: Input buffer. Operations in place (torch's all_reduce, broadcast, reduce) use `result` alone.
+            source: Input buffer. In-place operations (torch's all_reduce, broadcast, reduce) use only `result`.
             result: Output buffer.
-            messages: Messages in a window.
+            messages: Number of messages in a window.
         """
 
     def settle(self) -> None:
-        """Wait until the device has completed all calls. Calls of a library that blocks are complete already."""
+        """Wait until the device has completed all calls. In a blocking library, they are already complete."""
         return
 
     def barrier(self) -> None:
         """Wait for all ranks of the group."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the small objects of all ranks, on every rank."""
+        """Return the values of all ranks, which are small objects, on every rank."""
 
 
 class BenchLibrary(Protocol):
@@ -79,13 +79,13 @@ class BenchLibrary(Protocol):
         """Wait for all ranks without keeping a core busy: other ranks of this host may be measuring."""
 
     def versions(self) -> Mapping[str, str]:
-        """Return the versions of what is measured."""
+        """Return the versions of the measured libraries."""
 
     def close(self) -> None:
         """Disconnect. All ranks call this."""
 
     def abort(self) -> None:
-        """End the other ranks, because this one has failed, if they do not see their connections break."""
+        """Terminate the other ranks after a failure of this one, if broken connections do not."""
         return
 
 
@@ -94,9 +94,9 @@ def message_call(
     send: Callable[[Any], object], recv: Callable[[Any], object], isend: Callable[[Any], object],
     irecv: Callable[[Any], object], wait_all: Callable[[list[Any]], object],
 ) -> Call:  # fmt: skip
-    """Return what a rank of a pair calls to exchange messages.
+    """Return the function that a rank of a pair calls to exchange messages.
 
-    `answer` is a buffer of one element. The library's functions send a buffer to the other rank, or receive one.
+    `answer` is a buffer of one element. The functions of the library send a buffer to the other rank or receive one.
     """
     calls: dict[tuple[str, int], Call] = {
         (PING_PONG, 0): lambda: (send(source), recv(result)),
@@ -108,10 +108,10 @@ def message_call(
 
 
 class BenchBuffers:
-    """Input and output buffers at the same addresses for all sizes up to one, as in nccl-tests and OMB.
+    """Input and output buffers at the same addresses for all sizes up to `payload`, as in nccl-tests and OMB.
 
-    A buffer for each size would be on huge pages or not, depending on malloc: MPICH's messages of 2 MiB took 88 or
-    170 us, depending on what had been freed before.
+    If each size had its own buffer, malloc would decide whether it is on huge pages: MPICH's messages of 2 MiB took 88
+    or 170 us, depending on what had been freed before.
     """
 
     def __init__(self, group: BenchGroup, payload: int) -> None:
@@ -165,11 +165,11 @@ def measure(
         size: Payload in bytes.
         hosts: Number of hosts of the group.
         seconds: Time to spend, without warm-up.
-        buffers: For payloads of at least `size`.
+        buffers: Buffers for payloads of at least `size`.
         clock: Returns seconds.
 
     Returns:
-        The row, None if a payload of `size` bytes has no equal shares for the ranks.
+        The row; None if `size` bytes are too few for equal shares of the ranks.
     """
     count = 0 if op == BARRIER else operations.payload_elements(op, size, group.size)
     if not count and op != BARRIER:
@@ -190,7 +190,7 @@ def measure(
         return clock() - begin
 
     warmup = _SMALL_WARMUP if payload <= _SMALL_BYTES and messages == 1 else _LARGE_WARMUP
-    call()  # makes connections, and touches the memory
+    call()  # makes connections and touches the memory
     warmup_seconds = max(seconds_of_rank for (seconds_of_rank,) in group.gather([time_round(warmup)]))
     call_seconds = max(warmup_seconds / warmup, 1e-7)
     rounds, calls = ROUNDS, min(_MAX_CALLS, math.ceil(seconds / ROUNDS / call_seconds))
@@ -206,7 +206,7 @@ def measure(
 
 
 def _wrong_elements(group: BenchGroup, op: str, count: int, source: Any, result: Any, call: Call) -> int:
-    """Call once with the ranks' test values, count wrong elements of all ranks, and set the buffers to zero again."""
+    """Call once with the ranks' test values, count wrong elements of all ranks, and reset the buffers to zero."""
     values = operations.rank_values(count)
     in_place = op in ("all_reduce", "broadcast", "reduce")
     for buffer in (source, result) if in_place else (source,):

@@ -1,4 +1,4 @@
-"""Start of MPI ranks on this machine with mpiexec of Open MPI or MPICH, also on a laptop or in a container."""
+"""Command that starts MPI ranks on this machine with mpiexec of Open MPI or MPICH, also in a container."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commtrace.launchers import usable_cores
 
 
 def find_mpiexec() -> str:
-    """Return the path of mpiexec: that of this Python environment, activated or not, else the system's.
+    """Return the path of mpiexec in this Python environment, activated or not; else of the one on PATH.
 
     Raises:
         LaunchError: There is none.
@@ -27,7 +27,7 @@ def find_mpiexec() -> str:
 
 
 def mpiexec_command(ranks: int, program: Sequence[str]) -> list[str]:
-    """Return the command that starts ranks of a program on this machine, which may have fewer cores."""
+    """Return the command that starts ranks of a program on this machine, even if it has fewer cores."""
     launcher = find_mpiexec()
     version = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=30).stdout
     options = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in version or "OpenRTE" in version else []
@@ -35,7 +35,7 @@ def mpiexec_command(ranks: int, program: Sequence[str]) -> list[str]:
 
 
 def mpiexec_variables(ranks: int) -> dict[str, str]:
-    """Return the variables for `mpiexec_command`: ranks that share cores yield them while they wait."""
+    """Return the environment variables for `mpiexec_command`. Ranks that share cores yield them while they wait."""
     variables = {}
     if ranks > usable_cores():
         variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Open MPI

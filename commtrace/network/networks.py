@@ -1,4 +1,4 @@
-"""Networks that predict the time of a call: measured ones, and ones that a small file describes.
+"""Networks that predict the time of a call: measured networks, and networks described in a small file.
 
     network = open_network("network.json")               a file of commtrace bench
     network = open_network("slingshot-11")               a built-in description, or the path of another
@@ -11,7 +11,7 @@ A description is JSON:
       "name": "slingshot-11",
       "about": "...",                                          a sentence or two, printed with every table
       "ranks_per_node": 4,
-      "start_us": 3.6,                                         of every call, whatever its size (default: 0)
+      "start_us": 3.6,                                         part of every call's latency (default: 0)
       "intra_node": {"latency_us": 0.47, "bandwidth_gb_per_s": 235},
       "inter_node": {"latency_us": 2.7, "bandwidth_gb_per_s": 25},     of one rank, in one direction
       "sources": {"inter_node.bandwidth_gb_per_s": "..."}      where the numbers come from (optional)
@@ -48,7 +48,7 @@ MESSAGES: Final = ("send", "recv", "sendrecv")
 
 @dataclass(frozen=True)
 class ExpectedTime(Cost):
-    """Expected microseconds of a call: latency, the rest, which depends on the size, and the source (`FITTED` ...)."""
+    """Expected microseconds of a call: latency, the part that depends on the size, and the source (`FITTED` ...)."""
 
     how: str
 
@@ -57,7 +57,7 @@ class Network(Protocol):
     """A network that predicts the time of a call."""
 
     name: str  # name or file
-    about: Sequence[str]  # sentences, without full stop, that belong to every table of its times
+    about: Sequence[str]  # sentences without a full stop, shown with every table of its times
     ranks_per_node: int  # number of ranks on a host
 
     def expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
@@ -67,10 +67,10 @@ class Network(Protocol):
             op: Name of the operation, as in the event table.
             payload: Bytes.
             ranks: Number of ranks of the group.
-            hosts: Number of hosts of the group; for messages, 1 or 2: that of both ends.
+            hosts: Number of hosts of the group; for messages, 1 or 2.
 
         Returns:
-            The time, None for an operation that was neither measured nor described.
+            The time; None for an operation that was neither measured nor described.
         """
         if op in MESSAGES:
             return self._expected(PING_PONG, payload, 2, min(hosts, 2))
@@ -91,7 +91,7 @@ def open_network(name: str) -> Network:
     if not path.exists():
         if name not in shipped_networks():
             raise NetworkError(
-                f"{name}: no such file, and no built-in description of this name (there are "
+                f"{name}: no such file, and no built-in description of this name (choose from "
                 f"{', '.join(shipped_networks())}); commtrace bench writes such a file"
             )
         path = _DESCRIPTIONS / f"{name}.json"
@@ -104,21 +104,21 @@ def open_network(name: str) -> Network:
 
 
 def shipped_networks() -> list[str]:
-    """Return the names of the descriptions that are part of commtrace."""
+    """Return the names of the built-in descriptions."""
     return sorted(path.stem for path in _DESCRIPTIONS.glob("*.json"))
 
 
 def hosts_of_group(ranks: int, stride: int, ranks_per_node: int) -> int:
-    """Return the number of hosts of ranks 0, stride, 2 stride ..., if the ranks fill one host after the other."""
+    """Return the number of hosts of ranks 0, stride, 2 stride ..., if ranks fill one host after the other."""
     return len({rank * stride // ranks_per_node for rank in range(ranks)})
 
 
 class MeasuredNetwork(Network):
     """A network that `commtrace bench` measured. Other groups are extrapolated from the nearest measured one.
 
-    The latency grows with the steps of the algorithm (`algorithms.steps`), and the bus bandwidth stays. The algorithm
-    is the one that fits the measured groups of an operation; with one group, a ring, whose latency grows faster.
-    Groups on several hosts are extrapolated from groups on several hosts, if any were measured.
+    The latency grows with the steps of the algorithm (`algorithms.steps`), and the bus bandwidth stays the same. The
+    algorithm is the one that fits the measured groups of an operation best; if there is only one group, a ring, whose
+    latency grows faster. Groups on several hosts are extrapolated from groups on several hosts, if any were measured.
     """
 
     def __init__(self, name: str, results: BenchResults) -> None:
@@ -138,20 +138,20 @@ class MeasuredNetwork(Network):
         nearest = min(fits, key=lambda fit: ((fit.hosts > 1) != (hosts > 1), abs(fit.ranks - ranks), -fit.ranks))
         algorithm = algorithm_of_fits(op, [fit for fit in fits if (fit.hosts > 1) == (nearest.hosts > 1)])
         latency_ratio = steps(op, ranks, algorithm) / steps(op, nearest.ranks, algorithm)
-        # The payload with as many bus bytes in the measured group.
+        # The payload with the same number of bus bytes in the measured group.
         factor = busbw_factor(op, nearest.ranks)
         equal_payload = round(float(bus_bytes(op, payload, ranks)) / factor) if factor else payload
         return _time_of_fit(nearest, equal_payload, latency_ratio, EXTRAPOLATED)
 
 
-def _time_of_fit(fit: Fit, payload: int, latency_ratio: float, how: str) -> ExpectedTime:
+def _time_of_fit(fit: Fit, payload: int, latency_ratio: float, source: str) -> ExpectedTime:
     total = fit.time_us(payload)
     latency = min(fit.latency_us, total)
-    return ExpectedTime(latency * latency_ratio, total - latency, how)
+    return ExpectedTime(latency * latency_ratio, total - latency, source)
 
 
 def algorithm_of_fits(op: str, fits: Sequence[Fit]) -> str:
-    """Return the algorithm with the most equal latencies per step; a ring for groups of one size."""
+    """Return the algorithm whose latencies per step vary least among the groups; a ring for groups of one size."""
     if len({fit.ranks for fit in fits}) < 2:
         return RING
 
@@ -186,7 +186,7 @@ _LEVEL_KEYS: Final = ("latency_us", "bandwidth_gb_per_s")
 
 
 def _read_description(document: Mapping[str, Any], file: str) -> DescribedNetwork:
-    """Check a description by hand: analyses read it in installations without pydantic."""
+    """Read and check a description without pydantic, which is not always installed."""
 
     def check(valid: bool, problem: str) -> None:
         if not valid:
@@ -194,11 +194,11 @@ def _read_description(document: Mapping[str, Any], file: str) -> DescribedNetwor
 
     def check_keys(table: Mapping[str, Any], keys: Sequence[str], where: str = "") -> None:
         unknown = sorted(set(table) - set(keys))
-        check(not unknown, f"{where}unknown key {', '.join(unknown)}; there are {', '.join(keys)}")
+        check(not unknown, f"{where}unknown key {', '.join(unknown)}; choose from {', '.join(keys)}")
 
     def number(value: Any, key: str) -> float:
         valid = type(value) in (int, float) and 0 <= value < float("inf")
-        check(valid, f"{key} is {value!r}; a number from 0 is needed")
+        check(valid, f"{key} is {value!r}; a number of at least 0 is needed")
         return float(value)
 
     def level(key: str) -> Level:
@@ -215,7 +215,7 @@ def _read_description(document: Mapping[str, Any], file: str) -> DescribedNetwor
     check_keys(document, _KEYS)
     ranks: Any = document.get("ranks_per_node")
     sources: Any = document.get("sources", {})
-    check(type(ranks) is int and ranks >= 1, f"ranks_per_node is {ranks!r}; a whole number from 1 is needed")
+    check(type(ranks) is int and ranks >= 1, f"ranks_per_node is {ranks!r}; a whole number of at least 1 is needed")
     check(isinstance(sources, dict), f"sources is {sources!r:.40}; an object of keys and sentences is needed")
     name, about = str(document.get("name", file)), (f"described: {document.get('about') or file}",)
     start_us, sources = number(document.get("start_us", 0), "start_us"), {key: str(sources[key]) for key in sources}

@@ -37,10 +37,10 @@ ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 _SHARED: Final = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 ELEMENT_BYTES: Final = 4
-"""Bytes of an element: float32, as by default in nccl-tests."""
+"""Bytes of an element: float32, the default of nccl-tests."""
 
 WINDOW_MESSAGES: Final = 64
-"""Messages in flight, as by default in osu_bw."""
+"""Messages in flight, the default of osu_bw."""
 _WINDOW_BYTES: Final = 64 << 20
 
 _PERIOD: Final = 251
@@ -48,18 +48,18 @@ _PERIOD: Final = 251
 
 
 def payload_elements(op: str, payload: int, ranks: int) -> int:
-    """Return the elements of the largest payload, up to `payload` bytes, with equal shares for all ranks; 0: none."""
+    """Return the number of elements of the largest payload up to `payload` bytes with equal shares; 0: none."""
     count = payload // ELEMENT_BYTES
     return count // ranks * ranks if op in _SHARED else count
 
 
 def input_elements(op: str, count: int, ranks: int) -> int:
-    """Return the elements of the input of a rank that has one."""
+    """Return the number of elements in the input of a rank that has an input."""
     return count // ranks if op in ("all_gather", "gather") else count
 
 
 def output_elements(op: str, count: int, ranks: int) -> int:
-    """Return the elements of the output of a rank that has one."""
+    """Return the number of elements in the output of a rank that has an output."""
     return count // ranks if op in ("reduce_scatter", "scatter") else count
 
 
@@ -78,7 +78,7 @@ def payload_sizes(min_bytes: int, max_bytes: int) -> list[int]:
 
 
 def window_messages(payload: int) -> int:
-    """Return the messages in flight: 64 as in osu_bw, fewer if large, which reach their bandwidth with fewer."""
+    """Return the messages in flight: 64 as in osu_bw, fewer if large, because fewer then reach full bandwidth."""
     return max(2, min(WINDOW_MESSAGES, _WINDOW_BYTES // max(payload, 1)))
 
 
@@ -88,7 +88,7 @@ def rank_values(count: int) -> Values:
 
 
 def expected_values(op: str, values: Values, rank: int, ranks: int) -> Values | None:
-    """Return the correct output of a rank, None if it has none.
+    """Return the correct output of a rank; None if it has no output.
 
     The root is rank 0. In a window of messages only rank 1 receives.
 

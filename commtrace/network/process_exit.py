@@ -1,4 +1,4 @@
-"""A clean end of a process: no thread of the process group may be running when Python exits."""
+"""Clean process exit: no thread of the process group may be running when Python exits."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from pathlib import Path
 def wait_for_threads(timeout_s: float = 5.0) -> None:
     """Wait until every other thread of this process sleeps, at most `timeout_s` seconds.
 
-    A collective is complete for its caller before gloo's thread releases the tensors, for which it needs the GIL.
+    A collective is complete for its caller before gloo's thread releases the tensors, which requires the GIL.
     Python before 3.14 ends a thread that requests the GIL during shutdown, and the C++ runtime then aborts the process
-    ("terminate called without an active exception"): SIGABRT after a good training, about once in twenty runs on a busy
+    ("terminate called without an active exception"): SIGABRT after a successful run, in about one of twenty on a busy
     machine. Destroying the process group does not help: its threads outlive it while DDP or DeepSpeed refers to it.
     """
-    end, quiet = time.monotonic() + timeout_s, 0
-    # Twice: between two checks the GIL is free, so that a thread that waited for it has had it.
-    while quiet < 2 and time.monotonic() < end:
+    end, quiet_checks = time.monotonic() + timeout_s, 0
+    # Two checks: the GIL is released between them, so a thread that waited for it has run.
+    while quiet_checks < 2 and time.monotonic() < end:
         time.sleep(0.01)
-        quiet = 0 if any(map(_is_running, Path("/proc/self/task").glob("*"))) else quiet + 1  # no /proc: none
+        any_running = any(map(_is_running, Path("/proc/self/task").glob("*")))  # False without /proc
+        quiet_checks = 0 if any_running else quiet_checks + 1
 
 
 def _is_running(task: Path) -> bool:
-    """Return whether a thread other than this one is running or runnable, which is the state R."""
+    """Return whether a thread other than this one is running or runnable (state R)."""
     try:
         stat = (task / "stat").read_text()
     except OSError:
-        return False  # it has ended
+        return False  # the thread has ended
     return task.name != str(threading.get_native_id()) and stat.rpartition(")")[2].split()[0] == "R"
