@@ -1,7 +1,7 @@
-"""`commtrace dryrun`: a training program, unchanged, as any rank of a job of any size, on one machine.
+"""Dry runs (`commtrace dryrun`): an unchanged training program runs as any rank of a job of any size, on one machine.
 
-What is communicated does not depend on the numbers that are computed. So tensors have addresses and no memory
-(`untouched_memory`, `dispatch_mode`), collectives go nowhere (`collectives`, `process_groups`), and everything else is
-real: the program, torch, DeepSpeed, autograd, and the hooks that record. A worked example, and what it cannot do:
+What a program communicates does not depend on the numbers that it computes. Tensors therefore have addresses but no
+memory (`untouched_memory`, `dispatch_mode`), and collectives send nothing (`collectives`, `process_groups`). Everything
+else is real: the program, torch, DeepSpeed, autograd, and the recording hooks. Examples and limits are in
 docs/how-to/dry-run.md.
 """

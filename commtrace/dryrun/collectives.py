@@ -1,7 +1,7 @@
 """Collectives without a network: CPU kernels of the c10d operators, below the hooks.
 
-A call is complete when it returns. Small results are those of a job in which every rank sends the same as this one;
-large results are not touched. Small whole numbers from a rank that has run are that rank's (`rank_messages`).
+A call is complete when it returns. Small results are computed as if every rank sent the same as this one; large
+results are not touched. Small integers that another rank sends, broadcasts or scatters are real (`rank_messages`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .rank_messages import RankMessages
 from .storage_set import StorageSet, numel, storage_of
 from .untouched_memory import MAX_COMPUTED_ELEMENTS, MMAP_BYTES
 
-# Arguments that hold the results of an operator; `tensors` for the others.
+# Names of the argument that holds the results; in operators without these, `tensors`.
 _OUTPUTS: Final = ("output_tensors", "output_tensor", "outputs", "output_lists", "output")
 _ROOTED: Final = {"broadcast_", "scatter_"}
 _CONCATENATING: Final = {"_allgather_base_", "gather_into_tensor_"}
 _REDUCING: Final = {"allreduce_", "allreduce_coalesced_", "reduce_"}
 
-_work_from: Any = vars(torch._C._distributed_c10d)["_create_work_from_future"]
+_create_work: Any = vars(torch._C._distributed_c10d)["_create_work_from_future"]
 
 
 class CollectiveCall:
-    """One call of a c10d operator, with its arguments by the names of the schema."""
+    """One call of a c10d operator. `call[name]` returns an argument by its name in the schema."""
 
     def __init__(self, schema: Any, args: Sequence[Any]) -> None:
         # Trailing arguments that equal their defaults are not passed.
@@ -89,10 +89,10 @@ class SimulatedCollectives:
             with torch.no_grad():
                 self._set_results(call)
             outputs = call.outputs
-            # The future of the completed Work holds the results, where DDP's reducer reads them.
+            # DDP's reducer reads the results from the future of the completed Work.
             future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
             future.set_result([*tensors_in(outputs)])
-            work = _work_from(future).boxed()
+            work = _create_work(future).boxed()
             return None if not returned else work if returned == 1 else (outputs, work)
 
         return kernel
@@ -130,32 +130,32 @@ class SimulatedCollectives:
         for tensor in tensors:
             key = self._key(call, source, call.global_rank(call.group.rank()), call["tag"])
             if source >= 0 and self._messages.fetch(source, key, tensor):
-                self._uncomputed.overwritten(tensor)
+                self._uncomputed.discard_overwritten(tensor)
             else:
                 _clear(tensor)
                 self._uncomputed.add([tensor])
 
     def _from_root(self, call: CollectiveCall, outputs: list[torch.Tensor]) -> None:
-        """Broadcast or scatter. Only the root has the values; the others get them if it has run."""
+        """Simulate a broadcast or scatter. Only the root has the values; other ranks get them if it has run."""
         root = call.global_rank(call["root_rank"])
         key = self._key(call, root)
         if call.group.rank() != call["root_rank"]:
-            for number, tensor in enumerate(outputs):
-                message_key = (*key, call.group.rank() if call.name == "scatter_" else 0, number)
+            for index, tensor in enumerate(outputs):
+                message_key = (*key, call.group.rank() if call.name == "scatter_" else 0, index)
                 if self._messages.fetch(root, message_key, tensor):
-                    self._uncomputed.overwritten(tensor)
+                    self._uncomputed.discard_overwritten(tensor)
                 else:
                     self._uncomputed.add([tensor])
             return
         shares = call["input_tensors"][0] if call.name == "scatter_" else None
-        for number, tensor in enumerate(outputs if shares is None else shares):
-            message_key = (*key, number, 0) if shares is not None else (*key, 0, number)
+        for index, tensor in enumerate(outputs if shares is None else shares):
+            message_key = (*key, index, 0) if shares is not None else (*key, 0, index)
             self._messages.post(message_key, tensor, computed=tensor not in self._uncomputed)
         if shares is not None:
             self._copy(shares[call.group.rank()], outputs[0])
 
     def _fill_as_if_equal(self, call: CollectiveCall, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Compute the results of a job in which every rank sends the same."""
+        """Compute the results as if every rank sent the same as this one."""
         n, rank = call.group.size(), call.group.rank()
         if call.name in _REDUCING:
             for tensor in outputs:
@@ -165,8 +165,8 @@ class SimulatedCollectives:
                 return  # only the root gathers
             outputs[0].view(n, -1).copy_(inputs[0].reshape(1, -1).expand(n, -1))
         elif "gather" in call.name:
-            for number, output in enumerate(outputs):
-                self._copy(inputs[number % len(inputs)], output)
+            for index, output in enumerate(outputs):
+                self._copy(inputs[index % len(inputs)], output)
         elif call.name == "_reduce_scatter_base_":
             self._copy(inputs[0].reshape(-1).chunk(n)[rank], outputs[0])
             _reduce(outputs[0], call["reduce_op"], n)
@@ -182,16 +182,16 @@ class SimulatedCollectives:
         if numel(source) == numel(target) <= MAX_COMPUTED_ELEMENTS and source.dtype == target.dtype:
             target.copy_(source.reshape(target.shape))
 
-    def _key(self, call: CollectiveCall, *ends: Any) -> tuple[Any, ...]:
-        """Return the key of a message, the same on the sending and on the receiving rank."""
-        key = (str(call.group.group_name), "p2p" if len(ends) > 1 else call.name, *ends)
+    def _key(self, call: CollectiveCall, *address: Any) -> tuple[Any, ...]:
+        """Return the key of a message, which is the same on the sender and the receiver."""
+        key = (str(call.group.group_name), "p2p" if len(address) > 1 else call.name, *address)
         self._counts[key] += 1
         return (*key, self._counts[key])
 
 
-def _reduce(tensor: torch.Tensor, boxed: Any, n: int) -> None:
-    """Reduce the equal tensors of n ranks."""
-    op = reduce_ops.number(boxed) if boxed is not None else None
+def _reduce(tensor: torch.Tensor, boxed_op: Any, n: int) -> None:
+    """Reduce a tensor in place as if n ranks had the same one."""
+    op = reduce_ops.number(boxed_op) if boxed_op is not None else None
     if tensor.dtype is torch.bool:
         return
     if op == int(reduce_ops.RED_OP_TYPE.SUM):
@@ -201,6 +201,6 @@ def _reduce(tensor: torch.Tensor, boxed: Any, n: int) -> None:
 
 
 def _clear(tensor: torch.Tensor) -> None:
-    """Set to zero what may hold old values: all but large blocks, which are new from the system."""
+    """Set a tensor to zero, unless its memory is a large block, which comes from the system as zeros."""
     if storage_of(tensor).nbytes() <= MMAP_BYTES:
         tensor.zero_()

@@ -1,4 +1,4 @@
-"""Autocast for simulated CUDA devices: that of the CPU, where the tensors are, with the operators that CUDA's casts."""
+"""Autocast for simulated CUDA devices: CPU autocast, with CUDA's list of float32 operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 _KEYS: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-# Operators that CUDA's autocast runs in float32, and the CPU's does not (torch 2.13).
+# Operators that CUDA autocast runs in float32, and CPU autocast does not (torch 2.13).
 _IN_FLOAT32: Final = (
     "acos", "asin", "cosh", "cosine_similarity", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1",
     "frobenius_norm.dim", "group_norm", "layer_norm", "linalg_matrix_norm", "linalg_vector_norm", "log", "log10",
@@ -21,7 +21,7 @@ _IN_FLOAT32: Final = (
 
 
 def install() -> torch.library.Library:
-    """Make autocast on CUDA one on the CPU as well. Returns what holds the kernels: keep it."""
+    """Make CUDA autocast apply to the CPU too. Returns the library of the kernels: keep a reference to it."""
     library = torch.library.Library("aten", "IMPL")
     for name in _IN_FLOAT32:
         packet, _, overload = name.partition(".")
@@ -35,12 +35,12 @@ def install() -> torch.library.Library:
 
 def _in_float32(operator: Any, *args: Any, **kwargs: Any) -> Any:
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-        return operator(*tree_map(_float32, args), **tree_map(_float32, kwargs))
+        return operator(*tree_map(_to_float32, args), **tree_map(_to_float32, kwargs))
 
 
-def _float32(value: Any) -> Any:
-    is_low = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if is_low else value
+def _to_float32(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value
 
 
 def _also_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:

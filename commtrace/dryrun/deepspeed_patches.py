@@ -1,7 +1,7 @@
-"""Patches of DeepSpeed for a dry run: nothing is compiled, and the views of ZeRO-3 bypass the dispatch mode.
+"""Patches for DeepSpeed in a dry run: nothing is compiled, and the views of ZeRO-3 bypass the dispatch mode.
 
-ZeRO-3 slices each parameter and each gradient into the partitions of all ranks: on a thousand ranks a million views a
-step. The mode has nothing to do for them, and would cost as much as an operator for each.
+ZeRO-3 slices each parameter and each gradient into the partitions of all ranks: a million views per step on a thousand
+ranks. The mode has nothing to do for them, and would cost as much as an operator for each.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SLICING: Final = (
     ("deepspeed.runtime.comm.coalesced_collectives", "", "reduce_scatter_coalesced"),
     ("deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator", "fetch_sub_module"),
 )
-# Names of the builders of optimizers in C++, which change parameters and communicate nothing.
+# Builders of C++ optimizers, which change parameters and communicate nothing.
 _OPTIMIZERS: Final = frozenset(("fused_adam", "cpu_adam", "cpu_adagrad", "cpu_lion"))
 
 _patches: Final = Patches()
 
 
 def install() -> None:
-    """Patch DeepSpeed, which has been imported."""
+    """Patch DeepSpeed after it has been imported."""
     # Without this, DeepSpeed compiles its all_reduce through shared memory for minutes; training does not use it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _patches.wrap(OpBuilder, "load", _without_optimizers)

@@ -1,13 +1,13 @@
-"""The dispatch mode of a dry run: tensors are real and on the CPU, and the memory of large ones is never touched.
+"""Dispatch mode of a dry run: tensors are real and on the CPU, and the memory of large ones is never touched.
 
     a view, a shape, a storage         executed
-    a write into a large tensor        left out
+    a write into a large tensor        skipped
     a new large tensor                 shape from torch's rules (device `meta`), memory untouched
     small tensors, and loaded data     computed: indices, counters, batches
     a number, or a shape, from data    read; data that was not computed is zero, and the line is reported
     a collective                       passed on to the dispatcher: the hooks record it, `collectives` replaces it
 
-The mode is below autograd, DDP's reducer and DTensor, and gets only their plain operators on plain tensors.
+The mode runs below autograd, DDP's reducer and DTensor, and receives only plain operators on plain tensors.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Keywords: TypeAlias = dict[str, Any]
 _META: Final = torch.device("meta")
 _MAX_COMPUTED_BYTES: Final = 16 * MAX_COMPUTED_ELEMENTS
 _MAX_DATA_ELEMENTS: Final = 1 << 24
-"""Elements of a tensor up to which operators on computed data are computed."""
+"""Number of elements up to which operators on computed tensors are executed."""
 
-_READ: Final = "reads a number that a dry run does not compute; it continues with the value in memory, mostly zero"
+_READ: Final = "reads a number that a dry run does not compute; it continues with the value in memory, usually zero"
 _SHAPED: Final = "makes a shape from numbers that a dry run does not compute; it continues as if all were zero"
 
 _disabled: Final = torch._C._disabled_torch_dispatch_impl
@@ -49,7 +49,7 @@ functional: Final[Any] = torch.ops._c10d_functional
 
 
 class DryRunMode(TorchDispatchMode):
-    """The mode; it is entered once, on the thread that trains."""
+    """The dispatch mode, which is entered once, on the training thread."""
 
     def __init__(self, uncomputed: StorageSet, devices: DeviceTensors | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ class DryRunMode(TorchDispatchMode):
         self._real: dict[Any, Callable[..., Any]] = {}
         self._wrapping: dict[type, bool] = {}
         self._shapes: dict[Hashable, Any] = {}
-        self._do: Final = {
+        self._handlers: Final = {
             OperatorKind.WRITE: self._write,
             OperatorKind.NEW: self._new,
             OperatorKind.NUMBER: self._number,
@@ -71,25 +71,25 @@ class DryRunMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Keep torch from wrapping the method below, which costs time at each call; nothing is compiled anyway."""
+        """Keep torch from wrapping the method below, which would cost time at each call; nothing is compiled anyway."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
-        """Treat one operator as in the table above."""
-        if types:  # none where all are plain tensors
+        """Handle one operator as the table in the module's docstring says."""
+        if types:  # empty if all are plain tensors
             for cls in types:
                 if issubclass(cls, FakeTensor):
                     return func(*args, **(kwargs or {}))  # a compiler, or DTensor, computes shapes
                 if self._wraps(cls):
-                    return NotImplemented  # DTensor for example, which calls again with its plain tensor
+                    return NotImplemented  # for example DTensor, which calls again with its plain tensor
         real = self._real.get(func)
-        if real is not None:  # mostly views: ZeRO-3 makes a million a step on a thousand ranks
+        if real is not None:  # mostly views: ZeRO-3 makes a million per step on a thousand ranks
             return real(*args, **kwargs) if kwargs else real(*args)
         kwargs = kwargs or {}
         if _fake_mode() is not None:
-            return func(*args, **kwargs)  # new tensors of a FakeTensorMode, which dispatches after all others
+            return func(*args, **kwargs)  # a FakeTensorMode, which dispatches after all others, makes new tensors
         plan = self._plans.get(func)
         if plan is None:
             plan = self._plans[func] = operator_plan(func)
@@ -98,12 +98,12 @@ class DryRunMode(TorchDispatchMode):
                 self._real[func] = func._op
             return func(*args, **kwargs)
         tensors = [*tensors_in(args), *tensors_in([*kwargs.values()])]
-        if _is_shapes_only(tensors, kwargs):
+        if _is_meta_or_sparse(tensors, kwargs):
             return func(*args, **kwargs)
         if self._devices is None or plan.kind in (OperatorKind.WRITE, OperatorKind.NUMBER):
-            return self._do[plan.kind](func, plan, tensors, args, kwargs)
+            return self._handlers[plan.kind](func, plan, tensors, args, kwargs)
         on_cpu, device = self._devices.redirect(kwargs, tensors)
-        return self._devices.place(self._do[plan.kind](func, plan, tensors, args, on_cpu), device)
+        return self._devices.place(self._handlers[plan.kind](func, plan, tensors, args, on_cpu), device)
 
     def _wraps(self, cls: type) -> bool:
         wraps = self._wrapping.get(cls)
@@ -121,7 +121,7 @@ class DryRunMode(TorchDispatchMode):
         if self._may_write(written, tensors, uncomputed):
             result = func(*args, **kwargs)
             if plan.fills and not self.uncomputed.any(tensors[1:]):
-                self.uncomputed.overwritten(written[0])
+                self.uncomputed.discard_overwritten(written[0])
             elif uncomputed:
                 self.uncomputed.add(written)
             return result
@@ -142,21 +142,21 @@ class DryRunMode(TorchDispatchMode):
         limit = MAX_COMPUTED_ELEMENTS if uncomputed else _MAX_DATA_ELEMENTS
         may_compute = bool(tensors) and max(map(numel, tensors)) <= limit
         if may_compute and plan.pointwise and len({tensor.shape for tensor in tensors}) == 1:
-            return self._computed(func, args, kwargs, uncomputed)
+            return self._compute(func, args, kwargs, uncomputed)
         try:
             shapes = self._shapes_of(func, args, kwargs, tensors)
         except NotImplementedError:
-            return self._computed(func, args, kwargs, uncomputed)  # torch has no meta kernel for it
-        if (may_compute or not tensors) and all(_is_kept(tensor, limit, tensors) for tensor in tensors_in(shapes)):
-            result = self._computed(func, args, kwargs, uncomputed)
-            # Old values in its memory would differ between runs, and may look like an overflow.
+            return self._compute(func, args, kwargs, uncomputed)  # torch has no meta kernel for it
+        if (may_compute or not tensors) and all(_is_computed(tensor, limit, tensors) for tensor in tensors_in(shapes)):
+            result = self._compute(func, args, kwargs, uncomputed)
+            # Old values in its memory would differ between runs, and could look like an overflow.
             return result.zero_() if plan.leaves_empty else result
         result = _untouched(shapes)
         self.uncomputed.add(tensors_in(result))
         return result
 
     def _shapes_of(self, func: Any, args: Arguments, kwargs: Keywords, tensors: Tensors) -> Any:
-        """Return the results of an operator on the device `meta`. Torch's rules are slow: each result is kept."""
+        """Return the results of an operator on the device `meta`. They are cached, because torch's rules are slow."""
         key = func, _shape_key(args), _shape_key([*kwargs.items()]), torch.get_default_dtype()
         shapes = self._shapes.get(key)
         if shapes is None:
@@ -164,19 +164,19 @@ class DryRunMode(TorchDispatchMode):
         return shapes
 
     def _join(self, func: Any, plan: OperatorPlan, tensors: Tensors, args: Arguments, kwargs: Keywords) -> Any:
-        """Concatenate one-dimensional tensors, of which ZeRO-3 has thousands, without torch's rules for the shape."""
+        """Concatenate one-dimensional tensors without torch's rules for shapes: ZeRO-3 has thousands of them."""
         pieces, dim = args[0], args[1] if len(args) > 1 else 0
         dtypes = {*map(_dtype, pieces)}
         if dim not in (0, -1) or {*map(torch.Tensor.dim, pieces)} != {1} or len(dtypes) > 1:
             return self._new(func, plan, tensors, args, kwargs)
         length, uncomputed = sum(map(numel, pieces)), self.uncomputed.any(pieces)
         if length <= (MAX_COMPUTED_ELEMENTS if uncomputed else _MAX_DATA_ELEMENTS):
-            return self._computed(func, args, kwargs, uncomputed)
+            return self._compute(func, args, kwargs, uncomputed)
         joined = empty_tensor((length,), (1,), dtypes.pop())
         self.uncomputed.add([joined])
         return joined
 
-    def _computed(self, func: Any, args: Arguments, kwargs: Keywords, uncomputed: bool) -> Any:
+    def _compute(self, func: Any, args: Arguments, kwargs: Keywords, uncomputed: bool) -> Any:
         result = func(*args, **kwargs)
         if uncomputed:
             self.uncomputed.add(tensors_in(result))
@@ -196,7 +196,7 @@ class DryRunMode(TorchDispatchMode):
         uncomputed = self.uncomputed.any(tensors)
         if uncomputed:
             add_notice(_SHAPED)
-        return self._computed(func, args, kwargs, uncomputed)
+        return self._compute(func, args, kwargs, uncomputed)
 
     def _index(self, func: Any, plan: OperatorPlan, tensors: Tensors, args: Arguments, kwargs: Keywords) -> Any:
         indices: list[torch.Tensor | None] = []
@@ -212,7 +212,7 @@ class DryRunMode(TorchDispatchMode):
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def _copy(self, func: Any, plan: OperatorPlan, tensors: Tensors, args: Arguments, kwargs: Keywords) -> Any:
-        """Call the collective in place on a new tensor, without the copy."""
+        """Call the in-place collective on clones. The mode makes large clones without copying."""
         name = func._schema.name.partition("::")[2] + "_"
         with self:
             copies = (
@@ -228,20 +228,20 @@ def _fake_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
-def _is_shapes_only(tensors: Tensors, kwargs: Keywords) -> bool:
+def _is_meta_or_sparse(tensors: Tensors, kwargs: Keywords) -> bool:
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "meta":
         return True
     return any(tensor.is_meta or tensor.layout is not torch.strided for tensor in tensors)
 
 
-def _is_kept(made: torch.Tensor, limit: int, tensors: Tensors) -> bool:
-    """Return whether a new tensor is computed. A factory's floating point tensor is a weight, others are indices."""
-    return numel(made) <= (limit if tensors or not made.is_floating_point() else MAX_COMPUTED_ELEMENTS)
+def _is_computed(new: torch.Tensor, limit: int, tensors: Tensors) -> bool:
+    """Return whether to compute a new tensor. Floating-point tensors from a factory are weights; others are indices."""
+    return numel(new) <= (limit if tensors or not new.is_floating_point() else MAX_COMPUTED_ELEMENTS)
 
 
 def _shape_key(value: Any) -> Hashable:
-    """Return what the shapes of an operator's results depend on, of an argument or of a list of them."""
+    """Return what the shapes of an operator's results depend on in an argument, or in a list of arguments."""
     if isinstance(value, torch.Tensor):
         return value.shape, _stride(value), value.dtype
     if isinstance(value, list | tuple):

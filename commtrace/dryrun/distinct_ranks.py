@@ -1,15 +1,16 @@
-"""The search for the ranks of a job that communicate differently, with as few runs as possible.
+"""Search for the ranks of a job that communicate differently, with as few runs as possible.
 
 1. The groups that the program makes divide the ranks: a family of groups that together contain every rank once (all
-   tensor parallel groups, for example) gives each rank a coordinate, its rank in its group. Ranks that have equal
+   tensor-parallel groups, for example) gives each rank a coordinate, its rank in its group. Ranks that have equal
    coordinates (plain data parallelism) are numbered by one more coordinate.
-2. Along each coordinate, through rank 0, values are run: all of them up to MAX_RUN_VALUES, else the first three, the
-   middle, the last two, and then those between two neighbours that differ. Equal logs make a class.
+2. For each coordinate, ranks that differ from rank 0 only in it are run: all of them if it has at most MAX_RUN_VALUES
+   values; otherwise those with the first three values, the middle one and the last two, and then those between two
+   neighbours that differ. Values with equal logs form a class.
 3. One rank of each combination of classes is run; combinations with equal logs are merged.
 4. CHECKS other ranks, drawn at random, are run as a check. It is an error if one differs from the rank that represents
    it.
 
-The search misses a rank in the middle of a long coordinate that differs from equal ranks around it.
+The search can miss a single rank in the middle of a long coordinate that differs from those around it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ MAX_RUN_VALUES: Final = 8
 CHECKS: Final = 3
 
 RunRanks = Callable[[Sequence[int]], Mapping[int, Hashable]]
-"""A function that runs ranks and returns a signature of each: of these ranks, and of all that it ran before."""
+"""A function that runs ranks and returns the signatures of all ranks that it has run so far."""
 
 Coordinates = tuple[int, ...]
 
 
-class NotAlikeError(CommtraceError):
+class RankMismatchError(CommtraceError):
     """A rank differs from the rank that represents it."""
 
 
@@ -41,7 +42,7 @@ def find_distinct(world_size: int, groups: Iterable[Sequence[int]], run: RunRank
     `groups` are the ranks of the groups that the program makes, in order.
 
     Raises:
-        NotAlikeError: A check failed.
+        RankMismatchError: A check failed.
     """
     places = coordinates(world_size, families(world_size, groups))
     rank_at = {place: rank for rank, place in places.items()}
@@ -69,7 +70,7 @@ def _check(stands_for: Mapping[int, Sequence[int]], run: RunRanks) -> None:
     signatures = run(sorted({*drawn, *(by_rank[rank] for rank in drawn)}))
     for rank in drawn:
         if signatures[rank] != signatures[by_rank[rank]]:
-            raise NotAlikeError(
+            raise RankMismatchError(
                 f"rank {rank} does not communicate like rank {by_rank[rank]}, although the groups of the program do "
                 "not distinguish them; name the ranks to run (--ranks 0,1,60-63), or run all of them (--ranks all)"
             )
@@ -79,7 +80,7 @@ def _check(stands_for: Mapping[int, Sequence[int]], run: RunRanks) -> None:
 
 
 def families(world_size: int, groups: Iterable[Sequence[int]]) -> list[list[Sequence[int]]]:
-    """Return families: groups of one size, made in a row, that together contain every rank once."""
+    """Return families: consecutive groups of one size that together contain every rank once."""
     complete: list[list[Sequence[int]]] = []
     family: list[Sequence[int]] = []
     for group in groups:
@@ -95,10 +96,10 @@ def families(world_size: int, groups: Iterable[Sequence[int]]) -> list[list[Sequ
 
 
 def coordinates(world_size: int, families: Iterable[list[Sequence[int]]]) -> dict[int, Coordinates]:
-    """Return the coordinates of each rank in the grid that families span, smallest groups first.
+    """Return the coordinates of each rank in the grid that the families span, smallest groups first.
 
     A family that adds no coordinate, or does not form a grid with the others, is left out. Ranks with equal coordinates
-    get one more. If there is no grid, the rank is the only coordinate.
+    get one more coordinate. If there is no grid, the rank is the only coordinate.
     """
     places: dict[int, Coordinates] = dict.fromkeys(range(world_size), ())
     cells = 1
@@ -122,7 +123,7 @@ def coordinates(world_size: int, families: Iterable[list[Sequence[int]]]) -> dic
 def _classes(
     axis: int, places: Mapping[int, Coordinates], rank_at: Mapping[Coordinates, int], run: RunRanks
 ) -> dict[int, int]:
-    """Return each value of a coordinate -> the smallest value of its class, with rank 0's other coordinates."""
+    """Return a dict from each value of a coordinate to the smallest of its class, at rank 0's other coordinates."""
     size = 1 + max(place[axis] for place in places.values())
     rank_of = [rank_at[(*places[0][:axis], value, *places[0][axis + 1 :])] for value in range(size)]
     values_run = {*range(size)} if size <= MAX_RUN_VALUES else {0, 1, 2, size // 2, size - 2, size - 1}

@@ -1,4 +1,4 @@
-"""A dry run: select the ranks, run their processes, write their log."""
+"""Dry run: select the ranks, run their processes, and write their log."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALL_DISTINCT: Final = "all-distinct"
 _LAUNCHERS: Final = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate", "prun", "jsrun")
 _LAUNCHER_MODULES: Final = ("torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.runner")
 _OUTPUT_LINES: Final = 25
-"""Number of last output lines of a failed rank in the error message."""
+"""Number of trailing output lines that the error message of a failed rank shows."""
 
 # Columns of the event table that are equal for two ranks with equal communication.
 _SIGNATURE_COLUMNS: Final = (
@@ -49,15 +49,15 @@ class _CudaRequiredError(DryRunError):
 
 
 class _RankFailedError(DryRunError):
-    """A rank failed. `args`: a message with the rank and its exit, and the last lines of its output."""
+    """A rank failed. `args`: a message that says which rank and how, and the last lines of its output."""
 
 
 def dry_run(request: DryRunRequest) -> None:
     """Run the ranks, write the log, and print a line for each rank.
 
     Raises:
-        CommtraceError: The program cannot be dry-run, or a rank failed. The logs of ranks that finished
-            before are written, unless `request.ranks` is "all-distinct": the ranks they represent are not known yet.
+        CommtraceError: The program cannot be dry-run, or a rank failed. Ranks that had finished get their logs, unless
+            `request.ranks` is "all-distinct", because it is not yet known which ranks they represent.
     """
     request = replace(request, command=_resolve_program(request.command))
     ranks = _select_ranks(request.ranks, request.world_size)
@@ -116,7 +116,7 @@ def _resolve_program(command: Sequence[str]) -> list[str]:
 
 
 def _select_ranks(text: str, world_size: int) -> list[int]:
-    """Return the ranks to run first, from the text of --ranks; for "all-distinct", only rank 0."""
+    """Return the ranks that --ranks selects; for "all-distinct", only rank 0, which runs first."""
     if text in ("all", ALL_DISTINCT):
         return [*range(world_size if text == "all" else 1)]
     try:
@@ -151,7 +151,7 @@ def _memory_problem() -> str:
 
 
 def _output_problem(out: Path) -> str:
-    """Return why no log can be written to `out`, or "". The directory is made later, with the first log."""
+    """Return why no log can be written to `out`, or "". The directory is created later, with the first log."""
     existing = next(folder for folder in (out, *out.parents) if os.path.lexists(folder))
     if not existing.is_dir():
         return f"--out {out}: {existing} is not a directory; choose another one"
@@ -170,20 +170,20 @@ def _run(job: SimulatedJob, ranks: Sequence[int], outcomes: dict[int, RankOutcom
         if not outcome.status:
             continue
         for log in job.folder.glob("log-*"):
-            recover_records(log)  # removes shared memory of the failed rank and of ranks that were killed with it
-        if (job.mail / CUDA_REQUIRED).exists():
+            recover_records(log)  # removes the shared memory of the failed rank, and of ranks killed with it
+        if (job.messages / CUDA_REQUIRED).exists():
             raise _CudaRequiredError
         if outcome.timed_out:
-            end = f"did not finish within {outcome.seconds:.0f} s (increase --timeout)"
+            failure = f"did not finish within {outcome.seconds:.0f} s (increase --timeout)"
         elif outcome.status < 0:
-            end = f"was killed by signal {-outcome.status}"
+            failure = f"was killed by signal {-outcome.status}"
         else:
-            end = f"exited with status {outcome.status}"
-        raise _RankFailedError(f"rank {outcome.rank} {end}", _last_lines(outcome))
+            failure = f"exited with status {outcome.status}"
+        raise _RankFailedError(f"rank {outcome.rank} {failure}", _last_lines(outcome))
 
 
 def _last_lines(outcome: RankOutcome) -> str:
-    """Return the end of a rank's output, indented, and the file with all of it if there is more."""
+    """Return the last lines of a rank's output, indented, and the path of a file with all of them if there are more."""
     lines = outcome.output.read_text(errors="replace").splitlines()
     shown = "".join(f"\n    {line}" for line in lines[-_OUTPUT_LINES:])
     if len(lines) <= _OUTPUT_LINES:
@@ -244,7 +244,7 @@ def _write_logs(
     Args:
         job: The simulated job.
         outcomes: The outcomes of the ranks.
-        represented: The ranks whose logs to write, each with the ranks that it represents; empty: only itself.
+        represented: The ranks to write logs of, each with the ranks that it represents (empty: only itself).
     """
 
     def write(out: Path) -> list[str]:

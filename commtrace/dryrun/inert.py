@@ -1,4 +1,4 @@
-"""Objects in place of what a dry run does not have."""
+"""Stand-ins for objects that a dry run does not have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Inert:
-    """An object whose methods do nothing: a compiled extension, a stream of a device."""
+    """Stand-in whose methods do nothing, for a compiled extension or a device stream."""
 
     def __init__(self, *_: object, **__: object) -> None:
         """Take any arguments."""

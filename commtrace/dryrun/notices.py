@@ -1,7 +1,7 @@
-"""Notices about values that a dry run does not have, with the line of the program that reads them, each once.
+"""Notices: lines of the program that need what a dry run does not have, each reported once.
 
 Reads by DeepSpeed and torch themselves (has a gradient overflowed? what is its norm?) are not reported: the dry run
-continues as with zeros. Reads by the program are.
+continues as if the values were zero.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from commtrace.hook_table import PACKAGE
 from commtrace.recording.log_writer import warn
 from commtrace.recording.session import session
 
-_STANDARD: Final = sysconfig.get_paths()["stdlib"] + os.sep
+_STDLIB: Final = sysconfig.get_paths()["stdlib"] + os.sep
 # The hooks are in sys.modules: `commtrace.startup` imports them before it makes the process a simulated rank.
 _OWN: Final = tuple(os.path.dirname(file or "") + os.sep for file in (__file__, sys.modules[PACKAGE].__file__))
-_ROOTS: Final = ("/site-packages/", "/dist-packages/")
+_SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 
 # Files of torch that read values for their caller; the rest of torch reads them for itself.
 _FORWARDING_FILES: Final = (
@@ -53,7 +53,7 @@ def add_notice(what: str, *, also_libraries: bool = False) -> None:
 
 
 def record_notices() -> None:
-    """Add the notices to the log, as soon as the process has one."""
+    """Add the notices to the log if the process already has one."""
     global _recorded
     recorder = session.recorder
     if recorder is not None:
@@ -63,7 +63,7 @@ def record_notices() -> None:
 
 
 def _calling_frame(also_libraries: bool) -> FrameType | None:
-    """Return the innermost frame that reads for itself; None if it is torch's or DeepSpeed's, without that option."""
+    """Return the innermost frame that reads for itself; None if in torch or DeepSpeed, unless `also_libraries`."""
     torch, forwarding = _folder("torch"), tuple(_folder("torch") + file for file in _FORWARDING_FILES)
     libraries = (torch, _folder("deepspeed"))
     if also_libraries:
@@ -71,14 +71,14 @@ def _calling_frame(also_libraries: bool) -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(("<", _folder("numpy"), *forwarding, *_OWN)) and not _is_standard(file):
+        if not file.startswith(("<", _folder("numpy"), *forwarding, *_OWN)) and not _is_stdlib(file):
             return None if file.startswith(libraries) else frame
         frame = frame.f_back
     return None
 
 
-def _is_standard(file: str) -> bool:
-    return file.startswith(_STANDARD) and not any(root in file for root in _ROOTS)
+def _is_stdlib(file: str) -> bool:
+    return file.startswith(_STDLIB) and not any(folder in file for folder in _SITE_PACKAGES)
 
 
 def _folder(library: str) -> str:

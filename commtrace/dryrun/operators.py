@@ -13,19 +13,19 @@ class OperatorKind(Enum):
     """How a dry run treats an operator."""
 
     REAL = auto()  # reads metadata only, or makes a view: executed
-    WRITE = auto()  # writes into an argument: left out if that is large
+    WRITE = auto()  # writes into an argument: skipped if that is large
     NEW = auto()  # makes tensors whose shapes depend on those of the arguments
     NUMBER = auto()  # returns a number that the program may branch on
     SHAPE = auto()  # makes tensors whose shapes depend on values
     JOIN = auto()  # torch.cat: ZeRO-3 joins a thousand pieces of each gradient
-    INDEX = auto()  # x[i, mask]: only the values of a mask decide the shape
+    INDEX = auto()  # x[i, mask]: only the values of a mask determine the shape
     COPY = auto()  # a functional collective that copies its input first
 
 
 class OperatorPlan(NamedTuple):
     """How a dry run treats one operator."""
 
-    kind: OperatorKind  # the kind
+    kind: OperatorKind
     writes: tuple[tuple[int, str], ...] = ()  # position and name of each argument that is written to
     returns: int = 0  # number of results of a WRITE
     pointwise: bool = False  # whether the operator is elementwise
@@ -57,7 +57,7 @@ def operator_plan(operator: Any) -> OperatorPlan:
         for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    # An operator that writes and makes new tensors as well (batch norm) is NEW.
+    # An operator that writes and also makes new tensors (batch norm) is NEW.
     if writes and all(result.alias_info is not None for result in schema.returns):
         return OperatorPlan(OperatorKind.WRITE, writes, len(schema.returns), fills=name in _FILLS)
     if torch.Tag.data_dependent_output in operator.tags:
@@ -75,7 +75,7 @@ def operator_plan(operator: Any) -> OperatorPlan:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an argument, also those in nested lists."""
+    """Yield the tensors of an argument, including those in nested lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""Process groups of one process: made by torch with its fake backend, without a rendezvous.
+"""Process groups of one process: torch makes them with its fake backend, without a rendezvous.
 
-The groups keep the names of the backends that the program asked for, because it may read them. Every rank of a job
-creates every group, so one simulated rank knows the groups of all ranks (`SimulatedGroups.ranks`).
+The groups keep the names of the backends that the program requested, because it may read them. Every rank of a job
+creates every group, so one simulated rank has the groups of all ranks (`SimulatedGroups.ranks`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _FAKE = distributed_c10d.Backend(distributed_c10d.Backend.FAKE)
 
 
 class SimulatedGroups:
-    """Replacements in torch with which groups need no other processes.
+    """Patches with which torch makes process groups without other processes.
 
-    `ranks` has the groups that the program made, in order; but that of all ranks, for which torch has an empty list.
+    `ranks` has the ranks of each group that the program made, in order, except the group of all ranks: torch passes an
+    empty list for it.
     """
 
     def __init__(self, run: str, rank: int, world_size: int) -> None:
@@ -31,7 +32,7 @@ class SimulatedGroups:
         self._patches = Patches()
 
     def install(self) -> None:
-        """Install the replacements."""
+        """Install the patches."""
         self._patches.wrap(distributed_c10d, "_new_process_group_helper", self._new_group)
         self._patches.wrap(distributed_c10d, "rendezvous", self._rendezvous)
         self._patches.wrap(distributed_c10d, "_store_based_barrier", _no_barrier)
@@ -46,7 +47,7 @@ class SimulatedGroups:
         ) -> Any:
             if ranks:
                 self.ranks.setdefault(tuple(ranks))
-            if size < 0:  # the MPI backend, which knows both
+            if size < 0:  # the MPI backend, which determines both itself
                 size, rank = self._world_size, self._rank
             # Options of the real backend do not fit the fake one.
             options.update(backend_options=None, device_id=None)

@@ -1,15 +1,15 @@
-"""Messages between simulated ranks, which run side by side: small values, in files.
+"""Messages between simulated ranks that run side by side: small values, exchanged in files.
 
-A program never looks at most of what is communicated. What it does look at (the shape of the next activation, the
-length of a pickled object, a vote) is whole numbers in small tensors. These are kept, with their sender and a key. A
-rank that needs a message which its sender has not written yet waits for it. A small message without computed values is
-kept as well, without data, so that no rank waits for it.
+A program never reads most of what it communicates. What it does read (the shape of the next activation, the length of a
+pickled object, a vote) is integers in small tensors. These are written to a file of the sender, each with a key. A rank
+waits for a message that its sender has not written yet. A small message whose values were not computed is also written,
+without data, so that no rank waits for it.
 
-    mail/rank-00003.bin     pickled pairs (key, bytes or None), in the order in which they were sent
-    mail/waits-00005        "3 1200": rank 5 waits for a message of rank 3, of which it has read 1200 bytes
-    mail/skip-00005         rank 5 is to continue without that message: all ranks wait
-    mail/done-00003         rank 3 has ended: it will send no more messages
-    mail/calls-00003        number of calls that rank 3 has made
+    messages/rank-00003.bin     pickled pairs (key, bytes or None), in the order in which they were sent
+    messages/waits-00005        "3 1200": rank 5 waits for a message from rank 3, and has read 1200 bytes of its file
+    messages/skip-00005         rank 5 is to continue without that message, because all ranks wait
+    messages/done-00003         rank 3 has ended: it will send no more messages
+    messages/calls-00003        number of calls that rank 3 has made
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ class RankMessages:
         self._calls, self._calls_written = 0, time.monotonic()
 
     def count_call(self) -> None:
-        """Count a call, for the line of progress."""
+        """Count a call, for the progress output."""
         self._calls += 1
         if time.monotonic() > self._calls_written + _CALLS_SECONDS:
             self._calls_written = time.monotonic()
             self._write("calls", str(self._calls))
 
     def post(self, key: Hashable, tensor: torch.Tensor, *, computed: bool) -> None:
-        """Keep a message that this rank sends, if it is small; without its data if that is not `computed`."""
-        if _is_kept(tensor):
+        """Write a message that this rank sends to its file, if it is small; without data unless `computed`."""
+        if _may_be_read(tensor):
             data = tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if computed else None
             self._out.write(pickle.dumps((key, data)))
 
     def fetch(self, source: int, key: Hashable, into: torch.Tensor) -> bool:
-        """Fill a tensor with the message that `source` sends. Waits until it has sent it, or has ended.
+        """Fill a tensor with a message from `source`. Waits until `source` has sent it or has ended.
 
         Returns:
             Whether `source` sent a message with data under that key.
         """
-        if source == self._rank or not _is_kept(into):
+        if source == self._rank or not _may_be_read(into):
             return False
         if not into.nbytes:
             return True
@@ -76,7 +76,7 @@ class RankMessages:
         waits, skip = (self._folder / f"{name}-{self._rank:05d}" for name in ("waits", "skip"))
         announced = ""
         while True:
-            done = (self._folder / f"done-{source:05d}").exists()  # before reading: it may end just after
+            done = (self._folder / f"done-{source:05d}").exists()  # before reading: it may send and end meanwhile
             self._read(source)
             if key in self._received[source] or done or skip.exists():
                 break
@@ -84,21 +84,21 @@ class RankMessages:
                 self._write("waits", announced)
             time.sleep(_POLL_SECONDS)
         if announced:
-            waits.unlink()  # first: otherwise a rank that no longer waits would be resumed again
+            waits.unlink()  # first: otherwise this rank, which no longer waits, could get `skip` again
             skip.unlink(missing_ok=True)
 
     def _read(self, source: int) -> None:
-        """Read what `source` has sent since it was read last."""
-        file = self._folder / f"rank-{source:05d}.bin"
-        if not file.exists():
+        """Read the messages that `source` has sent since the last call."""
+        path = self._folder / f"rank-{source:05d}.bin"
+        if not path.exists():
             return
-        # Ends at the end of the file, or at a message that is being written.
-        with contextlib.suppress(EOFError, pickle.UnpicklingError), open(file, "rb") as mail:
-            mail.seek(self._read_bytes[source])
+        # Stops at the end of the file, or at a message that is being written.
+        with contextlib.suppress(EOFError, pickle.UnpicklingError), open(path, "rb") as file:
+            file.seek(self._read_bytes[source])
             while True:
-                key, data = pickle.load(mail)
+                key, data = pickle.load(file)
                 self._received[source][key] = data
-                self._read_bytes[source] = mail.tell()
+                self._read_bytes[source] = file.tell()
 
     def _write(self, name: str, text: str) -> None:
         """Write a small file atomically."""
@@ -107,7 +107,7 @@ class RankMessages:
         os.replace(path.with_suffix(".new"), path)
 
 
-def _is_kept(tensor: torch.Tensor) -> bool:
-    """Return whether a program may look at the values of a message: whole numbers, or a few others."""
+def _may_be_read(tensor: torch.Tensor) -> bool:
+    """Return whether a program may read the values of a message: small tensors of integers, or a few floats."""
     is_float = tensor.is_floating_point() or tensor.is_complex()
     return tensor.nbytes <= (_MAX_FLOAT_BYTES if is_float else MAX_BYTES)

@@ -1,4 +1,4 @@
-"""The processes of simulated ranks: a few at a time, and beside them those that wait for messages of others."""
+"""Processes of simulated ranks: a few run at a time, not counting those that wait for messages of others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Final
 from commtrace.launchers import VARIABLE_PREFIXES
 
 CUDA_REQUIRED: Final = "cuda-required"
-"""File in `SimulatedJob.mail`: a rank failed because it requires CUDA."""
+"""File in `SimulatedJob.messages`, written by a rank that failed because it requires CUDA."""
 
 _POLL_SECONDS: Final = 0.02
 _STACK_TRACE_SECONDS: Final = 2.0
@@ -27,17 +27,17 @@ _PROGRESS_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class DryRunRequest:
-    """What to run."""
+    """Arguments of a dry run."""
 
     command: Sequence[str]  # the program and its arguments
-    environment: Mapping[str, str]  # variables of the program, with tracing into `out` on
+    environment: Mapping[str, str]  # variables of the program, which switch on tracing into `out`
     world_size: int  # number of ranks of the job
     ranks: str  # the ranks to run: "0,60-63", "all", or "all-distinct"
     out: Path  # absolute path of the directory for the log
     ranks_per_node: int  # number of ranks of the job on each host
     device: str | None  # "cpu", "cuda" for simulated devices; None: CUDA if the program requires it
     jobs: int  # number of ranks to run at once, not counting those that wait for messages
-    timeout_s: float  # seconds after which a rank is ended
+    timeout_s: float  # seconds after which a rank is stopped
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,18 @@ class SimulatedJob:
     """A job whose ranks are simulated."""
 
     request: DryRunRequest  # what to run; its command begins with the path of the program
-    device: str  # "cuda" for simulated devices, "cpu", or "any": the CPU, and a rank reports that it requires CUDA
+    device: str  # "cuda" for simulated devices, "cpu", or "any": the CPU, but a rank that requires CUDA reports it
     run: str  # the id of the run
-    folder: Path  # an empty directory for all that the ranks write: logs, output, messages
+    folder: Path  # an empty directory for everything that the ranks write: logs, output, messages
     shown_rank: int  # the rank whose output goes to this process's stdout and stderr
 
     @property
-    def mail(self) -> Path:
+    def messages(self) -> Path:
         """The directory of the ranks' messages to each other."""
-        return self.folder / "mail"
+        return self.folder / "messages"
 
     def environment_of(self, rank: int, log: Path) -> dict[str, str]:
-        """Return the variables of a rank as torchrun sets them; the ranks fill one host after the other."""
+        """Return the environment of a rank, as torchrun sets it. The ranks fill one host after the other."""
         request = self.request
         kept = {name: value for name, value in request.environment.items() if not name.startswith(VARIABLE_PREFIXES)}
         local_size = min(request.ranks_per_node, request.world_size)
@@ -71,7 +71,7 @@ class SimulatedJob:
             "CUDA_VISIBLE_DEVICES": "",
             "TORCHDYNAMO_DISABLE": 1,  # compiled code would compute
             "COMMTRACE": log,
-            "COMMTRACE_SIMULATED": f"0:{self.run}:{self.device}:{self.mail}",
+            "COMMTRACE_SIMULATED": f"0:{self.run}:{self.device}:{self.messages}",
         }
         defaults = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda" if self.device == "cuda" else "cpu"}
         return {**defaults, **kept, **{name: str(value) for name, value in variables.items()}}
@@ -79,7 +79,7 @@ class SimulatedJob:
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How a rank ended: its exit status (negative: a signal), seconds without waiting, and peak of resident memory."""
+    """Outcome of a rank: exit status (negative: a signal), seconds without waiting, peak resident memory."""
 
     rank: int
     status: int
@@ -95,17 +95,17 @@ def run_ranks(job: SimulatedJob, ranks: Iterable[int], outcomes: dict[int, RankO
 
     Ranks with an outcome are not run again; new outcomes are added.
     """
-    job.mail.mkdir(parents=True, exist_ok=True)
+    job.messages.mkdir(parents=True, exist_ok=True)
     ready = [rank for rank in ranks if rank not in outcomes]
     running: dict[int, _Process] = {}
     reported = time.monotonic()
     try:
         while ready or running:
-            waits = {rank: wait for rank, process in running.items() if (wait := process.wait_for_message())}
+            waits = {rank: wait for rank, process in running.items() if (wait := process.awaited_message())}
             for source, _ in waits.values():
                 if source not in running and source not in outcomes:
                     ready = [source, *(rank for rank in ready if rank != source)]
-            # The first rank runs alone: most others wait for messages of it.
+            # The first rank runs alone, because most others wait for its messages.
             while ready and len(running) - len(waits) < (job.request.jobs if outcomes else 1):
                 rank = ready.pop(0)
                 running[rank] = _Process(job, rank)
@@ -117,7 +117,7 @@ def run_ranks(job: SimulatedJob, ranks: Iterable[int], outcomes: dict[int, RankO
                 if outcome is not None:
                     del running[rank]
                     outcomes[rank] = outcome
-                    (job.mail / f"done-{rank:05d}").touch()
+                    (job.messages / f"done-{rank:05d}").touch()
                     if outcome.status:
                         return
                     if ready or running:
@@ -134,15 +134,16 @@ def run_ranks(job: SimulatedJob, ranks: Iterable[int], outcomes: dict[int, RankO
 
 
 def _break_deadlock(job: SimulatedJob, running: Mapping[int, _Process], waits: Mapping[int, tuple[int, int]]) -> None:
-    """Let one rank continue without the message that it waits for, if all wait and none has one to read.
+    """Let one rank continue without the message that it waits for, if all ranks wait and none has one to read.
 
-    Ranks are looked at one after the other, while others may send. Each waits since it was looked at for `waits` if it
-    waits for the same still: then all have waited at the moment between, and none can send any more.
+    Ranks are checked one after the other, and the unchecked ones may still send. A rank that still waits as in `waits`
+    has not run since `waits` was read. If this is true of all, none has run since, and none can send any more.
     """
     for rank, process in running.items():
-        if (job.mail / f"skip-{rank:05d}").exists() or process.wait_for_message() != waits[rank] or process.has_mail():
+        is_skipping = (job.messages / f"skip-{rank:05d}").exists()
+        if is_skipping or process.awaited_message() != waits[rank] or process.may_continue():
             return
-    (job.mail / f"skip-{min(running):05d}").touch()
+    (job.messages / f"skip-{min(running):05d}").touch()
 
 
 def _print_progress(line: str) -> None:
@@ -150,7 +151,7 @@ def _print_progress(line: str) -> None:
 
 
 class _Process:
-    """A rank that runs."""
+    """Process of a running rank."""
 
     def __init__(self, job: SimulatedJob, rank: int) -> None:
         self._job, self._rank = job, rank
@@ -168,56 +169,56 @@ class _Process:
         self._seconds, self._polled, self._timed_out = 0.0, time.monotonic(), False
 
     def poll(self, *, waits: bool) -> RankOutcome | None:
-        """Return the outcome if the rank has ended. End it if it has run too long, without the time that it waits."""
+        """Return the outcome if the rank has ended. Stop it if it has run too long, not counting waits."""
         pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
         now = time.monotonic()
         self._seconds += 0.0 if waits else now - self._polled
         self._polled = now
         if pid:
             self._process.returncode = status = os.waitstatus_to_exitcode(status)
-            self.kill()  # what it has started
+            self.kill()  # the processes that it started
             peak_bytes = usage.ru_maxrss << 10
             return RankOutcome(self._rank, status, self._seconds, peak_bytes, self._log, self._output, self._timed_out)
         if self._seconds > self._job.request.timeout_s + _STACK_TRACE_SECONDS:
             self.kill()
         elif self._seconds > self._job.request.timeout_s and not self._timed_out:
             self._timed_out = True
-            # On SIGABRT a simulated rank writes the stacks of its threads, and ends. It shall leave no core file.
+            # On SIGABRT, a simulated rank writes the stacks of its threads and ends. It must not leave a core file.
             with contextlib.suppress(OSError):
                 resource.prlimit(self._process.pid, resource.RLIMIT_CORE, (0, 0))
                 os.killpg(self._process.pid, signal.SIGABRT)
         return None
 
-    def wait_for_message(self) -> tuple[int, int] | None:
-        """Return the rank for whose message this one waits, and how many bytes it has read of that one's messages."""
-        text = self._file("waits").split()
+    def awaited_message(self) -> tuple[int, int] | None:
+        """Return the sender that this rank waits for, and the bytes read from the sender's file; None: no wait."""
+        text = self._read_file("waits").split()
         return (int(text[0]), int(text[1])) if text else None
 
-    def has_mail(self) -> bool:
-        """Return whether the rank for which this one waits has sent something new, or has ended."""
-        wait = self.wait_for_message()
+    def may_continue(self) -> bool:
+        """Return whether this rank does not wait, or the sender that it waits for has sent more or has ended."""
+        wait = self.awaited_message()
         if wait is None:
             return True
         source, read_bytes = wait
         with contextlib.suppress(OSError):
-            if (self._job.mail / f"rank-{source:05d}.bin").stat().st_size > read_bytes:
+            if (self._job.messages / f"rank-{source:05d}.bin").stat().st_size > read_bytes:
                 return True
-        return (self._job.mail / f"done-{source:05d}").exists()
+        return (self._job.messages / f"done-{source:05d}").exists()
 
-    def _file(self, name: str) -> str:
+    def _read_file(self, name: str) -> str:
         """Return the text of a file that the rank writes."""
         with contextlib.suppress(OSError):
-            return (self._job.mail / f"{name}-{self._rank:05d}").read_text()
+            return (self._job.messages / f"{name}-{self._rank:05d}").read_text()
         return ""
 
     def progress(self) -> str:
-        """Return the line of progress."""
-        wait = self.wait_for_message()
-        waits = f", waits for rank {wait[0]}" if wait else ""
-        return f"rank {self._rank}: {self._seconds:.0f} s, {int(self._file('calls') or 0):,} calls{waits}"
+        """Return a progress line."""
+        wait = self.awaited_message()
+        waits = f", waiting for rank {wait[0]}" if wait else ""
+        return f"rank {self._rank}: {self._seconds:.0f} s, {int(self._read_file('calls') or 0):,} calls{waits}"
 
     def kill(self) -> None:
-        """Kill the rank and all that it has started."""
+        """Kill the rank and the processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

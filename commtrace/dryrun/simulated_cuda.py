@@ -5,7 +5,7 @@
     a result of an operator                            on the device if one of its arguments is
     streams, events, memory statistics, nvtx           do nothing; nothing is allocated
 
-Below Python, everything is on the CPU: kernels, autograd, DDP's reducer. The changes last as long as the process.
+Below Python, everything is on the CPU: kernels, autograd, DDP's reducer. The patches remain until the process ends.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LIKE: Final = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like
 
 
 class SimulatedStreamOrEvent(Inert):
-    """Stand-in for a CUDA stream or event whose work is always complete."""
+    """Stand-in for a CUDA stream or event; its work is always complete."""
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.device = torch.device("cuda", _index_of(device))
@@ -78,7 +78,7 @@ class SimulatedStreamOrEvent(Inert):
         self._recorded_s = time.perf_counter()
 
     def elapsed_time(self, end: SimulatedStreamOrEvent) -> float:
-        """Return the real milliseconds between two events, because programs divide by them."""
+        """Return the real time between two events in ms, because programs divide by it."""
         return 1e3 * (end._recorded_s - self._recorded_s)
 
     def record_event(self, event: Any = None) -> Any:
@@ -105,7 +105,7 @@ class _TensorType(type):
 
 
 class DeviceTensors:
-    """Registry of the storages on the simulated device, and patches of the tensor functions that depend on it."""
+    """Registry of the storages on the simulated device, and patches for the tensor functions that depend on it."""
 
     def __init__(self) -> None:
         self._storages = StorageSet()
@@ -157,7 +157,7 @@ class DeviceTensors:
         return device
 
     def _to_device(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Do what Tensor.to does."""
+        """Implement Tensor.to."""
         if "other" in kwargs:
             args = (kwargs.pop("other"), *args)
         target: Any = kwargs.pop("device", None)
@@ -176,7 +176,7 @@ class DeviceTensors:
         return moved if moved is tensor else self.place(moved, device)
 
     def _type_or_cast(self, tensor: torch.Tensor, dtype: Any) -> Any:
-        """Do what Tensor.type does."""
+        """Implement Tensor.type."""
         if dtype is None:
             name: str = self._type(tensor)
             return name.replace("torch.", "torch.cuda.", 1) if tensor.is_cuda else name
@@ -208,7 +208,7 @@ def install(devices: int) -> DeviceTensors:
         previous, index = current, _index_of(device)
         if index >= devices:
             raise RuntimeError(
-                f"CUDA error: invalid device ordinal {index}; {devices} are simulated (--ranks-per-node)"
+                f"CUDA error: invalid device ordinal {index}; number of simulated devices: {devices} (--ranks-per-node)"
             )
         current = index if index >= 0 else previous
         return previous

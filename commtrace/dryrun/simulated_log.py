@@ -1,7 +1,7 @@
-"""The log of a simulated rank, made from its records: marked as simulated, and without times.
+"""Log of a simulated rank, made from its records: marked as simulated, and without times.
 
-Times of a dry run say nothing about the job. In the log, `t_begin` of a call is its number in the process, from 1: an
-order and no time. Two dry runs of one program therefore write the same records.
+Times of a dry run say nothing about the job. In the log, `t_begin` is the number of the call in the process, from 1: an
+order, not a time. Two dry runs of a program therefore write the same records.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def write_simulated_log(
     """Write the log of a process that has ended.
 
     Args:
-        process: The recorded log.
+        process: The log that was recorded.
         folder: Directory to write to.
         settings: Sizes of the segments.
         device: The device of the program: "cpu", or "cuda" if devices were simulated.
@@ -42,7 +42,7 @@ def write_simulated_log(
         The number of records.
 
     Raises:
-        OSError: The log cannot be written. Nothing of it remains.
+        OSError: The log cannot be written; its files have been removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     blocks = [block for segment in process.segments for block in segment.blocks()]
@@ -65,7 +65,7 @@ def write_simulated_log(
 
 
 def without_times(records: Records) -> Records:
-    """Return records in the order of their calls, numbered, without times."""
+    """Return the records in the order of their calls, numbered and without times."""
     ordered = records[np.argsort(records["t_begin"], kind="stable")]
     ordered["t_begin"] = np.arange(1, len(ordered) + 1)
     for name in _TIMES:
@@ -86,7 +86,7 @@ def _rows(path: Path, device: str) -> Iterator[dict[str, Any]]:
         row.pop("mono_ns", None)
         if row["table"] == "process":
             row.update(simulated=True, simulated_device="cuda" if device == "cuda" else "cpu")
-        elif row["table"] in ("clock", "topology"):  # the dry run has read the groups of the whole job
+        elif row["table"] in ("clock", "topology"):  # topology: the groups of the whole job, which the dry run has read
             continue
         elif row["table"] == "stats":
             row.update(dict.fromkeys(_COSTS, 0))

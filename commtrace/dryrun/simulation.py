@@ -1,7 +1,7 @@
-"""The simulation of a rank in this process. `commtrace.startup` calls `install` when the program has imported torch.
+"""Simulation of a rank in this process. `commtrace.startup` calls `install` when the program has imported torch.
 
-The first process that imports torch is the rank. Processes that it starts are not: data loaders run as usual, and
-communication there is an error.
+The first process that imports torch is the rank. Processes that it starts are not: data loaders run as usual, but
+communication in such a process is an error.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from commtrace.patching import Patches
 from commtrace.rank_ranges import format_rank_list
 from commtrace.recording.session import session
 
-from . import notices, simulated_cuda
-from . import torch_functions as requests
+from . import notices, simulated_cuda, torch_functions
 from . import untouched_memory as memory
 from .collectives import SimulatedCollectives
 from .dispatch_mode import DryRunMode
@@ -36,8 +35,8 @@ from .rank_processes import CUDA_REQUIRED
 from .storage_set import StorageSet
 
 VARIABLE: Final = "COMMTRACE_SIMULATED"
-"""Environment variable "PID:RUN:DEVICE:FOLDER": the rank's process (0: none yet), the run, "cpu", "cuda", or "any", and
-the messages' folder."""
+"""Environment variable, "PID:RUN:DEVICE:FOLDER": the rank's process (0: none yet), the run, "cpu", "cuda" or "any", and
+the folder of its messages."""
 
 
 class SpawnedError(CommtraceError):
@@ -55,7 +54,7 @@ _patches: Final = Patches()
 
 
 def install() -> None:
-    """Make this process the rank of RANK and WORLD_SIZE. Ends the process on errors: it must not run for real."""
+    """Make this process the rank that RANK and WORLD_SIZE name. On errors, exit: the program must not run for real."""
     global _rank
     if _rank is not None or _patches:
         return
@@ -73,7 +72,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install` in a process that is no rank. A simulated rank remains one until its end."""
+    """Undo `install` in a process that is not a rank. A simulated rank remains one until it ends."""
     _patches.undo()
 
 
@@ -82,7 +81,7 @@ def _simulate(run: str, device: str, folder: Path) -> _Rank:
     memory.configure_malloc()
     if not faulthandler.is_enabled():
         with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr is not a file
-            faulthandler.enable()  # `rank_processes` ends it by SIGABRT, which prints its stacks
+            faulthandler.enable()  # prints the stacks when `rank_processes` sends SIGABRT
     uncomputed = StorageSet()
     devices = simulated_cuda.install(devices_of_host) if device == "cuda" else None
     if device == "any":
@@ -94,13 +93,13 @@ def _simulate(run: str, device: str, folder: Path) -> _Rank:
     )
     simulated.groups.install()
     simulated.collectives.install()
-    requests.install(uncomputed)
+    torch_functions.install(uncomputed)
     simulated.mode.__enter__()  # type: ignore[no-untyped-call]
     return simulated
 
 
 def _watch_for_cuda(folder: Path) -> None:
-    """Make the file CUDA_REQUIRED if the program ends with an exception that names CUDA, in its text or its line."""
+    """Create the file CUDA_REQUIRED if an exception that names CUDA, in its text or source line, ends the program."""
 
     def excepthook(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
         lines = [str(error), *(frame.line or "" for frame in traceback.extract_tb(stack)[-1:])]
@@ -112,7 +111,7 @@ def _watch_for_cuda(folder: Path) -> None:
 
 
 def _end() -> None:
-    """Add the notices and the groups of the job to the log, before it is closed."""
+    """Add the notices and the groups of the job to the log before it is closed."""
     if _rank is None or _rank.mode.forked:
         return
     recorder = session.recorder
@@ -129,7 +128,7 @@ def _in_child() -> None:
 
 
 def _refuse_groups() -> None:
-    """Make the creation of process groups an error in this process."""
+    """Make creating a process group an error in this process."""
     for name in ("rendezvous", "_new_process_group_helper"):
         _patches.wrap(distributed_c10d, name, _refusing)
 
@@ -138,7 +137,7 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     def refused(*_: Any, **__: Any) -> None:
         raise SpawnedError(
             "a rank of a dry run started this process, which tries to communicate; a dry run starts each rank itself, "
-            "from a script that is one rank, as torchrun does: leave out launchers and multiprocessing.spawn"
+            "as torchrun does: leave out launchers and multiprocessing.spawn"
         )
 
     return refused

@@ -1,7 +1,7 @@
 """Sets of storages: those without computed values, and those on a simulated device.
 
-A storage counts as a whole, so that all tensors in the same memory agree. Methods of tensors are called unbound in this
-package: some programs keep attributes named `stride` or `size` on their tensors.
+Whole storages are members, so that all tensors that share memory agree. This package calls tensor methods unbound,
+because some programs set attributes named `stride` or `size` on their tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ storage_of: Final = torch.Tensor.untyped_storage
 
 
 class StorageSet:
-    """A set of storages, by weak references."""
+    """A set of weakly referenced storages."""
 
     def __init__(self) -> None:
-        # A weak reference keeps the address of a storage from being used again, but not its memory.
+        # A weak reference keeps the address of a storage from being reused, but does not keep its memory.
         self._storages: dict[int, Any] = {}
         self._sweep_size = 1 << 12
 
@@ -30,7 +30,7 @@ class StorageSet:
         return storage_of(tensor)._cdata in self._storages
 
     def any(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Return whether a storage of these tensors is in the set."""
+        """Return whether the storage of any of these tensors is in the set."""
         return any(storage_of(tensor)._cdata in self._storages for tensor in tensors)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -48,7 +48,7 @@ class StorageSet:
         for tensor in tensors:
             self._storages.pop(storage_of(tensor)._cdata, None)
 
-    def overwritten(self, tensor: torch.Tensor) -> None:
+    def discard_overwritten(self, tensor: torch.Tensor) -> None:
         """Remove the storage of a tensor that was filled with computed values, if the tensor covers all of it."""
         if tensor.nbytes == storage_of(tensor).nbytes():
             self.discard([tensor])

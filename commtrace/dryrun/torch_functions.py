@@ -1,4 +1,4 @@
-"""Functions of torch that are no operators: values as lists or arrays, files, compiled code."""
+"""Patches for torch functions that are not operators: conversion to lists and arrays, saving, compiling."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .untouched_memory import MAX_COMPUTED_ELEMENTS, clear
 
 _patches: Final = Patches()
 
-_READ: Final = "reads numbers that a dry run does not compute; it continues with the values in memory, mostly zero"
+_READ: Final = "reads numbers that a dry run does not compute; it continues with the values in memory, usually zero"
 _SAVED: Final = "torch.save of tensors that a dry run does not compute: no file is written"
-_COMPILED: Final = "torch.compile is left out, because compiled code would compute; the code runs as it is"
+_COMPILED: Final = "torch.compile is skipped, because compiled code would compute; the code runs uncompiled"
 
 
 def install(uncomputed: StorageSet) -> None:
-    """Report reads of values that were not computed, leave out saving and compiling, and clear resized storages."""
+    """Report reads of values that were not computed, skip saving and compiling, and clear resized storages."""
     for name in ("tolist", "numpy", "__array__"):
         _watch(name, uncomputed)
     _patches.wrap(torch, "save", _saving(uncomputed))
@@ -43,7 +43,7 @@ def _watch(name: str, uncomputed: StorageSet) -> None:
 
 def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        """Clear the memory that a storage gains: FSDP's gathered parameters, which nothing may fill."""
+        """Clear the memory that a storage gains: it may never be filled, as with FSDP's gathered parameters."""
         before = self.nbytes()
         result = original(self, size)
         if self.nbytes() > before and self.device.type == "cpu":
@@ -68,7 +68,7 @@ def _saving(uncomputed: StorageSet) -> Callable[[Callable[..., Any]], Callable[.
 
 
 def _tensors_of(value: Any, seen: set[int]) -> list[torch.Tensor]:
-    """Return the tensors of an object to pickle: modules, optimizers, and objects that contain them."""
+    """Return the tensors of an object to save: of modules, optimizers, and objects that contain them."""
     if id(value) in seen:
         return []
     seen.add(id(value))

@@ -17,7 +17,7 @@ from commtrace import identity
 from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.settings import Settings
 
-from .kept_records import KeptDumps, in_flight, records_of_a_hang
+from .kept_records import KeptDumps, in_flight, select_at_exit
 from .log_writer import LogWriter, warn
 from .recovery import recover_records
 from .slots import NO_SLOTS, SlotNumbers
@@ -53,7 +53,7 @@ class Drain:
         self._counted: object = None
         self._stats_every = FIRST_STATS_SECONDS
         self._stats_at = time.monotonic() + FIRST_STATS_SECONDS
-        self._reason = ""  # why the log ends, once it does
+        self._reason = ""  # why the log ended; empty before
         self._count()
         self._thread = threading.Thread(target=self._run, name="commtrace-drain", daemon=True)
         self._thread.start()
@@ -66,7 +66,7 @@ class Drain:
             self._thread.join(self._settings.exit_seconds)
             if self._thread.is_alive():
                 seconds = self._settings.exit_seconds
-                warn(f"the log could not be finished within {seconds:g} s; {self._unwritten_place()}")
+                warn(f"the log could not be finished within {seconds:g} s; {self._describe_unwritten()}")
 
     def stats(self) -> dict[str, Any]:
         """Return the current counters, as docs/reference/log-format.md describes them."""
@@ -98,8 +98,8 @@ class Drain:
         return self._written + self._not_selected + (self._summary.calls if self._summary else 0)
 
     def _cost_sums(self) -> dict[str, int]:
-        # Add the time from C++ into the hook, which the hook cannot measure. sorted, because the first call of numpy's
-        # percentile takes 60 ms of a core.
+        # Add the time from C++ into the hook, which the hook cannot measure. Use `sorted`: the first call of numpy's
+        # percentile takes 60 ms of CPU time.
         recorder = self._recorder
         costs = sorted(cost + self._crossing_ns for cost in list(recorder.cost_samples))
         steady = list(recorder.steady_samples)
@@ -140,7 +140,7 @@ class Drain:
 
     def _turn(self) -> None:
         self._run_callbacks()
-        # Records that need no disk leave the ring while writing fails.
+        # Records that are not written to disk leave the ring even while writing fails.
         may_move = self._writer.ready or self._settings.kept_records
         slots = self._slots.finished() if may_move else NO_SLOTS
         if len(slots) or self._writer.unwritten(self._recorder.tables.lines):
@@ -155,7 +155,7 @@ class Drain:
     def _move(self, slots: SlotNumbers, *, is_last: bool = False) -> None:
         """Write the records in slots, and free those that are on disk, in a summary, or not selected.
 
-        Of the last records, those of calls in flight are written in any case.
+        With `is_last`, records of calls in flight are written in any case.
         """
         records = self._slots.records(slots)
         if self._settings.kept_records:
@@ -171,7 +171,7 @@ class Drain:
             self._slots.release(slots[left_out])
             slots, records = slots[~left_out], records[~left_out]
         written = slots[: self._writer.write(self._recorder.tables.lines, records)]
-        self._is_kept[slots] = True  # those that could not be written are taken again
+        self._is_kept[slots] = True  # those that could not be written will be taken again
         self._is_kept[written] = False
         self._written += len(written)
         self._slots.release(written)
@@ -185,7 +185,7 @@ class Drain:
         stats = self.stats()
         self._recorder.ring.count(stats)
         if due:
-            # Twice as long each time: a log of weeks has two dozen of these lines.
+            # Twice as long each time: a log of several weeks has two dozen of these lines.
             self._stats_every *= 2
             self._stats_at = time.monotonic() + self._stats_every
             self._add_stats(stats)
@@ -200,7 +200,7 @@ class Drain:
         if unwritten:
             self._slots.drop(unwritten)
         writer.retry()
-        # Even without slots: it finds out which files were removed, before records are counted.
+        # Even without slots, to detect removed files before records are counted.
         self._move(slots, is_last=True)
         is_summary_written = self._summary.finish() if self._summary else True
         self._cpu_ns = time.thread_time_ns()
@@ -208,15 +208,16 @@ class Drain:
         recorder.ring.count(stats)
         self._add_stats(stats)
         recorder.tables.add("end", reason=self._reason, **identity.clock_readings())
-        writer.finish(recorder.tables.lines, records_of_a_hang(recorder.ring.kept()))
+        writer.finish(recorder.tables.lines, select_at_exit(recorder.ring.kept()))
         unwritten = self._slots.taken
         if unwritten or not is_summary_written or writer.unwritten(recorder.tables.lines):
-            warn(f"{unwritten} calls could not be written: {writer.last_error}; {self._unwritten_place()}")
+            warn(f"{unwritten} calls could not be written: {writer.last_error}; {self._describe_unwritten()}")
         else:
             recorder.ring.remove()
             self._slots.close()
             recover_records(writer.folder.parent, shm=self._settings.shm)  # of killed processes of this run
 
-    def _unwritten_place(self) -> str:
+    def _describe_unwritten(self) -> str:
         path = self._recorder.ring.path
-        return "they are lost" if path is None else f"they stay in {path} until `commtrace recover` moves them"
+        place = "are lost" if path is None else f"stay in {path} until `commtrace recover` moves them"
+        return f"unwritten records {place}"

@@ -1,6 +1,6 @@
-"""Exceptions of the program's signal handlers that arise within our code.
+"""Exceptions that signal handlers of the program raise while commtrace's code runs.
 
-A handler runs between any two instructions of the main thread. If it raises (for a time limit on a call, for example),
+A handler runs between any two instructions of the main thread. If it raises (to limit the time of a call, for example),
 the exception passes through the code that was running. It must reach the program and not count as a hook error.
 """
 

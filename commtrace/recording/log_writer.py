@@ -1,7 +1,7 @@
 """Log writer: writes one process's tables and records to the log directory, and tolerates failures of the file system.
 
-Only the drain thread uses it: no call of the program ever waits for the file system. An error is counted, printed once
-on stderr, and the write is repeated from time to time; the records stay in the ring until it succeeds.
+Only the drain thread uses it: no call of the program ever waits for the file system. Errors are counted, and the first
+is printed on stderr. The write is retried from time to time; the records stay in the ring until it succeeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .segment_writer import EMPTY, SegmentSeries, truncate, unlinked, write_all
 from .summary_files import append_rows, table_path
 
 RETRY_SECONDS: Final = 5.0
-LOOK_SECONDS: Final = 1.0
+CHECK_SECONDS: Final = 1.0
 """Interval of checks that the files still exist: on shared storage each check is a request to a server."""
 
 _GONE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -36,18 +36,18 @@ class LogWriter:
     """The files of one process, created with the first record."""
 
     def __init__(
-        self, folder: Path, stem: str, settings: Settings, renamed: Callable[[str], None] = lambda stem: None
+        self, folder: Path, stem: str, settings: Settings, on_rename: Callable[[str], None] = lambda stem: None
     ) -> None:
-        """Create no file yet. `renamed` is called with the stem of the files if it changes, before they are made."""
+        """Create no files yet. If their stem changes, call `on_rename` with the new one before creating them."""
         self.folder = folder
         self._stem = stem
-        self._renamed = renamed
+        self._on_rename = on_rename
         self._tables_path = folder / f"{stem}.jsonl"
         self._tables_fd = -1
         self._lines_written = self._tables_size = 0
         smallest, largest = settings.segment_min_bytes, settings.segment_max_bytes
         self._series = SegmentSeries(folder, stem, smallest=smallest, largest=largest, max_bytes=settings.max_bytes)
-        self._retry_at = self._look_at = 0.0
+        self._retry_at = self._check_at = 0.0
         self.lost = 0
         """Number of records in files that were removed while the log was written."""
         self.errors = 0
@@ -65,14 +65,14 @@ class LogWriter:
         return time.monotonic() >= self._retry_at
 
     def retry(self) -> None:
-        """Check the files and write at the next call, although a write failed a moment ago."""
-        self._retry_at = self._look_at = 0.0
+        """Check the files and write at the next call, even if a write has just failed."""
+        self._retry_at = self._check_at = 0.0
 
     def write(self, lines: list[bytes], records: Records) -> int:
         """Write all table lines so far, and records. Never raises OSError.
 
         Returns:
-            The number of records, from the first, that are written.
+            The number of records, from the first, that were written.
         """
         before = self._series.written
         if self.ready:
@@ -95,10 +95,10 @@ class LogWriter:
 
         Args:
             rows: The rows by table.
-            written: Number of rows in each file, which is updated if all are written: else the next call repeats them.
+            written: Number of rows in each file. Updated if all rows are written; otherwise the next call repeats them.
 
         Returns:
-            Whether all are written.
+            Whether all rows are written.
 
         Raises:
             FileNotFoundError: A file was removed.
@@ -108,20 +108,20 @@ class LogWriter:
         counts = {}
         try:
             for table, data in rows.items():
-                if data or written[table]:  # also without new rows: find out whether the file was removed
+                if data or written[table]:  # also without new rows, to detect that the file was removed
                     path = table_path(self.folder, self._series.stem, table)
                     counts[table] = append_rows(path, TABLES[table], written[table], data)
         except OSError as error:
             self._note(error)
             if isinstance(error, FileNotFoundError):
-                self._retry_at = 0.0  # in new files
+                self._retry_at = 0.0  # retry at once, in new files
                 raise
             return False
         written.update(counts)
         return True
 
     def dump(self, kept: Records, number: int) -> bool:
-        """Write records that were kept to a file with a number. Returns whether it did. Never raises OSError."""
+        """Write kept records to the file with this number. Returns whether they were written. Never raises OSError."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_kept(self.folder, self._series.stem, kept, number)
@@ -135,18 +135,18 @@ class LogWriter:
         return len(lines) - self._lines_written
 
     def finish(self, lines: list[bytes], kept: Records = EMPTY) -> None:
-        """Write the last lines and the records kept, and close the files. Never raises OSError."""
+        """Write the last lines and the kept records, and close the files. Never raises OSError."""
         self._retry_at = 0.0
         self.write(lines, EMPTY)
         write_last = partial(write_kept, self.folder, self._series.stem, kept)
-        for close in (write_last, self._series.close, self._close_tables):
+        for action in (write_last, self._series.close, self._close_tables):
             try:
-                close()
+                action()
             except OSError as error:
                 self._note(error)
 
     def _write_all(self, lines: list[bytes], records: Records) -> None:
-        # Lines come first, so that a record on disk never refers to a row that is not there.
+        # Lines come first, so that a record on disk never refers to a missing row.
         while self._lines_written < len(lines):
             chunk = lines[self._lines_written : self._lines_written + 1000]
             data = b"".join(chunk)
@@ -157,8 +157,8 @@ class LogWriter:
         self._series.append(records)
 
     def _make_files(self) -> None:
-        if self._tables_fd >= 0 and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + LOOK_SECONDS
+        if self._tables_fd >= 0 and time.monotonic() >= self._check_at:
+            self._check_at = time.monotonic() + CHECK_SECONDS
             if unlinked(self._tables_fd) or self._series.vanished():
                 self._start_over()
         if self._tables_fd < 0:
@@ -166,14 +166,14 @@ class LogWriter:
             self._open_tables()
 
     def _open_tables(self) -> None:
-        # The name is taken if a process of the same number in another container, or before an exec, used it.
+        # The name is taken if a process with the same pid used it, in another container or before an exec.
         head, _, pid = self._stem.rpartition("-")
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_EXCL
         for number in itertools.count(1):
             stem = self._stem if number == 1 else f"{head}-{number}-{pid}"
             path = self.folder / f"{stem}.jsonl"
             if path != self._tables_path:
-                self._renamed(stem)
+                self._on_rename(stem)
                 self._tables_path = path
             with contextlib.suppress(FileExistsError):
                 self._tables_fd = os.open(path, flags, 0o666)
@@ -197,7 +197,7 @@ class LogWriter:
     def _note(self, error: OSError) -> None:
         self.last_error = f"{error.strerror or error} ({error.filename or self.folder})"
         if self.errors == 0:
-            warn(f"cannot write the log: {self.last_error}. The program goes on; writing is tried again.")
+            warn(f"cannot write the log: {self.last_error}. The program goes on; writing will be retried.")
         self.errors += 1
         self._retry_at = time.monotonic() + RETRY_SECONDS
 

@@ -67,9 +67,8 @@ class Recorder:
             settings: How to record.
             rank_identity: Rank of this process.
             blind_spots: Calls that the hooks cannot observe, for the log.
-            calibrate: Measures the cost of a call in ns before and after the hook can read a clock.
-            make_slots: Makes the slots of the ring. Default: `Slots`; those of the native recorder are also taken by
-                C++.
+            calibrate: Returns the time in ns that a call takes before and after the hook can read a clock.
+            make_slots: Makes the slots of the ring. Default: `Slots`; C++ also takes slots of the native recorder.
         """
         self.pid = os.getpid()
         run, host = identity.agree_on_run(rank_identity), identity.host()
@@ -86,7 +85,7 @@ class Recorder:
         self.steady_samples: deque[int] = deque(maxlen=COST_SAMPLES)
         self.first_calls = self.first_ns = 0
         self.each_drain: list[Callable[[], None]] = []
-        """Called by the drain thread at each turn, for hooks that have something to release."""
+        """Functions that the drain thread calls at each turn, for hooks that have something to release."""
         self._threads = itertools.count(1)
         self._thread = threading.local()
         identity_of_ring = {**process, "stem": stem, "steps": settings.steps, "mode": settings.mode}
@@ -170,7 +169,7 @@ class Recorder:
         return call
 
     def lost(self, slot: int, t_return: int) -> None:
-        """Record that a call returned and its end is unobservable, as the hook failed; nothing if its end is known."""
+        """Record that a call returned and its end is unobservable, because the hook failed. Keep a recorded end."""
         with self.slots.lock:
             at = ring.RECORDS_AT + slot * _SIZE
             if slot < 0 or self._buffer[at + _STATE] not in (_BEGUN, _RETURNED):
@@ -180,14 +179,14 @@ class Recorder:
             self._buffer[at + _STATE] = _UNOBSERVABLE
 
     def measured(self, slot_or_call: int | PendingCall, payload: int, local: int = 0) -> None:
-        """Set the size of a call that is known only after it was made. Call this before its end is recorded."""
+        """Set a size that is known only after the call was made. Call this before its end is recorded."""
         with self.slots.lock:
             slot = slot_or_call.slot if isinstance(slot_or_call, PendingCall) else slot_or_call
             if slot >= 0:
                 _pack_size(self._buffer, ring.RECORDS_AT + slot * _SIZE + _PAYLOAD, payload, local)
 
     def addressed(self, slot_or_call: int | PendingCall, peer: int, tag: int, seq: int) -> None:
-        """Set the source of a message that is known only on arrival. Call this before its end is recorded."""
+        """Set a source that is known only when the message arrives. Call this before its end is recorded."""
         with self.slots.lock:
             slot = slot_or_call.slot if isinstance(slot_or_call, PendingCall) else slot_or_call
             if slot >= 0:
@@ -237,7 +236,7 @@ class Recorder:
     def fault(self, unrecorded: int = 0) -> None:
         """Count the exception that is being handled as a hook error; keep the first one for the report.
 
-        Call this in the `except` of a hook. An exception of a signal handler of the program is raised again.
+        Call this in the `except` of a hook. An exception from a signal handler of the program is raised again.
 
         Args:
             unrecorded: Number of calls that the program makes without a record because of the exception.
@@ -250,16 +249,16 @@ class Recorder:
         if first:
             try:
                 self.first_error = traceback.format_exc(limit=-4)[-2000:]
-            except Exception as error:  # the program's exception fails to make its text
+            except Exception as error:  # the program's exception fails to format itself
                 self.first_error = type(error).__name__
 
     def note_cost(self, ns: int, *, sampled: bool, first: bool) -> None:
-        """Count what recording one call cost.
+        """Count the cost of recording one call.
 
         Args:
             ns: Processor time of the program's thread in the hook.
-            sampled: The call is one of the sample that stands for all calls.
-            first: The call looked up something for the first time (`TableWriter.lookups`).
+            sampled: Whether the call is in the sample that represents all calls.
+            first: Whether the call looked something up for the first time (`TableWriter.lookups`).
         """
         if sampled:
             self.cost_samples.append(ns)

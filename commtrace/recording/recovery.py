@@ -1,7 +1,7 @@
 """Recovery of records that killed processes left in shared memory.
 
-A ring whose lock is free belongs to no living process. Its records that are not on disk yet become a segment of their
-own, its tables are completed, then it is removed. Every step may be repeated: a recovery that is itself killed loses
+A ring whose lock is free belongs to no living process. Its records that are not on disk yet become a separate segment,
+its tables are completed, then it is removed. Every step can be repeated: a recovery that is itself killed loses
 nothing, and does not count records twice.
 """
 
@@ -44,7 +44,7 @@ def recover_records(log_directory: Path, *, shm: str | None = None) -> list[str]
     Never raises OSError: records that cannot be moved stay in shared memory.
 
     Args:
-        log_directory: What COMMTRACE named, or the folder of a run or host in it.
+        log_directory: The log directory (COMMTRACE), or the folder of a run or host in it.
         shm: Folder of the rings. None: COMMTRACE_SHM, or /dev/shm.
 
     Returns:
@@ -59,7 +59,7 @@ def recover_records(log_directory: Path, *, shm: str | None = None) -> list[str]
 
 
 def copy_living_rings(log_directory: Path) -> dict[Path, RingContent]:
-    """Copy what living processes of this host have in shared memory for a log, and leave it there.
+    """Copy the rings of living processes of this host that belong to a log, without changing them.
 
     Returns:
         The copies by the path of each process's tables in the log.
@@ -79,8 +79,8 @@ def _recover_ring(path: Path, target: str) -> str:
     if not _belongs_to(ring.identity_of(path), target):
         return ""
     try:
-        with ring.lock_dead(path) as left:
-            return "" if left is None else _move_to_log(left)
+        with ring.lock_dead(path) as content:
+            return "" if content is None else _move_to_log(content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if not path.exists():
             return ""  # its process, or another recovery, removed it meanwhile
@@ -96,44 +96,44 @@ def _belongs_to(identity_of_ring: dict[str, Any], target: str) -> bool:
     return target in (directory, os.path.join(directory, names[0]), os.path.join(directory, *names[:2]))
 
 
-def _move_to_log(left: RingContent) -> str:
-    host = str(left.identity["host"])
-    folder = Path(left.identity["directory"]) / left.identity["run"] / host
-    has_lines = b"\n" in left.tables or (folder / f"{left.identity['stem']}.jsonl").exists()
-    if not has_lines and not len(left.records):
-        ring.remove_files(left.path)  # the process was killed before it made a call
+def _move_to_log(content: RingContent) -> str:
+    host = str(content.identity["host"])
+    folder = Path(content.identity["directory"]) / content.identity["run"] / host
+    has_lines = b"\n" in content.tables or (folder / f"{content.identity['stem']}.jsonl").exists()
+    if not has_lines and not len(content.records):
+        ring.remove_files(content.path)  # the process was killed before it made a call
         return ""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = _stem(left, folder)
+    stem = _stem(content, folder)
     recovered = folder / f"{stem}.salvaged.npy"
     # Left by an earlier attempt; its records must not count as being on disk.
     (folder / (recovered.name + ".open")).unlink(missing_ok=True)
-    # A process may die after writing records, before freeing their slots: take those that no segment has.
-    recent = _last_records(folder, stem, left.capacity)
-    snapshot = left.snapshot
-    records, kept, left_out = split_kept(left)
-    is_summary = left.identity.get("mode") == "summary"
-    overwritten = max(0, left.kept_count - snapshot.calls - len(left.kept)) if is_summary else 0
+    # A process may die between writing records and freeing their slots: take only those that no segment has.
+    recent = _last_records(folder, stem, content.capacity)
+    snapshot = content.snapshot
+    records, kept, left_out = split_kept(content)
+    is_summary = content.identity.get("mode") == "summary"
+    overwritten = max(0, content.kept_count - snapshot.calls - len(content.kept)) if is_summary else 0
     records = records[~np.isin(record_keys(records), record_keys(recent))]
     if len(records) and not recovered.exists():
         write_segment(recovered, records)
     for table, dtype in TABLES.items() if is_summary else ():
         path = table_path(folder, stem, table)
         rows = len(read_rows(path, dtype))
-        # Fewer if the file was removed meanwhile; all if the snapshot was, which is there before any row.
+        # Fewer if the file was removed meanwhile; all if the snapshot was, which is written before any row.
         written = min(snapshot.written[table], rows) if snapshot.calls else rows
         append_rows(path, dtype, written, snapshot.rows[table])
     write_kept(folder, stem, kept)
     number = _count_records(recovered)
-    _complete_tables(left, folder, stem, number, left_out, overwritten)
-    ring.remove_files(left.path)
+    _complete_tables(content, folder, stem, number, left_out, overwritten)
+    ring.remove_files(content.path)
     return f"{stem} on {host}: {number} records of a process that ended early were recovered"
 
 
-def _stem(left: RingContent, folder: Path) -> str:
-    """Return the stem of the process's files; another one if it made no files and another process uses the name."""
-    stem = str(left.identity["stem"])
-    path, ours = folder / f"{stem}.jsonl", left.tables.partition(b"\n")[0]
+def _stem(content: RingContent, folder: Path) -> str:
+    """Return the stem of the process's files, or a new one if it has no files and another process uses the name."""
+    stem = str(content.identity["stem"])
+    path, ours = folder / f"{stem}.jsonl", content.tables.partition(b"\n")[0]
     if not path.exists() or not ours:
         return stem
     with open(path, "rb") as file:
@@ -141,7 +141,7 @@ def _stem(left: RingContent, folder: Path) -> str:
     if theirs in (b"", ours):
         return stem
     head, _, pid = stem.rpartition("-")
-    return f"{head}-{left.path.stem.rpartition('-')[2]}-{pid}"
+    return f"{head}-{content.path.stem.rpartition('-')[2]}-{pid}"
 
 
 def _last_records(folder: Path, stem: str, count: int) -> Records:
@@ -171,40 +171,40 @@ def _count_records(path: Path) -> int:
         return 0
 
 
-def split_kept(left: RingContent) -> tuple[Records, Records, int]:
+def split_kept(content: RingContent) -> tuple[Records, Records, int]:
     """Split the records of a ring by where they belong.
 
     Returns:
-        The records for the log, all kept records, and the number of those that only the selection keeps out of the log.
+        The records for the log, all kept records, and the number of newly kept ones whose step is not selected.
     """
-    records, kept = left.records, left.kept
+    records, kept = content.records, content.kept
     new = records[~np.isin(record_keys(records), record_keys(kept))]
-    if left.identity.get("mode") == "summary":
-        # Those that were kept are in the summary, but for the ones after the snapshot.
-        records = np.concatenate([kept[max(0, len(kept) - (left.kept_count - left.snapshot.calls)) :], new])
-    selected = select_steps(records["step"], rank_ranges(str(left.identity.get("steps", ""))))
+    if content.identity.get("mode") == "summary":
+        # Kept records are in the summary, except those after the snapshot.
+        records = np.concatenate([kept[max(0, len(kept) - (content.kept_count - content.snapshot.calls)) :], new])
+    selected = select_steps(records["step"], rank_ranges(str(content.identity.get("steps", ""))))
     left_out = ~(selected | in_flight(records))
-    kept = np.concatenate([kept, new[~in_flight(new)]]) if left.kept_count else kept
+    kept = np.concatenate([kept, new[~in_flight(new)]]) if content.kept_count else kept
     return records[~left_out], kept, int(np.isin(record_keys(records[left_out]), record_keys(new)).sum())
 
 
 def _complete_tables(
-    left: RingContent, folder: Path, stem: str, recovered: int, left_out: int, overwritten: int
+    content: RingContent, folder: Path, stem: str, recovered: int, left_out: int, overwritten: int
 ) -> None:
     path = folder / f"{stem}.jsonl"
-    # The copy in memory is ahead of the file, unless memory was full. No record refers to a last line that is cut.
-    longest = max(left.tables, path.read_bytes() if path.exists() else b"", key=len)
+    # The copy in memory is ahead of the file, unless memory was full. No record refers to a truncated last line.
+    longest = max(content.tables, path.read_bytes() if path.exists() else b"", key=len)
     lines = longest[: longest.rfind(b"\n") + 1]
     if b'{"table": "salvage"' in lines:
         return
     on_disk = sum(map(_count_records, folder.glob(f"{stem}.*.npy*")))
-    counters = {**dict.fromkeys(WITHOUT_RECORD, 0), "not_selected": 0, **left.counters}
+    counters = {**dict.fromkeys(WITHOUT_RECORD, 0), "not_selected": 0, **content.counters}
     counters["not_selected"] += left_out
     counters["lost"] += overwritten
     tables = (read_rows(table_path(folder, stem, name), TABLES[name]) for name in ("cells", "steps"))
     counters["summarized"] = count_calls(*tables)
-    # The counters did not change between the last time that they were written and the last turn of the drain thread.
-    counters["mono_ns"] = max(int(counters.get("mono_ns", 0)), left.alive_ns)
+    # The counters did not change between their last write and the last turn of the drain thread.
+    counters["mono_ns"] = max(int(counters.get("mono_ns", 0)), content.alive_ns)
     counters["calls"] = on_disk + sum(counters[name] for name in (*WITHOUT_RECORD, "not_selected", "summarized"))
     note = {"table": "salvage", "records": recovered, "host": identity.host(), "unix_ns": time.time_ns()}
     added = [json.dumps(row).encode() + b"\n" for row in ({"table": "stats", **counters}, note)]
@@ -214,7 +214,7 @@ def _complete_tables(
 
 
 def _remove_unfinished(folder: str) -> None:
-    """Remove rings of processes that were killed while they made them."""
+    """Remove unfinished rings of processes that were killed while making them."""
     for path in Path(folder).glob("commtrace-*.new"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > STALE_SECONDS:

@@ -3,22 +3,23 @@
 A ring is a file under /dev/shm, mapped into the process. Writing a record is a store to memory, and when the process is
 killed, the ring remains for the next commtrace on that host (`commtrace.recording.recovery`). It is never a file on
 shared storage: a mapped page that cannot be backed kills the process with SIGBUS. The space is reserved when the ring
-is made, which tmpfs honours. Where there is no room, the ring lies in private memory and cannot be recovered.
+is made, which tmpfs honours. If there is no room, the ring is in private memory and cannot be recovered.
 
     offset 0        identity, twice: checksum and JSON (pid, log directory, stem of the log's files ...)
     offset 8192     the last counters, twice
     offset 16352    how many kept records were begun and completed, since the start
-    offset 16368    when the process last showed a sign of life: monotonic ns of the last turn of its drain thread
+    offset 16368    when the process was last known to be alive: monotonic ns of the last turn of its drain thread
     offset 16376    number of calls that found the ring full
     offset 16384    the records, 96 bytes each; a record whose state byte is not 0 is complete and not on disk yet;
-                    then the kept records, where there is room for any: the last ones that the drain thread took, in
-                    turn, on disk or not (`Ring.keep`)
+                    then the kept records, if any: a circular buffer of the last ones that the drain thread took, on
+                    disk or not (`Ring.keep`)
 
-The two copies are written in turn, because a kill may hit in the middle of a store. The process's tables lie beside the
-ring, under the same name with `.jsonl`. A lock on the ring says that its process lives. It is a POSIX lock: forked
-children do not inherit it, and it is not tied to process numbers, which containers reuse. Such a lock does not keep its
-own process out, and is released as soon as that process closes any descriptor of the file: a process must never open
-its own ring again. The ring of a living process may be copied (`copy_living`), which takes no lock and writes nothing.
+The two copies are written alternately, because the process may be killed in the middle of a store. The process's tables
+are beside the ring, under the same name with `.jsonl`. A lock on the ring shows that its process is alive. It is a
+POSIX lock: forked children do not inherit it, and it is not tied to pids, which containers reuse. Such a lock does not
+exclude its own process, and is released as soon as that process closes any descriptor of the file: a process must never
+open its own ring again. The ring of a living process may be copied (`copy_living`), which takes no lock and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ class Ring:
     """A fixed number of record slots. `buffer` is all its memory, `records` an array of shape (capacity,) in it."""
 
     def __init__(self, capacity: int, path: Path | None, identity: dict[str, Any], kept: int = 0) -> None:
-        """Create the file `path`, or private memory for None. Raises OSError or ValueError if there is no file.
+        """Create the file `path`; None: private memory. Raises OSError or ValueError if creation fails.
 
         Args:
             capacity: Number of slots.
             path: The file.
-            identity: Of the ring's process.
+            identity: Identity of the ring's process.
             kept: Number of records that `keep` has room for.
         """
         self.capacity = capacity
@@ -82,10 +83,10 @@ class Ring:
         self.records: Records = np.frombuffer(self.buffer, RECORD, capacity, RECORDS_AT)
         self._kept: Records = np.frombuffer(self.buffer, RECORD, kept, RECORDS_AT + self.records.nbytes)
         self.kept_count = 0
-        """Number of records kept since the start, those that were overwritten included."""
+        """Number of records kept since the start, including overwritten ones."""
 
     def _create(self, path: Path, size: int, identity: dict[str, Any]) -> None:
-        # Under another name until it is locked and has its identity, so that it is not taken for a dead process's.
+        # Under another name until it is locked and has its identity: otherwise it would look like a dead process's.
         unfinished = path.with_suffix(".new")
         try:
             self._fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -122,11 +123,11 @@ class Ring:
         _NUMBER.pack_into(self.buffer, DROPPED_AT, calls)
 
     def alive(self) -> None:
-        """Note that the process is alive: when a killed process ended is known from this alone."""
+        """Record that the process is alive. Nothing else shows when a killed process ended."""
         _NUMBER.pack_into(self.buffer, ALIVE_AT, time.monotonic_ns())
 
     def keep(self, records: Records) -> None:
-        """Write records over the oldest ones kept: the last of them, if there is not room for all."""
+        """Write records over the oldest kept ones; only the last of them if there is no room for all."""
         last = records[-len(self._kept) :] if len(self._kept) else records[:0]
         if len(last):
             begun = self.kept_count + len(records)
@@ -137,7 +138,7 @@ class Ring:
             self.kept_count = begun
 
     def kept(self) -> Records:
-        """Return a copy of the records kept, the oldest first."""
+        """Return a copy of the kept records, the oldest first."""
         return _kept_in(self._kept, self.kept_count, self.kept_count)
 
     def _put(self, start: int, value: dict[str, Any]) -> bool:
@@ -181,7 +182,7 @@ class Ring:
 
 
 def make_ring(capacity: int, folder: str, name: str, identity: dict[str, Any], kept: int = 0) -> Ring:
-    """Make a ring in `folder` (memory-backed), or in private memory where that has no room; arguments as `Ring`."""
+    """Make a ring in `folder` (memory-backed), or in private memory if that has no room. Arguments are as in `Ring`."""
     try:
         return Ring(capacity, Path(folder) / f"commtrace-{name}.ring", identity, kept)
     except (OSError, ValueError):
@@ -189,12 +190,12 @@ def make_ring(capacity: int, folder: str, name: str, identity: dict[str, Any], k
 
 
 def _kept_in(slots: Records, begun: int, completed: int) -> Records:
-    """Return what was kept in slots, the oldest first, without those that were being overwritten."""
+    """Return the kept records in slots, the oldest first, without those that were being overwritten."""
     return slots[np.arange(max(0, begun - len(slots)), completed) % max(1, len(slots))]
 
 
 def remove_files(path: Path) -> None:
-    """Remove a ring and what lies beside it."""
+    """Remove a ring and the files beside it."""
     for suffix in (".ring", ".jsonl", ".cells", ".cells.new"):
         path.with_suffix(suffix).unlink(missing_ok=True)
 
@@ -205,7 +206,7 @@ def other_rings(folder: str) -> list[Path]:
 
 
 class RingContent(NamedTuple):
-    """What was in the ring of another process at one moment."""
+    """Content of the ring of another process at one moment."""
 
     path: Path
     alive_ns: int
@@ -213,15 +214,15 @@ class RingContent(NamedTuple):
     identity: dict[str, Any]
     counters: dict[str, Any]
     records: Records
-    """Those that did not change while they were read: a living process writes the others."""
+    """Records that did not change while they were read. A living process was writing the others."""
     tables: bytes
-    """Its tables as JSON lines; the last one may be cut."""
+    """Its tables as JSON lines; the last line may be truncated."""
     kept: Records
-    """The last records that left the ring, in turn; none where nothing is kept."""
+    """The last records that the drain thread took, the oldest first; empty if none are kept."""
     kept_count: int
-    """Number of records kept since the start, those that were overwritten included."""
+    """Number of records kept since the start, including overwritten ones."""
     snapshot: Snapshot
-    """What its summary has not written, from before `kept`."""
+    """What its summary had not written, read before `kept`."""
 
     @property
     def capacity(self) -> int:
@@ -231,16 +232,16 @@ class RingContent(NamedTuple):
 
 @contextlib.contextmanager
 def lock_dead(path: Path) -> Iterator[RingContent | None]:
-    """Yield the ring of a dead process, under its lock; None if the process lives, or another recovery took it.
+    """Yield the ring of a dead process, holding its lock; None if the process is alive, or another recovery took it.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no ring.
+        ValueError: The file is not a ring.
     """
     with _opened(path, os.O_RDWR) as fd:
         # Take the lock before reading: from then on no process writes. A file without a name was removed by its
         # process, or by another recovery, since it was found.
-        yield _read(path, fd) if _lock_of_dead(fd) and os.fstat(fd).st_nlink > 0 else None
+        yield _read(path, fd) if _lock_if_dead(fd) and os.fstat(fd).st_nlink > 0 else None
 
 
 def copy_living(path: Path) -> RingContent | None:
@@ -257,7 +258,7 @@ def copy_living(path: Path) -> RingContent | None:
 
 
 def identity_of(path: Path) -> dict[str, Any]:
-    """Return the identity of a ring's process without taking the lock; {} for a file that is no readable ring."""
+    """Return the identity of a ring's process without taking the lock; {} if the file is not a readable ring."""
     with contextlib.suppress(OSError, ValueError), _opened(path, os.O_RDONLY) as fd:
         return _identity(os.pread(fd, COUNTERS_AT, 0))
     return {}
@@ -265,7 +266,7 @@ def identity_of(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _opened(path: Path, mode: int) -> Iterator[int]:
-    fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # do not wait for a pipe
+    fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # do not block on a pipe
     try:
         yield fd
     finally:
@@ -274,7 +275,7 @@ def _opened(path: Path, mode: int) -> Iterator[int]:
 
 def _read(path: Path, fd: int) -> RingContent:
     snapshot, size = read_snapshot(path), os.fstat(fd).st_size
-    # The fields of a record that is being written may be of two calls, whatever its state: it differs.
+    # A record that is being written may mix the fields of two calls, whatever its state. The two reads differ there.
     first, data = os.pread(fd, size, 0), os.pread(fd, size, 0)
     begun, _ = _TWO_NUMBERS.unpack(os.pread(fd, _TWO_NUMBERS.size, KEPT_AT))
     identity, counters = _identity(data), _latest(data, COUNTERS_AT)
@@ -292,12 +293,12 @@ def _read(path: Path, fd: int) -> RingContent:
 def _identity(data: bytes) -> dict[str, Any]:
     identity = _latest(data, IDENTITY_AT)
     if identity.get("format") != RING_FORMAT:
-        raise ValueError("not a ring of commtrace")
+        raise ValueError("not a commtrace ring")
     return identity
 
 
 def _latest(data: bytes, start: int) -> dict[str, Any]:
-    """Return the later of the two copies that is intact; {} if none is."""
+    """Return the later of the intact copies; {} if none is intact."""
     copies: list[dict[str, Any]] = [{}]
     for at in (start, start + COPY_BYTES):
         checksum, _, text = data[at : at + COPY_BYTES].rstrip(b"\0 ").partition(b" ")
@@ -309,7 +310,7 @@ def _latest(data: bytes, start: int) -> dict[str, Any]:
 _BYTES: Final = np.dtype((np.void, RECORD.itemsize))
 
 
-def _lock_of_dead(fd: int) -> bool:
+def _lock_if_dead(fd: int) -> bool:
     """Take the lock unless the ring's own process holds it. Waits for another recovery, which holds it briefly."""
     deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     while not _lock(fd):
@@ -322,9 +323,9 @@ def _lock_of_dead(fd: int) -> bool:
 
 
 def _holder(fd: int) -> int | None:
-    """Return the process that holds the lock; 0: none any more, None: one of another process namespace."""
-    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    """Return the pid of the process that holds the lock. 0: none any more; None: one in another pid namespace."""
+    query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, query))
     if kind == fcntl.F_UNLCK:
         return 0
     return int(pid) or None

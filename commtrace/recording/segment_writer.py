@@ -1,8 +1,8 @@
-"""Segment writer: records in `.npy` files that start small, double in size, and are bounded in sum.
+"""Segment writer: records in `.npy` files that start small, double in size, and have a bounded total size.
 
 The open segment is called `.npy.open` and may end anywhere. Closing it writes the number of records into its header and
-renames it; from then on `numpy.load` reads it. Files are written and never mapped: a failing write returns an error,
-where a mapped page would kill the process.
+renames it; from then on `numpy.load` reads it. Files are written and never mapped: a failed write returns an error,
+whereas a mapped page that cannot be written kills the process.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class WrittenSegment:
         self.path = self._closed_path
 
     def abandon(self) -> None:
-        """Leave the file as it is; readers know how to read an open segment."""
+        """Leave the file as it is; readers can read an open segment."""
         with contextlib.suppress(OSError):
             self._close_fd()
 
@@ -85,7 +85,7 @@ class WrittenSegment:
 
 
 def write_segment(path: Path, records: Records) -> None:
-    """Write records as one closed segment, which is not there yet. Raises OSError; an open segment may be left then."""
+    """Write records as a new, closed segment. Raises OSError; an open segment may then be left."""
     segment = WrittenSegment(path)
     try:
         segment.append(np.ascontiguousarray(records, RECORD))
@@ -113,13 +113,13 @@ class SegmentSeries:
         """Number of records written so far, the removed ones included."""
 
     def append(self, records: Records) -> None:
-        """Append records. Raises OSError; `written` then includes those of them that are on disk."""
+        """Append records. Raises OSError; `written` then includes those that are on disk."""
         while len(records):
             segment = self._segment()
-            part = records[: max(1, (self._length - segment.size) // RECORD.itemsize)]
-            segment.append(part)
-            self.written += len(part)
-            records = records[len(part) :]
+            chunk = records[: max(1, (self._length - segment.size) // RECORD.itemsize)]
+            segment.append(chunk)
+            self.written += len(chunk)
+            records = records[len(chunk) :]
             if segment.size + RECORD.itemsize > self._length:
                 self.close()
                 self._length = min(2 * self._length, self._largest)
@@ -129,7 +129,7 @@ class SegmentSeries:
         return self._open is not None and unlinked(self._open.fd)
 
     def forget_missing(self) -> int:
-        """Forget removed files, and begin a new segment. Returns the number of records in them."""
+        """Forget removed files, and begin a new segment. Returns the number of records that they had."""
         missing = [segment for segment in self._full if not os.path.exists(segment.path)]
         self._full = deque(segment for segment in self._full if segment not in missing)
         if self._open is not None:
@@ -163,7 +163,7 @@ class SegmentSeries:
 
 
 def unlinked(fd: int) -> bool:
-    """Return whether the file has no name any more, or is gone from its server."""
+    """Return whether the file no longer has a name, or is gone from its server."""
     try:
         return os.fstat(fd).st_nlink == 0
     except OSError:
@@ -171,7 +171,7 @@ def unlinked(fd: int) -> bool:
 
 
 def truncate(fd: int, size: int) -> None:
-    """Cut a file to `size` bytes, where the next write goes. Raises OSError."""
+    """Truncate a file to `size` bytes, where the next write starts. Raises OSError."""
     if os.fstat(fd).st_size != size:
         os.ftruncate(fd, size)
     os.lseek(fd, size, os.SEEK_SET)
@@ -185,7 +185,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def read_rows(path: Path, dtype: np.dtype[Any] = RECORD, rows: int | None = None) -> Records:
-    """Return the complete rows of an `.npy` file of this module, or the first ones; none if it is missing.
+    """Return the complete rows of an `.npy` file that this module wrote, at most `rows`; none if it is missing.
 
     Raises:
         OSError: The file cannot be read.

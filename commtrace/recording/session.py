@@ -1,7 +1,7 @@
 """Tracing state of this process: off, on, or on and recording.
 
 Tracing is on from start-up and records from the first communication call on: a process that never communicates (a
-launcher, a worker of a DataLoader) writes no log. Hooks read `session.recorder` on each call.
+launcher, a DataLoader worker) writes no log. Hooks read `session.recorder` on each call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """Settings and recorder of this process; the recorder is made when it is first needed."""
+    """Settings and recorder of this process. The recorder is made when first needed."""
 
     def __init__(self) -> None:
         self.settings: Settings | None = None
@@ -42,27 +42,29 @@ class Session:
         calibrate: Callable[[], int] | None = None,
         make_slots: Callable[[Ring], Slots] | None = None,
     ) -> Recorder | None:
-        """Return the recorder; make it for the first call of this process. Arguments are those of `Recorder`.
+        """Return the recorder; make it at the first call of this process.
+
+        `find_rank` returns the rank of this process; the other arguments are those of `Recorder`.
 
         Returns:
-            None if tracing is off, does not select this rank, or cannot record, which is printed once.
+            The recorder; None if tracing is off, does not select this rank, or cannot record (printed once).
         """
         if self.settings is None:
             return None
         with self._lock:
-            # A signal handler that communicates may get here while the recorder is made: its call is not traced.
+            # A signal handler that communicates may get here while the recorder is made. Its call is not traced.
             settings = self.settings
             if self.recorder is None and settings is not None and not self._beginning:
                 self._beginning = True
                 try:
-                    member = find_rank()
-                    if not is_selected(member.rank, settings.ranks):
+                    rank_identity = find_rank()
+                    if not is_selected(rank_identity.rank, settings.ranks):
                         self.settings = None
                         return None
                     from .recorder import Recorder
 
                     self.recorder = Recorder(
-                        settings, member, blind_spots=[*blind_spots], calibrate=calibrate,
+                        settings, rank_identity, blind_spots=[*blind_spots], calibrate=calibrate,
                         make_slots=make_slots,
                     )  # fmt: skip
                     if self._is_fork:
@@ -79,13 +81,13 @@ class Session:
         return self.recorder
 
     def _end_with_multiprocessing(self) -> None:
-        # Processes that multiprocessing forks end by os._exit: its finalizers run, atexit does not. This one runs last.
+        # Processes forked by multiprocessing end with os._exit: its finalizers run, not atexit's. This one runs last.
         util, process = sys.modules.get("multiprocessing.util"), sys.modules.get("multiprocessing.process")
         if util is not None and process is not None and process.parent_process() is not None:
             util.Finalize(None, self.end, args=("exit",), exitpriority=-1000)
 
     def end(self, reason: str) -> None:
-        """Close the log and switch tracing off; `reason` goes to the log: "exit" or "stop"."""
+        """Close the log and switch tracing off. `reason`, "exit" or "stop", is written to the log."""
         recorder, self.recorder, self.settings = self.recorder, None, None
         if recorder is not None and recorder.pid == os.getpid():
             recorder.close(reason)

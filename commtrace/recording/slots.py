@@ -1,7 +1,7 @@
 """Slots of a ring: free, taken by a call whose end may still be observed, or ready to be written to the log.
 
 The thread that makes a call takes a slot, and the drain thread frees it. Neither waits for the other, except while one
-of them notes the end of a call and the other gives up on it.
+of them records the end of a call and the other gives it up.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .ring import Ring
 
 SlotNumbers = npt.NDArray[np.integer[Any]]
 NO_SLOTS: Final[SlotNumbers] = np.zeros(0, np.intp)
-_FIRST: Final = 4096
-"""Slots that are free at first."""
+_INITIAL_SLOTS: Final = 4096
+"""Number of slots that are free at first."""
 # Plain numbers: numpy would convert the states of all slots to the integers of an enumeration.
 _BEGUN, _RETURNED, _COMPLETE = (int(state) for state in (State.BEGUN, State.RETURNED, State.COMPLETE))
 
 
 class PendingCall:
-    """A call that returned and whose end may still be observed; `slot` becomes -1 when its record leaves the ring."""
+    """A returned call whose end may still be observed. `slot` becomes -1 when the end is recorded or given up."""
 
     __slots__ = ("slot",)
 
@@ -44,18 +44,18 @@ class Slots:
 
     def __init__(self, ring: Ring) -> None:
         self.capacity = ring.capacity
-        self.used = min(_FIRST, ring.capacity)
-        """Only slots below this number were ever free: the drain thread need not look at the others."""
+        self.used = min(_INITIAL_SLOTS, ring.capacity)
+        """Only slots below this number were ever free: the drain thread need not check the others."""
         self.free = deque(range(self.used))
         self.pending: list[PendingCall | None] = [None] * ring.capacity
         self.lock = threading.RLock()
-        """Held while the end of a call is noted or given up. Reentrant, for signal handlers."""
+        """Held while the end of a call is recorded or given up. Reentrant, for signal handlers."""
         self._ring = ring
         self._records = ring.records
         self._state: Any = ring.records["state"]
         self._seized = -1
         # Held while the drain thread sleeps. Not an Event: an exception that a signal handler raises within `set` would
-        # leave the event's own lock held for ever.
+        # leave the event's own lock held forever.
         self._asleep = threading.Lock()
         self._asleep.acquire()
 
@@ -65,13 +65,13 @@ class Slots:
         return self.used - len(self.free) if self._seized < 0 else self._seized
 
     def grow(self) -> int:
-        """Return a slot where none was free, and free more of the ring.
+        """Return a slot when none is free, and free more of the ring.
 
         Raises:
             IndexError: All of the ring is taken, or recording has stopped.
         """
         with self.lock:
-            with suppress(IndexError):  # another thread has come first
+            with suppress(IndexError):  # another thread was first
                 return self.free.popleft()
             if self._seized >= 0 or self.used == self.capacity:
                 raise IndexError("the ring is full")
@@ -86,16 +86,16 @@ class Slots:
             self._ring.dropped += calls
 
     def wait(self, seconds: float) -> None:
-        """Block the drain thread until `wake` is called or the time is over."""
+        """Block the drain thread until `wake` is called or `seconds` have passed."""
         self._asleep.acquire(timeout=seconds)
 
     def wake(self) -> None:
         """Wake the drain thread."""
-        with suppress(RuntimeError):  # it is awake already
+        with suppress(RuntimeError):  # it is already awake
             self._asleep.release()
 
     def finished(self) -> SlotNumbers:
-        """Return slots with final records.
+        """Return the slots with final records.
 
         If free slots run short, the ends of the oldest returned calls are given up: their records are written with the
         state RETURNED, and an end that comes later is ignored.
@@ -118,7 +118,7 @@ class Slots:
                 call.slot = -1
 
     def seize(self) -> tuple[SlotNumbers, int]:
-        """Stop recording: take every slot, so that no call gets one and no end is noted any more.
+        """Stop recording: take every slot, so that no call gets one and no end is recorded any more.
 
         Returns:
             Slots with records, and the number of slots whose calls had not written a record yet and are lost.
@@ -148,7 +148,7 @@ class Slots:
             self._seized -= len(slots)
 
     def close(self) -> None:
-        """Release what else the slots hold, when the log is complete."""
+        """Release other resources of the slots when the log is complete."""
 
     def forked(self) -> None:
         """Detach a forked child: it gets no slots, and a lock that no thread of the parent holds."""

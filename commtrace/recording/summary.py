@@ -1,12 +1,12 @@
 """Summary: finished records as cells in place of events (COMMTRACE_MODE=summary), in a bounded number of bytes.
 
-Training repeats itself. The calls of a step are a *pattern* of cells; steps that repeat a pattern take a row together,
-however many they are. A step with calls that no step before had needs rows for its cells, if there are bytes left for
-them: COMMTRACE_SUMMARY_BYTES a day, which come in evenly, so that a run of weeks is described to its end. If there are
-none, the step is added to others: of these steps only the sums are known, until there are bytes for them. Counts and
-sums of bytes are exact in any case.
+Training is repetitive. The calls of a step form a *pattern* of cells; successive steps with the same pattern share one
+row, however many they are. A step with a new pattern needs rows for its cells. They must fit into an allowance, which
+grows evenly, within COMMTRACE_SUMMARY_BYTES a day, so that a run of weeks is described to its end. If they do not fit,
+the step is mixed with others until the allowance suffices: only the sums of mixed steps are known. Counts and sums of
+bytes are always exact.
 
-Only the drain thread uses this. It needs no clock of its own: times come with the calls.
+Only the drain thread uses this module, which reads no clock: the caller passes times.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from commtrace.summary_format import (
 
 DAY_SECONDS: Final = 86_400
 MAX_CELLS: Final = 1024
-"""Cells of a step or of mixed steps beyond which sizes, and then call sites, are no longer told apart."""
+"""Cells of a step or of mixed steps beyond which sizes, and then call sites, are no longer distinguished."""
 MERGED_TIMES: Final = 1 << 14
-"""New rows of histograms that are merged at once."""
+"""Number of new histogram rows at which they are merged."""
 MAX_TIMES: Final = 4096
-"""Rows of histograms in memory beyond which call sites, and then groups, are no longer told apart."""
+"""Histogram rows in memory beyond which call sites, and then groups, are no longer distinguished."""
 PART_SECONDS: Final = 60
-"""Age from which the calls of a step that does not end are written, as far as they were made."""
+"""Age at which a step that has not ended is written, with its calls so far."""
 _MAX_PATTERNS: Final = 512
-"""Patterns that are recognized, the last ones."""
-# Bytes of a day: what may be written at once, what comes in over the day, and what remains for the end of the process.
-_AT_ONCE, _COMING_IN = 0.1, 0.8
+"""Number of patterns, the newest ones, that are recognized in later steps."""
+# Shares of the bytes of a day: the most that may be written at once, and what the allowance grows by. The rest remains
+# for the end of the process.
+_AT_ONCE, _GROWTH = 0.1, 0.8
 
 _Numbers = tuple[int, int, int]
 """Number of calls; with SUMS also the sums of their `payload` and `local`, else 0."""
@@ -58,18 +59,18 @@ class Summary:
     """The calls of one process that are not written yet, and the rows to write.
 
     Attributes:
-        rows: Rows to write, by table. Whoever writes them removes them.
+        rows: Rows to write, by table. The caller writes and removes them.
         calls: Number of calls so far.
         last_step: The last step that has a call.
     """
 
     def __init__(self, rank: int, bytes_per_day: int, now: float) -> None:
-        """Begin; `now` is a time in seconds on any clock that `flush` goes on with."""
+        """Begin an empty summary; `now` is the time in seconds, on the clock that `flush` uses too."""
         self.rows: dict[str, list[bytes]] = {name: [] for name in TABLES}
         self.calls = 0
         self._rank = rank
         self._at_once = self._allowance = bytes_per_day * _AT_ONCE
-        self._per_second = bytes_per_day * _COMING_IN / DAY_SECONDS
+        self._per_second = bytes_per_day * _GROWTH / DAY_SECONDS
         self._now = now
         self._max_cells = max(16, min(MAX_CELLS, int(bytes_per_day * 0.02) // CELLS.itemsize))
         self._max_times = max(64, min(MAX_TIMES, int(bytes_per_day * 0.03) // TIMES.itemsize))
@@ -79,7 +80,7 @@ class Summary:
         self._patterns: dict[frozenset[tuple[bytes, _Numbers]], int] = {}
         self._last_pattern = 0
         self._run: list[int] | None = None
-        """Row of STEPS that goes on: pattern, first, last, steps, 0."""
+        """Row of STEPS that the next step may extend: pattern, first, last, steps, 0."""
         self._mixed: _Cells = {}
         self._mixed_steps = [0, 0, 0]
         """First, last and number of the mixed steps."""
@@ -93,7 +94,7 @@ class Summary:
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     def add(self, records: Records) -> None:
-        """Take records that are finished, in any order."""
+        """Add finished records, in any order."""
         if not len(records):
             return
         self.calls += len(records)
@@ -136,17 +137,17 @@ class Summary:
             self._merge_times()
 
     def _merge_times(self) -> None:
-        self._times = _merged([self._times, *self._new_times])
+        self._times = _merge([self._times, *self._new_times])
         self._new_times, self._new_times_count = [], 0
         while len(self._times) > self._max_times and len(self._times_by) > 1:
-            forgotten = self._times_by.pop()
-            self._times[forgotten][(self._times["measure"] != TRANSFER) | (forgotten == "site")] = 0
-            self._times = _merged([self._times])
+            column = self._times_by.pop()
+            self._times[column][(self._times["measure"] != TRANSFER) | (column == "site")] = 0
+            self._times = _merge([self._times])
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def close_steps(self, first_open: int) -> None:
-        """Take steps below one as complete. Calls of theirs that come later are another part of them."""
+        """Close the steps before `first_open`. If one gets more calls, they are another part of it."""
         for step in sorted(step for step in self._open if step < first_open):
             self._close(step)
 
@@ -208,7 +209,7 @@ class Summary:
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
     def flush(self, now: float) -> None:
-        """Move to `rows` what there are bytes for."""
+        """Move to `rows` what the allowance covers."""
         self._allowance = min(self._at_once, self._allowance + (now - self._now) * self._per_second)
         self._now = now
         if self._run is not None and STEPS.itemsize <= self._allowance:
@@ -218,7 +219,7 @@ class Summary:
         if self._mixed and cost <= self._allowance:
             self._allowance -= cost
             self._end_mixed()
-        # What can wait is written while enough is left for a change of what the program does.
+        # What can wait is written only if enough is left for new patterns.
         for step in [step for step, since in self._opened.items() if now - since >= PART_SECONDS]:
             if len(self._open[step]) * CELLS.itemsize <= self._allowance - self._at_once / 2:
                 self._close(step)
@@ -229,7 +230,7 @@ class Summary:
             self._end_times()
 
     def forget_patterns(self) -> None:
-        """Begin again without the patterns that were written: their file was removed."""
+        """Start again without the patterns that were written, because their file was removed."""
         self._end_run()
         self._patterns.clear()
 
@@ -259,7 +260,7 @@ class Summary:
 
 
 _STEP_KEY: Final = np.dtype([*CELL_KEY.descr, ("step", "<i4"), ("unused", "<i4")])
-_MIXES: Final = np.uint64(0x9E3779B97F4A7C15)
+_HASH_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _group(rows: Rows, size: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
@@ -272,16 +273,16 @@ def _group(rows: Rows, size: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.
     words = keys.view(np.uint64)
     hashes = np.zeros(len(rows), np.uint64)
     for word in words.T:  # sorting one number is much faster than sorting keys
-        hashes = (hashes ^ (hashes >> np.uint64(29)) ^ word) * _MIXES
+        hashes = (hashes ^ (hashes >> np.uint64(29)) ^ word) * _HASH_FACTOR
     _, first, groups = np.unique(hashes, return_index=True, return_inverse=True)
     if (words[first][groups] != words).any():  # two keys with one hash
         _, first, groups = np.unique(keys.view(f"S{size}").ravel(), return_index=True, return_inverse=True)
     return first, groups
 
 
-def _merged(parts: Sequence[Rows]) -> Rows:
-    """Return one row of TIMES for each key among those of parts."""
-    rows = np.concatenate(parts)
+def _merge(tables: Sequence[Rows]) -> Rows:
+    """Return tables of TIMES as one, with one row for each key."""
+    rows = np.concatenate(tables)
     first, groups = _group(rows, TIMES_KEY.itemsize)
     merged = rows[first]
     for name in ("calls", "ns", "payload"):
@@ -298,13 +299,13 @@ def _add(cells: _Cells, key: bytes, numbers: _Numbers) -> None:
 
 
 def _coarsen(cells: _Cells, limit: int) -> None:
-    """Sum the sizes of calls within a power of two and, if there are still too many cells, over call sites."""
-    for forgets_sites in (False, True):
+    """Merge cells with payloads within a power of two and, if there are still too many, those of all call sites."""
+    for merge_sites in (False, True):
         keys, numbers = np.frombuffer(b"".join(cells), CELL_KEY).copy(), [*cells.values()]
         sizes = [*zip(keys["payload"].tolist(), keys["local"].tolist(), (keys["bits"] & SUMS).tolist(), strict=True)]
         keys["payload"], keys["local"] = [size_class(payload) for payload, _, _ in sizes], 0
         keys["bits"] |= SUMS
-        if forgets_sites:
+        if merge_sites:
             keys["site"] = 0
         cells.clear()
         for key, (payload, local, is_sum), before in zip(_packed(keys), sizes, numbers, strict=True):

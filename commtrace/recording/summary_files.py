@@ -1,8 +1,8 @@
-"""Files of a summary: tables that rows are appended to, and what is not in them yet, in shared memory.
+"""Files of a summary: tables to which rows are appended, and a snapshot in shared memory of what they lack.
 
-The snapshot lies beside the ring, and outlives a killed process: the rows that it had not written, how many rows its
-files had then, and how many records they all stand for. Recovery makes the files end where the snapshot begins; what
-the ring keeps of later records follows in full.
+The snapshot is beside the ring, and outlives a killed process. It has the rows that were not written, the number of
+rows in each file at that time, and the number of records that they all represent. Recovery truncates each file to its
+number of rows, and appends the rows of the snapshot. Later records that the ring has kept follow in full.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ SNAPSHOT_SUFFIX: Final = ".cells"
 
 
 def table_path(folder: Path, stem: str, table: str) -> Path:
-    """Return the file of a table of a process."""
+    """Return the path of a table of a process's summary."""
     return folder / f"{stem}-{table}.npy"
 
 
 def append_rows(path: Path, dtype: np.dtype[Any], written: int, data: bytes) -> int:
-    """Write rows after the first `written` ones of a file, which is created, and forget what follows them.
+    """Replace what follows the first `written` rows of a file, which is created if missing.
 
     Returns:
         The number of rows in the file.
 
     Raises:
         FileNotFoundError: The file has fewer rows.
-        OSError: Writing failed; the first `written` rows are as they were.
+        OSError: Writing failed; the first `written` rows are unchanged.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -53,14 +53,14 @@ def append_rows(path: Path, dtype: np.dtype[Any], written: int, data: bytes) -> 
 
 
 class Snapshot(NamedTuple):
-    """What is not in the files of a summary, at one moment."""
+    """The part of a summary that was not in its files at one moment."""
 
     calls: int
-    """Number of records, of those that the ring has kept, that files and `rows` stand for."""
+    """Number of kept records that the files and `rows` represent."""
     written: Mapping[str, int]
     """Number of rows in each file."""
     rows: Mapping[str, bytes]
-    """Those that follow in each file."""
+    """The rows that follow in each file."""
 
 
 def write_snapshot(ring_path: Path, snapshot: Snapshot) -> None:
@@ -68,7 +68,7 @@ def write_snapshot(ring_path: Path, snapshot: Snapshot) -> None:
     facts = {
         "calls": snapshot.calls,
         "written": snapshot.written,
-        "bytes": {t: len(r) for t, r in snapshot.rows.items()},
+        "bytes": {table: len(rows) for table, rows in snapshot.rows.items()},
     }
     path = ring_path.with_suffix(SNAPSHOT_SUFFIX)
     partial = path.with_name(path.name + ".new")
@@ -89,7 +89,7 @@ def read_snapshot(ring_path: Path) -> Snapshot:
 
 
 def count_calls(cells: Rows, steps: Rows) -> int:
-    """Return the number of calls that rows of CELLS and STEPS stand for."""
+    """Return the number of calls that rows of CELLS and STEPS represent."""
     by_pattern = np.bincount(cells["pattern"], cells["calls"], minlength=int(steps["pattern"].max(initial=0)) + 1)
     times = np.where(steps["mixed"] == 1, 1, steps["steps"].astype(np.int64))
     return int((by_pattern[steps["pattern"]] * times).sum())

@@ -18,11 +18,11 @@ from .summary_files import Snapshot, write_snapshot
 
 FOLD_SECONDS: Final = 1.0
 FOLD_RECORDS: Final = 8192
-"""Records from which they are folded at once."""
+"""Number of records that are folded without waiting for FOLD_SECONDS."""
 OPEN_STEPS: Final = 3
-"""Steps before the last one that may be open."""
+"""Maximum number of open steps before the newest one."""
 SNAPSHOT_SECONDS: Final = 5.0
-"""Most time between snapshots. They come sooner where many calls would leave the kept records between two of them."""
+"""Maximum time between snapshots. With many calls they come sooner, before kept records are overwritten."""
 WRITE_SECONDS: Final = 10.0
 
 
@@ -35,18 +35,18 @@ class SummaryWriter:
         self._ring, self._writer = ring, writer
         self._records: list[Records] = []
         self._written = dict.fromkeys(TABLES, 0)
-        self._most_unsaved, self._saved = settings.kept_records // 4, 0
+        self._max_unsaved, self._saved = settings.kept_records // 4, 0
         self._fold_at, self._snapshot_at, self._write_at = now, now + SNAPSHOT_SECONDS, now + WRITE_SECONDS
         self.calls = 0
         """Number of calls so far."""
 
     def add(self, records: Records) -> None:
-        """Take records that the ring keeps, too, and that will be free."""
+        """Add records, which the ring keeps too. Their slots are freed next."""
         self._records.append(records)
         self.calls += len(records)
 
     def turn(self) -> None:
-        """Do what is due."""
+        """Fold records, and write a snapshot or the summary, if due."""
         now = time.monotonic()
         if now >= self._fold_at or sum(map(len, self._records)) >= FOLD_RECORDS:
             self._fold_at = now + FOLD_SECONDS
@@ -55,7 +55,7 @@ class SummaryWriter:
                 self._write_at, self._snapshot_at = now + WRITE_SECONDS, now + SNAPSHOT_SECONDS
                 self._summary.flush(now)
                 self._write()
-            elif now >= self._snapshot_at or self._ring.kept_count - self._saved >= self._most_unsaved:
+            elif now >= self._snapshot_at or self._ring.kept_count - self._saved >= self._max_unsaved:
                 self._snapshot_at = now + SNAPSHOT_SECONDS
                 self._save()
 
@@ -69,8 +69,8 @@ class SummaryWriter:
         records, self._records = self._records, []
         if records:
             self._summary.add(np.concatenate(records))
-        # Of a step that is over, no call is in the ring, and a call of a later one was seen. A call that nothing waits
-        # for may stay in the ring for ever.
+        # A step is over when the ring has no call of it and a later step has begun. A call that nothing waits for may
+        # stay in the ring forever, so at most OPEN_STEPS steps stay open.
         steps = self._ring.records["step"][self._ring.records["state"] != State.FREE]
         newest = max(self._summary.last_step, int(steps.max(initial=-1)))
         self._summary.close_steps(max(newest - OPEN_STEPS, min(newest, int(steps.min(initial=newest)))))
@@ -87,7 +87,7 @@ class SummaryWriter:
             self._save()  # first: a kill may come while the rows are written
             if not self._writer.append_rows(rows, self._written):
                 return False
-        except FileNotFoundError:  # the log was removed: begin it again
+        except FileNotFoundError:  # the log was removed: start again
             self._written = dict.fromkeys(TABLES, 0)
             self._summary.forget_patterns()
             return False

@@ -29,7 +29,7 @@ class TableWriter:
         self._numbers: dict[tuple[str, Hashable], int] = {}
         self._last: dict[str, int] = {}
         self.lookups = 0
-        """Rows added and frames classified so far: a call during which it grows is a first call."""
+        """Number of rows added and frames classified so far: a call during which it grows is a first call."""
         self.lines: list[bytes] = []
         """All lines so far, in order; the drain thread writes them to the log."""
 
