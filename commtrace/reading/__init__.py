@@ -1,1 +1,1 @@
-"""Reading: from a log directory to a run and its event table. A damaged log is read as far as possible."""
+"""Readers of log directories: runs and their event tables. Damaged logs are read as far as possible."""

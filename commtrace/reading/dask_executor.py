@@ -1,4 +1,4 @@
-"""Executor on the workers of a Dask cluster, which read the log directory under the same path as this process."""
+"""Executor on the workers of a Dask cluster, which need the log directory under the same path as this process."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from commtrace.errors import ClusterError, LogError, MissingLibraryError
 from commtrace.formatting import format_plural
 from commtrace.launchers import usable_cores
 
-from .executors import Executor, Facts, Merge, ReadPart, Result, RunPart, batches, learn, read_part
+from .executors import Executor, Facts, Merge, ReadPart, Result, RunPart, batches, read_part, set_facts
 
 WORKERS_TIMEOUT_SECONDS: Final = 600
-"""Time for which a cluster may be without workers: they may have to wait in the queue of a batch system."""
+"""How long a cluster may be without workers, which may be waiting in a batch queue."""
 
 _ADDRESS: Final = re.compile(r"\w+://.+|[^/]+:\d+")
 _ADDRESS_HINT: Final = (
@@ -87,7 +87,7 @@ def _address_in(scheduler_file: str) -> str:
 
 
 async def _try_to_connect(address: str) -> None:
-    """Connect to a scheduler and disconnect: a `Client` that could not be made may wait for ever when it is removed."""
+    """Connect to a scheduler and disconnect. A `Client` that cannot connect may hang when it is deleted."""
     comm, security = import_module("distributed.comm"), _import_distributed().Security()
     connection = await comm.connect(address, **security.get_connection_args("client"))
     await connection.close()
@@ -101,13 +101,13 @@ def _import_distributed() -> Any:
 
 
 class DaskExecutor(Executor):
-    """Reads on the workers of a cluster. What a worker had read when it died is read again by others.
+    """Executor on the workers of a cluster. If a worker dies, others read its parts again.
 
     Args:
         client: A `dask.distributed.Client`.
 
     Raises:
-        ClusterError: Another version of commtrace is installed there.
+        ClusterError: The scheduler or a worker has another version of commtrace, or none.
     """
 
     def __init__(self, client: Any) -> None:
@@ -127,51 +127,51 @@ class DaskExecutor(Executor):
         with self._progress(name, futures):
             for part in parts:
                 result, facts = self._result(futures.pop(0))
-                learn([part], facts)
+                set_facts([part], facts)
                 yield result
 
     def reduce(self, name: str, function: ReadPart[Result], merge: Merge[Result], parts: Sequence[RunPart]) -> Result:
         """Return the merged results of the parts."""
         futures = self._submit(name, function, parts)
         with self._progress(name, futures):
-            everywhere, merged = self._everywhere(merge), list[Any]()
+            shared_merge, merged = self._share(merge), list[Any]()
             while len(merged) != 1:
                 merged = futures = [
-                    # Before other parts are read, so that their results need less memory.
-                    self._client.submit(_merge, everywhere, *batch, key=_key("merge"), priority=1)
+                    # Merges take precedence over reading, so that results need less memory.
+                    self._client.submit(_merge, shared_merge, *batch, key=_key("merge"), priority=1)
                     for batch in batches(futures)
                 ]
             result: Result
             result, facts = self._result(futures[0])
-        learn(parts, facts)
+        set_facts(parts, facts)
         return result
 
     def _submit(self, name: str, function: ReadPart[Result], parts: Sequence[RunPart]) -> list[Any]:
         """Return the futures of the results of parts."""
         with self._errors():
-            same = ([value] * len(parts) for value in (commtrace.__version__, self._everywhere(function)))
+            shared = ([value] * len(parts) for value in (commtrace.__version__, self._share(function)))
             pickled = [pickle.dumps(part) for part in parts]
-            futures: list[Any] = self._client.map(_read, *same, pickled, key=[_key(name) for _ in parts])
+            futures: list[Any] = self._client.map(_read, *shared, pickled, key=[_key(name) for _ in parts])
         return futures
 
-    def _everywhere(self, value: object) -> Any:
+    def _share(self, value: object) -> Any:
         """Return the future of a value that all workers need."""
         with self._errors(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sending large graph", UserWarning)
-            # Not scattered: the data would be gone with the worker that holds it.
+            # Not scattered: scattered data is lost with the worker that holds it.
             return self._client.submit(pickle.loads, pickle.dumps(value), key=_key("shared"))
 
     def _result(self, future: Any) -> Any:
         """Return the result of a future, or raise its error."""
-        last_worker, waits = time.monotonic(), False
+        last_worker, is_waiting = time.monotonic(), False
         with self._errors():
             while not future.done():
                 with self._client.as_current(), contextlib.suppress(self._distributed.TimeoutError):
                     self._distributed.wait(future, timeout=min(5, WORKERS_TIMEOUT_SECONDS))
                 if future.done() or self._client.scheduler_info()["workers"]:
                     last_worker = time.monotonic()
-                elif not waits:
-                    waits = True
+                elif not is_waiting:
+                    is_waiting = True
                     print(f"commtrace: scheduler {self._address} has no workers; waiting for one", file=sys.stderr)
                 elif time.monotonic() - last_worker > WORKERS_TIMEOUT_SECONDS:
                     text = f"scheduler {self._address}: had no workers for {WORKERS_TIMEOUT_SECONDS} s"
@@ -189,7 +189,7 @@ class DaskExecutor(Executor):
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turn errors of the connection into ClusterError."""
+        """Turn connection errors into ClusterError."""
         try:
             yield
         except (self._distributed.CancelledError, OSError):
@@ -214,12 +214,12 @@ _SAME_VERSION: Final = "install the same version of commtrace for this process, 
 
 
 def _key(name: str) -> str:
-    """Return a new task name, which dashboards show."""
+    """Return a unique task name, which dashboards show."""
     return f"commtrace-{name}-{uuid4().hex}"
 
 
 def _probe() -> Callable[[], str | None]:
-    """Return a function that returns the version of commtrace, and needs no commtrace to be unpickled."""
+    """Return a function that returns the version of commtrace, and that can be unpickled without commtrace."""
 
     def version() -> str | None:
         try:
@@ -234,22 +234,22 @@ def _probe() -> Callable[[], str | None]:
 def _check_version(where: str, version: str | None) -> None:
     if version != commtrace.__version__:
         what = "commtrace is not installed there" if version is None else f"has commtrace {version}"
-        raise ClusterError(f"{where}: {what}, this process {commtrace.__version__}; {_SAME_VERSION}")
+        raise ClusterError(f"{where}: {what}, but this process has {commtrace.__version__}; {_SAME_VERSION}")
 
 
-def _read(version: str, function: ReadPart[Result], part: bytes) -> tuple[Result, Facts]:
-    """Return the result of a part on a worker, and what reading found out about its segments."""
+def _read(version: str, function: ReadPart[Result], pickled_part: bytes) -> tuple[Result, Facts]:
+    """Read a part on a worker. Return the result, and the facts of its segments."""
     from distributed import get_worker
 
     where = f"worker {get_worker().address}"
-    _check_version(where, version)  # of a worker that came later
-    read = pickle.loads(part)
-    for folder in {segment.path.parent for segment in read.segments}:
+    _check_version(where, version)  # the worker may have joined later
+    part = pickle.loads(pickled_part)
+    for folder in {segment.path.parent for segment in part.segments}:
         if not folder.is_dir():
             raise LogError(f"{folder}: {where} has no such folder; mount it there under the same path")
-    return read_part(function, read)
+    return read_part(function, part)
 
 
 def _merge(merge: Merge[Result], *parts: tuple[Result, Facts]) -> tuple[Result, Facts]:
-    """Return results merged on a worker, and what reading found out about the segments of all of them."""
+    """Merge results on a worker. Return the result, and the facts of the segments of all of them."""
     return merge([result for result, _ in parts]), [*chain(*(facts for _, facts in parts))]

@@ -1,8 +1,8 @@
-"""Executors: where the records of a run are read.
+"""Executors, which read the records of a run in this process, in a pool or on a cluster.
 
-A pass over the records of a run is a function of its parts (`RecordedRun.parts`). An executor calls the function for
-each part, and merges the results in a tree that depends on the number of parts only: results are equal with every
-executor, to the last bit of a sum.
+A pass over the records calls a function for each part of the run (`RecordedRun.parts`). The executor merges the
+results in a tree that depends only on the number of parts: every executor gives equal results, to the last bit of a
+sum.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from distributed import Client
 
 MERGED_AT_ONCE: Final = 64
-"""Results that become one in a node of the tree."""
+"""Maximum number of results that are merged in one node of the tree."""
 
 
 @dataclass
 class RunPart:
-    """Segments that are read in one go, and of each the ids of its process. Names the records, does not hold them."""
+    """Segments that are read together, each with the ids of its process. It does not hold their records."""
 
     number: int
     """Position among the parts of the run."""
@@ -37,34 +37,34 @@ class RunPart:
 
 Result = TypeVar("Result")
 ReadPart: TypeAlias = Callable[[RunPart], Result]
-"""A function of a part, picklable, as are its results."""
+"""A picklable function of a part, with picklable results."""
 Merge: TypeAlias = Callable[[Sequence[Result]], Result]
-"""A function that merges results, picklable."""
+"""A picklable function that merges results."""
 Facts: TypeAlias = list[tuple[object, ...]]
-"""What reading found out about segments (`Segment.facts`)."""
+"""`Segment.facts` of segments after reading."""
 AnyExecutor: TypeAlias = Union["Executor", futures.Executor, "Client", None]
 
 
 class Executor:
-    """Reads in this process."""
+    """Executor in this process."""
 
     def map(self, name: str, function: ReadPart[Result], parts: Sequence[RunPart]) -> Iterator[Result]:
-        """Yield `function(part)` of each part, in their order; their segments then know what is damaged in them.
+        """Yield `function(part)` for each part, in order. Set the `facts` of the parts' segments.
 
         Args:
             name: Name of the pass, for progress.
-            function: Reads a part.
+            function: Function that reads a part.
             parts: The parts.
         """
         return map(function, parts)
 
     def reduce(self, name: str, function: ReadPart[Result], merge: Merge[Result], parts: Sequence[RunPart]) -> Result:
-        """Return the results of all parts, of which there is at least one, merged; see `map`."""
+        """Return the merged results of one or more parts; see `map`."""
         return merge_tree(merge, self.map(name, function, parts))
 
 
 class PoolExecutor(Executor):
-    """Reads in the processes or threads of a pool."""
+    """Executor in the processes or threads of a pool."""
 
     def __init__(self, pool: futures.Executor) -> None:
         self._pool = pool
@@ -73,7 +73,7 @@ class PoolExecutor(Executor):
         """Yield the results of the parts."""
         results = self._pool.map(functools.partial(read_part, function), parts)
         for part, (result, facts) in zip(parts, results, strict=True):
-            learn([part], facts)
+            set_facts([part], facts)
             yield result
 
 
@@ -81,32 +81,32 @@ IN_PROCESS: Final = Executor()
 
 
 def read_part(function: ReadPart[Result], part: RunPart) -> tuple[Result, Facts]:
-    """Return the result of a part in another process, and what reading found out about its segments."""
+    """Read a part in another process. Return the result, and the facts of its segments."""
     return function(part), [segment.facts for segment in part.segments]
 
 
-def learn(parts: Iterable[RunPart], facts: Facts) -> None:
-    """Tell the segments of parts what another process found out about its copies of them."""
-    for segment, of_copy in zip((segment for part in parts for segment in part.segments), facts, strict=True):
-        segment.facts = of_copy
+def set_facts(parts: Iterable[RunPart], facts: Facts) -> None:
+    """Set the facts of the segments of parts to those of their copies in another process."""
+    for segment, copy_facts in zip((segment for part in parts for segment in part.segments), facts, strict=True):
+        segment.facts = copy_facts
 
 
 def merge_tree(merge: Merge[Result], results: Iterable[Result]) -> Result:
-    """Return all results, of which there is at least one, merged. Holds MERGED_AT_ONCE results of each level only."""
+    """Merge one or more results in a tree, holding at most MERGED_AT_ONCE results of each level."""
     merged = (merge(batch) for batch in batches(results))
     first = [*itertools.islice(merged, 2)]
     return first[0] if len(first) == 1 else merge_tree(merge, itertools.chain(first, merged))
 
 
 def batches(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield MERGED_AT_ONCE values at a time."""
+    """Yield lists of up to MERGED_AT_ONCE values."""
     iterator = iter(values)
     while batch := [*itertools.islice(iterator, MERGED_AT_ONCE)]:
         yield batch
 
 
 def as_executor(executor: AnyExecutor) -> Executor:
-    """Return the executor that reads in this process (None), in a pool, or on the cluster of a client."""
+    """Return an executor in this process (None), in a pool, or on the cluster of a Dask client."""
     if executor is None:
         return IN_PROCESS
     if isinstance(executor, Executor):
@@ -120,7 +120,7 @@ def as_executor(executor: AnyExecutor) -> Executor:
 
 @contextlib.contextmanager
 def open_executor(scheduler: str | None) -> Iterator[Executor]:
-    """Yield the executor on the cluster of a scheduler, as option `--dask` names it; None: in this process."""
+    """Yield the executor for a value of option `--dask`; None: in this process."""
     if scheduler is None:
         yield IN_PROCESS
         return

@@ -1,7 +1,7 @@
 """Export of a run's event table to a file: one row per event, the columns of `schema.EVENT_COLUMNS`.
 
-The columns are public under EVENT_TABLE_VERSION, which Parquet files carry in their metadata. An unknown value is an
-empty field in CSV and null in Parquet. The beginning of a CSV file:
+The columns are public under EVENT_TABLE_VERSION, which Parquet files have in their metadata. An unknown value is an
+empty field in CSV and null in Parquet. A CSV file begins like this:
 
     rank,op,variant,api,group,group_ranks,group_size,role,dtype,payload_bytes,wire_bytes,peer,tag,seq,t_begin_ns,...
     3,all_reduce,allreduce_,torch,0-3/0,0-3,4,data,float32,1048576,1572864.0,-1,-1,17,8120531,...
@@ -21,7 +21,7 @@ from .packed_log import ROW_GROUP, import_parquet
 from .record_columns import RecordColumns, row_groups
 from .recorded_run import EVENT_FIELDS, EventTable, RecordedRun
 
-Wanted: TypeAlias = Sequence[int] | None
+Selection: TypeAlias = Sequence[int] | None
 
 
 def export(
@@ -30,8 +30,8 @@ def export(
     form: str,
     *,
     force: bool = False,
-    ranks: Wanted = None,
-    steps: Wanted = None,
+    ranks: Selection = None,
+    steps: Selection = None,
 ) -> int:
     """Write a run's events to a file, process by process in the order of the log, in constant memory.
 
@@ -42,21 +42,21 @@ def export(
         out: The file.
         form: A key of `WRITERS`: "csv" or "parquet".
         force: Whether to replace an existing file.
-        ranks: Ranks whose calls are wanted; None: all.
-        steps: Steps whose calls are wanted, -1 for those before the first one; None: all.
+        ranks: Ranks to include; None: all.
+        steps: Steps to include, -1 for calls before the first step; None: all.
 
     Returns:
         The number of rows.
 
     Raises:
         OutputError: The file exists or cannot be written.
-        MissingLibraryError: pyarrow is not installed, which Parquet needs.
+        MissingLibraryError: Parquet needs pyarrow, which is not installed.
     """
     with atomic_write(out, force=force) as part:
         return WRITERS[form](run, part, ranks, steps)
 
 
-def _write_csv(run: RecordedRun, path: Path, ranks: Wanted, steps: Wanted) -> int:
+def _write_csv(run: RecordedRun, path: Path, ranks: Selection, steps: Selection) -> int:
     rows = 0
     with open(path, "x", encoding="utf-8", newline="") as file:
         for number, block in enumerate(run.blocks(ranks, steps)):
@@ -65,7 +65,7 @@ def _write_csv(run: RecordedRun, path: Path, ranks: Wanted, steps: Wanted) -> in
     return rows
 
 
-def _write_parquet(run: RecordedRun, path: Path, ranks: Wanted, steps: Wanted) -> int:
+def _write_parquet(run: RecordedRun, path: Path, ranks: Selection, steps: Selection) -> int:
     pyarrow, parquet = import_parquet("--format parquet", ", or use --format csv")
     table = EventTable(run.labels)
     schema = pyarrow.Schema.from_pandas(table.frame(RecordColumns.of(EVENT_FIELDS, 0)), preserve_index=False)
@@ -89,7 +89,7 @@ def _write_parquet(run: RecordedRun, path: Path, ranks: Wanted, steps: Wanted) -
     return rows
 
 
-WRITERS: Final[dict[str, Callable[[RecordedRun, Path, Wanted, Wanted], int]]] = {
+WRITERS: Final[dict[str, Callable[[RecordedRun, Path, Selection, Selection], int]]] = {
     "csv": _write_csv,
     "parquet": _write_parquet,
 }

@@ -17,12 +17,12 @@ _MEGATRON: Final = {
     "EXPERT_DATA_PARALLEL_GROUP": "data",
 }
 
-# Names of dimensions in torchtitan and in PyTorch's tutorials.
+# Names of mesh dimensions in torchtitan and in PyTorch's tutorials.
 _MESH: Final = {
     **dict.fromkeys(
         ("dp", "ddp", "fsdp", "dp_replicate", "dp_shard", "replicate", "shard", "data", "data_parallel"), "data"
     ),
-    **dict.fromkeys(("batch", "loss_mesh", "efsdp"), "data"),  # of torchtitan
+    **dict.fromkeys(("batch", "loss_mesh", "efsdp"), "data"),  # torchtitan
     **dict.fromkeys(("tp", "tensor", "tensor_parallel", "etp"), "tensor"),
     **dict.fromkeys(("pp", "pipeline"), "pipeline"),
     **dict.fromkeys(("cp", "context"), "context"),

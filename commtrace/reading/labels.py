@@ -1,4 +1,4 @@
-"""Labels: what the numbers in records mean, as text that is the same on every rank."""
+"""Labels: the meaning of the numbers in records, as text that is the same on every rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Array: TypeAlias = npt.NDArray[Any]
 UNKNOWN: Final = "unknown"
 """Label of an id without a row in the tables."""
 
-# Columns of the event table that are ids in a record and text outside: the field that holds the id.
+# Columns of the event table that are text there and ids in records, with the record field of the id.
 LABEL_COLUMNS: Final = {
     **dict.fromkeys(("op", "variant", "api", "dtype"), "kind"),
     **dict.fromkeys(("group", "group_ranks"), "group"),
@@ -47,18 +47,17 @@ class Fields(Protocol):
 
 
 class RunLabels:
-    """Labels of the ids of a run, which replace those in the records of its processes (`ProcessIds`).
+    """Labels of the ids of a run. `ProcessIds` converts the ids in the records of a process to them.
 
-    The ids of kinds, groups and sites are 1 to n, and n + 1 stands for ids without a row in the tables of a process.
+    The ids of kinds, groups and sites are 1 to n; n + 1 represents ids without a row in the tables of a process.
 
     Attributes:
-        processes: Of each process, what its ids become; none in a worker process, whose task has those that it needs.
+        processes: The ids of each process. Empty in worker processes, which get those that they need with each part.
         kinds: The kinds of the run, by id.
         groups: The groups of the run, by id.
-        sites: The call sites of the run, by id; 0 stands for calls without one.
-        files: The files of call sites, as labels show them.
-        clock_offsets: Offset from the monotonic clock of each process, by number, to the wall clock in ns; None where
-            not recorded.
+        sites: The call sites of the run, by id; 0 represents calls without one.
+        files: Displayed names of the files of call sites, by path.
+        clock_offsets: Wall clock minus monotonic clock of each process in ns, by number; None where not recorded.
     """
 
     def __init__(self, log: Log) -> None:
@@ -77,7 +76,7 @@ class RunLabels:
         roles, message_roles = roles_of(log), message_roles_of(log)
         role_labels = _by_id(roles.get(group, UNKNOWN) for group in groups)
         self._role_of_messages = np.arange(len(role_labels))
-        """By group: the id of the role of its point-to-point messages."""
+        """Id of the role of point-to-point messages, by group."""
         with_messages = [numbers["group"][group] for group in message_roles]
         self._role_of_messages[with_messages] = len(role_labels) + np.arange(len(message_roles))
         self._labels: dict[str, Array] = {
@@ -86,8 +85,8 @@ class RunLabels:
             "group_ranks": _by_id(group.ranks_label for group in groups),
             "role": np.array([*role_labels, *message_roles.values()], object),
             "site": _by_id((site.label(self.files) for site in self.sites.values()), first=""),
-            "phase": _of_members(Phase),
-            "state": _of_members(State),
+            "phase": _member_labels(Phase),
+            "state": _member_labels(State),
             "flags": np.array([*map(flags_label, range(256))], object),
         }
         self._codes: dict[str, tuple[Array, Array]] = {}
@@ -104,7 +103,7 @@ class RunLabels:
         return self._labels[column]
 
     def ids(self, column: str, records: Fields) -> Array:
-        """Return the ids, shape (n,), that stand for a column of LABEL_COLUMNS in records."""
+        """Return the ids of records in a column of LABEL_COLUMNS, shape (n,)."""
         if column != "role":
             return records[LABEL_COLUMNS[column]]
         messages = self._point_to_point[records["kind"]]
@@ -119,7 +118,7 @@ class RunLabels:
         return np.asarray(self._coded(column)[1][ids])
 
     def distinct(self, column: str) -> Array:
-        """Return the labels that `codes` are positions in, ascending, as an object array."""
+        """Return the distinct labels of a column, ascending, as an object array; `codes` are positions in it."""
         return self._coded(column)[0]
 
     def _coded(self, column: str) -> tuple[Array, Array]:
@@ -142,7 +141,7 @@ class RunLabels:
     def wire_bytes(self, records: Fields) -> Array:
         """Return the wire bytes of each record, float64 of shape (n,); NaN where they cannot be computed."""
         result = np.full(len(records), np.nan)
-        # Columns first: a record takes more than a cache line, so picking records would move all of it.
+        # Contiguous columns first: a record is longer than a cache line, so indexing records would load all of it.
         payload, local = np.ascontiguousarray(records["payload"]), np.ascontiguousarray(records["local"])
         sizes = self.group_sizes(records["group"]).astype(float)
         sizes[sizes == 0] = np.nan
@@ -156,7 +155,7 @@ class RunLabels:
 
 
 class ProcessIds:
-    """What the ids in the records of one process become in `RunLabels`.
+    """Conversion of the ids in the records of one process to those of `RunLabels`.
 
     Attributes:
         number: Position of the process in `Log.processes`.
@@ -167,26 +166,26 @@ class ProcessIds:
         self.number, self.rank = number, process.rank
         self._ids: dict[str, tuple[Array, Array]] = {}
         for field, rows in _rows_by_field(process.tables).items():
-            of_run = {id_: numbers[field][row] for id_, row in rows.items()}
+            ids = {id_: numbers[field][row] for id_, row in rows.items()}
             if field == "site":
-                of_run.setdefault(0, 0)  # not recorded
-            known = sorted(of_run)
+                ids.setdefault(0, 0)  # not recorded
+            known = sorted(ids)
             unknown = len(numbers[field]) + 1
-            self._ids[field] = np.array(known, np.int64), np.array([*(of_run[id_] for id_ in known), unknown], np.int64)
+            self._ids[field] = np.array(known, np.int64), np.array([*(ids[id_] for id_ in known), unknown], np.int64)
 
     def of_run(self, field: str, ids: Array) -> Array:
-        """Return the run's ids, int64, shape (n,), for those in the fields "kind", "group" or "site" of records."""
-        known, of_run = self._ids[field]
-        return np.asarray(of_run[_positions(known, ids)])
+        """Return the run's ids, int64, shape (n,), for those in the field "kind", "group" or "site" of records."""
+        known, run_ids = self._ids[field]
+        return np.asarray(run_ids[_positions(known, ids)])
 
 
 def _by_id(labels: Iterable[str], first: str = UNKNOWN) -> Array:
-    """Return the labels of ids from 1 on, with that of 0, and one for ids without a row."""
+    """Return labels by id: `first`, one for each id from 1 on, and one for ids without a row."""
     return np.array([first, *labels, UNKNOWN], object)
 
 
-def _of_members(kind: type[IntEnum]) -> Array:
-    """Return the names of the members of an enumeration by value; a damaged summary may have any byte."""
+def _member_labels(kind: type[IntEnum]) -> Array:
+    """Return the names of an enumeration's members by value, up to 255: a damaged summary may have any byte."""
     names = {member.value: member.name.lower() for member in kind}
     return np.array([names.get(value, UNKNOWN) for value in range(256)], object)
 
@@ -196,7 +195,7 @@ def _rows_by_field(tables: ProcessTables) -> dict[str, Mapping[int, Any]]:
 
 
 def _positions(known: Array, ids: Array) -> Array:
-    """Return the position of each id among those known, ascending, and their number for one that is not."""
+    """Return the position of each id in `known`, which is ascending; its length for an id that is not in it."""
     if not len(known):
         return np.zeros(len(ids), np.int64)
     positions = np.minimum(np.searchsorted(known, ids), len(known) - 1)
@@ -215,7 +214,7 @@ def group_label(group: RecordedGroup) -> str:
 
 
 def short_paths(files: Iterable[str]) -> dict[str, str]:
-    """Shorten each path to the part below its package; two paths that would become equal stay as they are."""
+    """Shorten each path to the part below site-packages, else to its last two parts, unless two become equal."""
     short = {}
     for file in files:
         path = file.replace("\\", "/")
@@ -226,7 +225,7 @@ def short_paths(files: Iterable[str]) -> dict[str, str]:
 
 
 def roles_of(log: Log) -> dict[RecordedGroup, str]:
-    """Return the role of each group: as a rank recorded it, else by its description, else by its ranks."""
+    """Return the role of each group: as a rank recorded it, else from its description, else from its ranks."""
     roles: dict[RecordedGroup, str] = {}
     world = format_rank_list(range(log.world_size)) if log.world_size else None
     all_tables = [process.tables for process in log.processes]
@@ -245,7 +244,7 @@ def roles_of(log: Log) -> dict[RecordedGroup, str]:
 
 
 def message_roles_of(log: Log) -> dict[RecordedGroup, str]:
-    """Return the role of point-to-point messages, for groups where a rank recorded one."""
+    """Return the role of point-to-point messages for each group where a rank recorded one."""
     return {
         process.tables.groups[number]: role
         for process in log.processes

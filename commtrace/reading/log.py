@@ -1,4 +1,4 @@
-"""Log reader: finds the runs below a directory, and reads one. numpy and standard library only.
+"""Log reader: finds the runs below a directory and reads one. It needs only numpy.
 
     log = open_log(Path("logs/run1"))
     for process in log.processes:                # Process(rank=3, pid=4711, host="node17", ...)
@@ -37,7 +37,7 @@ from .table_reader import integer_or_none
 
 @dataclass(frozen=True)
 class Log:
-    """One run. `notes` name what is damaged or missing; `other_runs` are further runs in the same directory."""
+    """One run. `notes` describe what is damaged or missing; `other_runs` are the other runs in the directory."""
 
     path: Path
     run: str
@@ -45,7 +45,7 @@ class Log:
     notes: tuple[Note, ...]
     other_runs: tuple[str, ...]
     packed: Path | None = None
-    """Its folder in a packed log."""
+    """The run's folder, if the log is packed."""
 
     @cached_property
     def world_size(self) -> int | None:
@@ -55,16 +55,16 @@ class Log:
 
 
 class LogDirectory:
-    """A directory with runs: the folders of the runs in it, of a log or of a packed log.
+    """A log directory or packed log, with the folders of the runs in it.
 
     Args:
-        path: What COMMTRACE named, the folder of a run in it, or the folder of a host in that; or a packed log.
+        path: A log directory, a run's folder in it, a host's folder in that, or a packed log.
         recover: Whether to first recover records of killed processes, which writes to the log.
 
     Attributes:
         path: The directory, absolute.
-        recovered: Notes on records that were recovered.
-        notes: Notes on folders.
+        recovered: Notes on recovered records.
+        notes: Notes on folders that cannot be read.
         folders: The folders of runs.
 
     Raises:
@@ -74,11 +74,11 @@ class LogDirectory:
 
     def __init__(self, path: Path, *, recover: bool) -> None:
         self.path = Path(os.path.abspath(path.expanduser()))
-        # Before the files are looked at: a record that leaves the memory from now on is in them. And before recovery: a
-        # process that ends in between is recovered, and its ring removed.
-        living = copy_living_rings(self.path)
+        # Rings are copied before files are read: a record that leaves a ring later is then in the files. They are
+        # copied before recovery, too: it removes the rings of processes that end in between.
+        rings = copy_living_rings(self.path)
         texts = recover_records(self.path) if recover else ()
-        self._living = {tables: copy for tables, copy in living.items() if copy.path.exists()}
+        self._live_rings = {tables: ring for tables, ring in rings.items() if ring.path.exists()}
         self.recovered = [Note("salvage", self.path, text, "") for text in texts]
         self.notes: list[Note] = []
         self.folders = [*_find_runs(self.path, self.notes)]
@@ -86,18 +86,18 @@ class LogDirectory:
             raise LogError(_describe_no_log(self.path, self.notes))
 
     def read(self, folder: RunFolder | PackedRun) -> tuple[str, list[Process], list[Note]]:
-        """Return the newest run that has files in a folder, the processes of all runs in it, and notes on the files."""
+        """Return the run of a folder, the processes of all runs with files in it, and notes on the files."""
         notes = [*self.notes]
-        processes = sorted(folder.processes(self._living, notes), key=lambda p: (p.rank, p.host, p.pid))
-        # A folder may hold files of several runs, where files were moved: take its namesake, or the newest.
+        processes = sorted(folder.processes(self._live_rings, notes), key=lambda p: (p.rank, p.host, p.pid))
+        # Moved files may put several runs into one folder: take the run with the folder's name, else the newest.
         started = {process.run: process.started_ns for process in sorted(processes, key=lambda p: p.started_ns)}
-        newest = folder.name if folder.name in started else max(started, key=lambda run: (started[run], run))
-        return newest, processes, notes
+        run = folder.name if folder.name in started else max(started, key=lambda run: (started[run], run))
+        return run, processes, notes
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run in a log, with folders of hosts. A `PackedRun` is used in the same way."""
+    """A run's folder in a log, with the folders of its hosts. `PackedRun` has the same interface."""
 
     path: Path
     hosts: list[Path]
@@ -109,7 +109,7 @@ class RunFolder:
 
     @cached_property
     def started_ns(self) -> int:
-        """Wall-clock time when the run began, in ns: of the first process that recorded it, else of the folder."""
+        """Wall-clock time of the run's start in ns, from a process that recorded it, else from the folder."""
         for host in self.hosts:
             for path in sorted(host / name for name in _list_folder(host, []) or () if is_tables_file(name)):
                 with suppress(OSError, KeyError, TypeError, ValueError, RecursionError), open(path, "rb") as file:
@@ -118,17 +118,17 @@ class RunFolder:
                         return started
         return self.path.stat().st_mtime_ns
 
-    def processes(self, living: Mapping[Path, RingContent], notes: list[Note]) -> Iterator[Process]:
-        """Yield the processes that have files in the folder. Adds notes on the files."""
+    def processes(self, live_rings: Mapping[Path, RingContent], notes: list[Note]) -> Iterator[Process]:
+        """Yield the processes that have files in the folder. Add notes on the files."""
         for host in self.hosts:
-            yield from read_host(host, _list_folder(host, notes) or (), living, notes)
+            yield from read_host(host, _list_folder(host, notes) or (), live_rings, notes)
 
 
 def open_log(path: Path, *, recover: bool = True) -> Log:
-    """Read the newest run below a directory, and what its living processes on this host have in memory.
+    """Read the newest run below a directory, including records in the memory of live processes on this host.
 
     Args:
-        path: What COMMTRACE named, the folder of a run in it, or the folder of a host in that; or a packed log.
+        path: A log directory, a run's folder in it, a host's folder in that, or a packed log.
         recover: Whether to first recover records of killed processes, which writes to the log.
 
     Raises:
@@ -138,10 +138,10 @@ def open_log(path: Path, *, recover: bool = True) -> Log:
     directory = LogDirectory(path, recover=recover)
     path, notes, folders = directory.path, directory.recovered, directory.folders
     folder = max(folders, key=lambda folder: (folder.started_ns, folder.name))
-    newest, found, folder_notes = directory.read(folder)
-    processes = [process for process in found if process.run == newest]
+    newest, folder_processes, folder_notes = directory.read(folder)
+    processes = [process for process in folder_processes if process.run == newest]
     paths = {other.name: other.path for other in folders if other != folder}
-    others = sorted({process.run for process in found} - {newest} | {*paths})
+    others = sorted({process.run for process in folder_processes} - {newest} | {*paths})
     if others:
         names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
         text = f"holds {len(others) + 1} runs; this is the newest, {newest}; not in it: {names}"
@@ -153,10 +153,10 @@ def open_log(path: Path, *, recover: bool = True) -> Log:
 
 
 def kept_log(log: Log) -> Log:
-    """Return a run with the records that its processes kept, in place of all that they wrote.
+    """Return a run with the kept calls of its processes in place of their other records.
 
     Raises:
-        LogError: They kept none.
+        LogError: No process kept calls.
     """
     processes = tuple(replace(p, segments=_kept_segments(p), summary=None, kept=None, dumps=()) for p in log.processes)
     if not any(segment.count for process in processes for segment in process.segments):
@@ -168,18 +168,18 @@ def _kept_segments(process: Process) -> tuple[Segment, ...]:
     segments = (*process.dumps, *([process.kept] if process.kept else ()), *process.segments * bool(process.summary))
     records = np.concatenate([np.zeros(0, RECORD), *(block for segment in segments for block in segment.blocks())])
     keys = record_keys(records)
-    # Of a call that is in several, the last one knows most.
+    # Segments may repeat a call: its last record is the most complete.
     _, last = np.unique(keys[::-1], return_index=True)
     records = records[np.sort(len(records) - 1 - last)]
     return (MemorySegment(process.path, 0, len(records), records=records),)
 
 
 def _find_runs(path: Path, notes: list[Note]) -> Iterator[RunFolder | PackedRun]:
-    """Yield the runs at or below `path`. Adds notes on folders."""
+    """Yield the runs at or below `path`. Add notes on folders that cannot be read."""
     names = _list_folder(path, [])
     if names is None:
         if path.is_dir():
-            raise LogError(f"{path}: may not be read; ask its owner for read permission")
+            raise LogError(f"{path}: cannot be read; ask its owner for read permission")
         what = "not a directory" if os.path.lexists(path) else "no such directory"
         hint = "pass the directory that COMMTRACE was set to, or the folder of a run in it"
         raise LogError(f"{path}: {what}; {hint}; `commtrace doctor` shows which calls create it")
@@ -196,12 +196,12 @@ def _find_runs(path: Path, notes: list[Note]) -> Iterator[RunFolder | PackedRun]
                 yield PackedRun(child)
             elif child not in hosts:
                 below = sorted(child / name for name in names)
-                if of_run := [host for host in below if any(map(is_log_file, _list_folder(host, notes) or ()))]:
-                    yield RunFolder(child, of_run)
+                if run_hosts := [host for host in below if any(map(is_log_file, _list_folder(host, notes) or ()))]:
+                    yield RunFolder(child, run_hosts)
 
 
 def _list_folder(folder: Path, notes: list[Note]) -> list[str] | None:
-    """Return the names in a folder; None where it is no folder, or cannot be read, which adds a note."""
+    """Return the names in a folder; None if it is not a folder or cannot be read (which adds a note)."""
     try:
         return os.listdir(folder)
     except (NotADirectoryError, FileNotFoundError):
@@ -229,4 +229,4 @@ def _process_notes(processes: list[Process]) -> Iterator[Note]:
     sizes = {size for process in processes if (size := integer_or_none(process.tables.process.get("world_size")))}
     if len(sizes) > 1:
         text = f"its processes disagree on the number of ranks: {', '.join(map(str, sorted(sizes)))}"
-        yield Note("process", processes[0].path.parent.parent, text, "the largest is taken")
+        yield Note("process", processes[0].path.parent.parent, text, "the largest is used")

@@ -42,39 +42,39 @@ from .packed_log import (
 from .record_columns import RecordColumns, row_groups
 from .recorded_run import EVENT_FIELDS, EventTable, RecordedRun
 from .segment_reader import Segment, usable_records
-from .stored_tables import SOURCE, STORED, source_of, to_batches, to_bytes
+from .stored_tables import SOURCE, STORED, source_digest, to_batches, to_bytes
 
 PART_ROWS: Final = 1 << 23
-"""Slots of segments from which a part is ended with the segment."""
+"""Minimum number of slots in a part, except in the last."""
 
 _TABLES_AT_ONCE: Final = 16 << 20
 """Bytes of tables and damaged slots that are written at once."""
 _INCREASING: Final = ("seq", "step", *(f"{name}_ns" for name in ("t_begin", "t_return", "t_wait", "t_start", "t_end")))
-"""Columns whose differences from row to row take fewer bytes than their values."""
+"""Columns that are stored as differences from row to row, which take fewer bytes."""
 _FIELDS: Final = (*EVENT_FIELDS, "clock", "batch", "thread", *RECORDED_IDS)
-"""Columns of `RecordColumns` that the parts are made of."""
+"""Columns of `RecordColumns` that are written to the parts."""
 
 
 @dataclass
-class Packed:
-    """What was packed."""
+class PackResult:
+    """Numbers of packed runs, rows and bytes, and notes on the log."""
 
     runs: int = 0
     rows: int = 0
     log_bytes: int = 0
     packed_bytes: int = 0
     notes: tuple[Note, ...] = ()
-    """What was recovered, and damage of the log."""
+    """Notes on recovered records, and on damage of the log."""
 
 
 @dataclass(frozen=True)
 class TablesToStore:
-    """What computes the tables of a run that are stored with its records."""
+    """The function that computes the tables to store with a run's records, and a digest of its code."""
 
     tables: Callable[[RecordedRun], Iterable[tuple[str, Mapping[str, pd.DataFrame]]]]
-    """Returns names of analyses, and the tables of each by name."""
+    """Returns the names of analyses, each with its tables by name."""
     code: str
-    """A digest of the code that computes them."""
+    """Digest of the code that computes them."""
 
 
 def pack(
@@ -84,21 +84,23 @@ def pack(
     force: bool = False,
     executor: Executor = IN_PROCESS,
     to_store: TablesToStore | None = None,
-) -> Packed:
-    """Write all runs of a log as a packed log, in constant memory but for tables to store. The log does not change.
+) -> PackResult:
+    """Write all runs of a log as a packed log, in constant memory except for tables to store.
+
+    Records of killed processes are recovered first; apart from that, the log does not change.
 
     Args:
         path: A log directory.
         out: The directory to write, which appears under its name only when it is complete.
         force: Whether to replace an existing packed log.
         executor: Reads the log and writes the parts.
-        to_store: Computes tables to be stored with the records; None: none are.
+        to_store: Tables to store with the records; None: none.
 
     Returns:
         Numbers of runs, rows and bytes, and notes on the log.
 
     Raises:
-        LogError: There is no run, it is packed already, or a process is still recording it.
+        LogError: There is no run, or it is packed already, a summary, or still being recorded.
         OutputError: `out` exists, cannot be written, or is in the log.
         MissingLibraryError: pyarrow is not installed.
     """
@@ -106,82 +108,82 @@ def pack(
     directory, out = LogDirectory(path, recover=True), Path(os.path.abspath(out.expanduser()))
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(directory.path)):
         raise OutputError(f"{out}: is in the log; give a directory outside of it")
-    packed = Packed(notes=tuple(directory.recovered))
+    result = PackResult(notes=tuple(directory.recovered))
     with atomic_directory(out, force=force, marker=f"{PARTITION}*/{PROCESSES}") as part:
         for folder in directory.folders:
             if isinstance(folder, PackedRun):
                 raise LogError(f"{folder.path}: is packed already; commands read it as it is")
-            _pack_folder(directory, folder, part, packed, executor, to_store)
-    # A worker that died may have left some. One that only seemed to be dead finds its folder no more, and adds none.
+            _pack_folder(directory, folder, part, result, executor, to_store)
+    # Workers that died may have left some. A worker that only seemed dead adds none: its folder has another name now.
     for unfinished in out.glob(f"{PARTITION}*/.part-*"):
         unfinished.unlink(missing_ok=True)
-    packed.packed_bytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    return packed
+    result.packed_bytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    return result
 
 
 def _pack_folder(
     directory: LogDirectory,
     folder: RunFolder,
     out: Path,
-    packed: Packed,
+    result: PackResult,
     executor: Executor,
     to_store: TablesToStore | None,
 ) -> None:
     newest, processes, notes = directory.read(folder)
     for process in processes:
         if process.summary is not None:
-            raise LogError(f"{process.path}: is a summary, and small; pack logs of COMMTRACE_MODE=events")
+            raise LogError(f"{process.path}: is a summary, which is small; pack only logs of COMMTRACE_MODE=events")
         if process.seen_alive_ns:
             raise LogError(f"{process.path}: process {process.pid} is recording; pack the log when it has ended")
-    home = out / _partition(newest)
-    if (home / PROCESSES).exists():  # copies of a run
-        home = out / _partition(folder.name)
+    run_folder = out / _partition(newest)
+    if (run_folder / PROCESSES).exists():  # a copy of the run is packed already
+        run_folder = out / _partition(folder.name)
     facts = {
         "version": PACKED_VERSION, "folder": folder.name, "started_ns": folder.started_ns,
         "notes": [(note.kind, str(note.path), note.what, note.consequence) for note in notes],
     }  # fmt: skip
-    home.mkdir(exist_ok=True)
+    run_folder.mkdir(exist_ok=True)
     runs: dict[str, RecordedRun] = {}
 
     def rows() -> Iterator[Mapping[str, Any]]:
-        for run, of_run in groupby(sorted(processes, key=lambda process: process.run), lambda process: process.run):
-            recorded = runs[run] = RecordedRun(Log(directory.path, run, tuple(of_run), (), ()), executor)
-            part_folder = home if run == newest else out / _partition(run)
+        for run, same_run in groupby(sorted(processes, key=lambda process: process.run), lambda process: process.run):
+            recorded = runs[run] = RecordedRun(Log(directory.path, run, tuple(same_run), (), ()), executor)
+            part_folder = run_folder if run == newest else out / _partition(run)
             part_folder.mkdir(exist_ok=True)
-            write_part = _PartWriter(recorded, home, part_folder)
-            segments = chain.from_iterable(executor.map("pack", write_part, recorded.parts(least=PART_ROWS)))
+            write_part = _PartWriter(recorded, run_folder, part_folder)
+            segments = chain.from_iterable(executor.map("pack", write_part, recorded.parts(min_slots=PART_ROWS)))
             for process in recorded.processes:
-                of_process = [*islice(segments, len(process.segments))]
-                packed.rows += sum(row["count"] - len(row["left_out"]) // 8 for row in of_process)
+                segment_rows = [*islice(segments, len(process.segments))]
+                result.rows += sum(row["count"] - len(row["left_out"]) // 8 for row in segment_rows)
                 tables = None
-                with contextlib.suppress(OSError):  # a note says so
+                with contextlib.suppress(OSError):  # there is a note already
                     tables = process.path.read_bytes()
-                yield {"path": str(process.path), "tables": tables, "segments": of_process}
-            deque(segments, maxlen=0)  # there are no more: ends the executor's work
+                yield {"path": str(process.path), "tables": tables, "segments": segment_rows}
+            deque(segments, maxlen=0)  # nothing is left: this only ends the executor's work
 
-    _write_processes(home / PROCESSES, facts, rows())
+    _write_processes(run_folder / PROCESSES, facts, rows())
     if to_store:
-        _store_tables(home, runs[newest], to_store)
-    packed.runs += 1
-    packed.log_bytes += sum(file.stat().st_size for host in folder.hosts for file in host.iterdir() if file.is_file())
+        _store_tables(run_folder, runs[newest], to_store)
+    result.runs += 1
+    result.log_bytes += sum(file.stat().st_size for host in folder.hosts for file in host.iterdir() if file.is_file())
     if with_kept := sum(process.kept is not None for process in processes):
         text = f"{format_plural(with_kept, 'process', 'processes')} with last calls of steps that were not recorded"
-        packed.notes += (Note("process", folder.path, text, "not packed: stuck calls are found in the log"),)
-    packed.notes += (*notes, *(note for process in processes for note in process.record_notes()))
+        result.notes += (Note("process", folder.path, text, "not packed: stuck calls are found in the log"),)
+    result.notes += (*notes, *(note for process in processes for note in process.record_notes()))
 
 
-def _store_tables(home: Path, run: RecordedRun, to_store: TablesToStore) -> None:
-    """Write STORED: tables of the run in a folder. Those that would not come back as they are, are left out."""
+def _store_tables(folder: Path, run: RecordedRun, to_store: TablesToStore) -> None:
+    """Write STORED: tables of the run in a folder. Leave out analyses with a table that `to_batches` rejects."""
     pyarrow, _ = import_parquet("commtrace pack")
     paths = {process.path for process in run.processes}
-    processes = [process for process in PackedRun(home).processes({}, []) if process.path in paths]
+    processes = [process for process in PackedRun(folder).processes({}, []) if process.path in paths]
     columns = {"analysis": pyarrow.string(), "table": pyarrow.string(), "rows": pyarrow.binary()}
-    schema = pyarrow.schema(columns, {SOURCE: source_of(home, processes, to_store.code)})
-    with _parquet_writer(home / STORED, schema, use_dictionary=False, write_statistics=False) as writer:
+    schema = pyarrow.schema(columns, {SOURCE: source_digest(folder, processes, to_store.code)})
+    with _parquet_writer(folder / STORED, schema, use_dictionary=False, write_statistics=False) as writer:
         for analysis, tables in to_store.tables(run):
             batches = {name: to_batches(table) for name, table in tables.items()}
-            for name, of_table in batches.items() if None not in batches.values() else ():
-                for batch in of_table or ():
+            for name, table_batches in batches.items() if None not in batches.values() else ():
+                for batch in table_batches or ():
                     row = {"analysis": analysis, "table": name, "rows": to_bytes(batch)}
                     writer.write_table(pyarrow.Table.from_pylist([row], schema))
 
@@ -191,27 +193,27 @@ def _partition(run: str) -> str:
 
 
 class _PartWriter:
-    """Writer of the parts of a run. Small, and picklable for worker processes.
+    """Writer of the parts of a run, small and picklable for worker processes.
 
     Attributes:
         folder: The folder of the parts.
     """
 
-    def __init__(self, run: RecordedRun, home: Path, folder: Path) -> None:
-        """Begin after the parts that are in the folder; `home` is the folder of PROCESSES."""
-        self.folder, self._home = folder, home
+    def __init__(self, run: RecordedRun, run_folder: Path, folder: Path) -> None:
+        """Number parts after those that are in `folder`; `run_folder` is the folder of PROCESSES."""
+        self.folder, self._run_folder = folder, run_folder
         self._first = len([*folder.glob("part-*")])
         self._events = EventTable(run.labels)
         hosts = pd.Index(sorted({process.host for process in run.processes}))
-        self._host_of = hosts.get_indexer(pd.Index([process.host for process in run.processes]))
+        self._host_positions = hosts.get_indexer(pd.Index([process.host for process in run.processes]))
         texts = {"clock": pd.Index(TEXT_FIELDS["clock"]), "host": hosts}
         self._categories = {name: index.to_numpy(object) for name, index in (self._events.categories | texts).items()}
         self._metadata = {"commtrace.normal_form_version": str(EVENT_TABLE_VERSION), "commtrace.run": run.id}
 
     def __call__(self, part: RunPart) -> list[dict[str, Any]]:
-        """Write a part. Return its segments as `_write_processes` takes them."""
+        """Write a part. Return a row for each segment, for `_write_processes`."""
         if not self.folder.is_dir():
-            hint = "workers and this process must see the directory of --out under the same path"
+            hint = "workers and this process need the directory of --out under the same path"
             raise OutputError(f"{self.folder}: host {socket.gethostname()} has no such folder; {hint}")
         _, parquet = import_parquet("commtrace pack")
         schema = self._table(RecordColumns.of(_FIELDS, 0)).schema.with_metadata(self._metadata)
@@ -221,20 +223,20 @@ class _PartWriter:
             "sorting_columns": [parquet.SortingColumn(schema.names.index("rank"))],
         }
         path = self.folder / f"part-{self._first + part.number:05d}.parquet"
-        unfinished = path.with_name(f".{path.name}.{uuid4().hex}")  # a worker may be in doubt whether it is dead
+        unfinished = path.with_name(f".{path.name}.{uuid4().hex}")  # unique: a worker that seems dead may still write
         rows: list[dict[str, Any]] = []
         with _parquet_writer(unfinished, schema, **options) as writer:
             for records in row_groups(_packed_records(part, rows), _FIELDS, ROW_GROUP):
                 writer.write_table(self._table(records))
         unfinished.replace(path)
-        return [{**row, "file": os.path.relpath(path, self._home)} for row in rows]
+        return [{**row, "file": os.path.relpath(path, self._run_folder)} for row in rows]
 
     def _table(self, records: RecordColumns) -> Any:
-        """Return records as a table of pyarrow, with the labels."""
+        """Return records as a pyarrow table with labels."""
         pyarrow, _ = import_parquet("commtrace pack")
         columns = self._events.columns(records)
         columns |= {name: records[name if name in RECORDED_IDS else field] for name, field in EXTRA_COLUMNS.items()}
-        columns |= {"clock": records["clock"], "host": self._host_of[records["process"]]}
+        columns |= {"clock": records["clock"], "host": self._host_positions[records["process"]]}
         arrays = {}
         for name, column in columns.items():
             if name in self._categories:
@@ -250,17 +252,17 @@ class _PartWriter:
 
 
 def _packed_records(part: RunPart, rows: list[dict[str, Any]]) -> Iterator[tuple[Records, ProcessIds]]:
-    """Yield the records of a part. Adds of each segment where they are, and the slots that have no record."""
+    """Yield the records of a part. Add a row for each segment: where its records are, and its other slots."""
     memory = bytearray(ROW_GROUP * RECORD.itemsize)  # new memory for each segment would cost as much as reading it
-    packed = 0
+    next_row = 0
     for segment, process in zip(part.segments, part.processes, strict=True):
-        row = packed
+        first_row = next_row
         left_out, slots, count, last_step = [np.zeros(0, np.int64)], [np.zeros(0, RECORD)], 0, -1
         damaged: Counter[str] = Counter()
         for records, suspects in _slots(segment, memory):
             usable = usable_records(records, suspects, damaged)
             yield records if usable.all() else records[usable], process
-            packed += int(usable.sum())
+            next_row += int(usable.sum())
             left_out.append(np.flatnonzero(~usable) + count)
             slots.append(records[~usable])
             last_step = max(last_step, int(records["step"].max(where=usable, initial=-1)))
@@ -268,7 +270,7 @@ def _packed_records(part: RunPart, rows: list[dict[str, Any]]) -> Iterator[tuple
         segment.facts = +damaged, last_step, ""
         left_out_slots = np.concatenate(slots).tobytes()
         rows.append({
-            "row": row, "count": count, "last_step": last_step,
+            "row": first_row, "count": count, "last_step": last_step,
             "left_out": np.concatenate(left_out).tobytes(), "left_out_slots": left_out_slots,
         })  # fmt: skip
 
@@ -282,7 +284,7 @@ def _slots(segment: Segment, memory: bytearray) -> Iterator[tuple[Records, set[s
 
 @contextlib.contextmanager
 def _parquet_writer(path: Path, schema: Any, **options: Any) -> Iterator[Any]:
-    """Yield a writer of a file. An error leaves half a file."""
+    """Yield a writer of a Parquet file. An error leaves an incomplete file."""
     pyarrow, parquet = import_parquet("commtrace pack")
     with open(path, "xb") as file:
         writer = parquet.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True, **options)
@@ -290,15 +292,15 @@ def _parquet_writer(path: Path, schema: Any, **options: Any) -> Iterator[Any]:
             yield writer
             writer.close()
         except BaseException:
-            with contextlib.suppress(OSError, pyarrow.ArrowException):  # what it cannot write any more
+            with contextlib.suppress(OSError, pyarrow.ArrowException):  # closing writes again, which may fail again
                 writer.close()
             raise
         finally:
-            writer.is_open = False  # or its finalizer would try again
+            writer.is_open = False  # otherwise its finalizer would close it again
 
 
 def _write_processes(path: Path, facts: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write PROCESSES: a row per process."""
+    """Write PROCESSES, with a row for each process."""
     pyarrow, _ = import_parquet("commtrace pack")
     segment = dict.fromkeys(("row", "count", "last_step"), pyarrow.int64())
     segment |= dict.fromkeys(("left_out", "left_out_slots"), pyarrow.binary())

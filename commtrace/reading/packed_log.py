@@ -1,14 +1,14 @@
-"""Packed log: a log as a Parquet data set, from which the same records and tables are read as from the log.
+"""Packed log: a Parquet data set with the records and tables of a log.
 
     logs/run1.packed/
       run=20261121-045421-3f9a1c/
         part-00000.parquet      calls of many ranks, a row each, in the order of the log: by rank
-        _processes              Parquet too: the tables of each process, and where its records are in the parts
-        _tables                 Parquet too: tables of a report (`stored_tables`)
+        _processes              also Parquet: the tables of each process, and where its records are in the parts
+        _tables                 also Parquet: tables of a report (`stored_tables`)
 
-The parts have the columns of the event table and those of EXTRA_COLUMNS, which together determine the record. What
-usable records leave out of a segment, damaged and empty slots, is in `_processes`. Programs that read data sets pass
-over files that begin with an underscore.
+The parts have the columns of the event table, those of EXTRA_COLUMNS, `host` and `clock`, which together determine the
+record. Damaged and empty slots of segments are in `_processes`. Programs that read data sets ignore files that begin
+with an underscore.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ from .table_reader import ProcessTables, parse_tables
 PACKED_VERSION: Final = 1
 PROCESSES: Final = "_processes"
 FACTS: Final = b"commtrace.packed"
-"""Key of the metadata of PROCESSES: JSON with `version`, and `folder`, `started_ns` and `notes` of the log's folder."""
+"""Metadata key in PROCESSES: JSON with `version`, and `folder`, `started_ns` and `notes` of the run in the log."""
 PARTITION: Final = "run="
 ROW_GROUP: Final = 1 << 17
-"""Rows of a row group: of one rank or of many."""
+"""Rows in a row group, which may be of several ranks."""
 
 TEXT_FIELDS: Final = {
     **{name: [member.name.lower() for member in kind] for name, kind in (("phase", Phase), ("clock", Clock))},
     "state": [state.name.lower() for state in State],
     "flags": [flags_label(bits) for bits in range(sum(Flag) + 1)],
 }
-"""Fields of the record that are text in the parts: the text by number."""
+"""Record fields that are text in the parts, with the texts by number."""
 RECORDED_IDS: Final[dict[str, str]] = {"kind_id": "kind", "group_id": "group", "site_id": "site"}
-"""Columns of the ids as the process recorded them, with their fields of the record."""
+"""Columns with ids as the process recorded them, with their record fields."""
 EXTRA_COLUMNS: Final = {"local_bytes": "local", "batch": "batch", "thread": "thread", **RECORDED_IDS}
-"""Columns of the parts that the event table has not, with their fields of the record; `host` and `clock` besides."""
+"""Columns of the parts that are not in the event table (except `host` and `clock`), with their record fields."""
 _COPIED: Final = {**COPIED_COLUMNS, **EXTRA_COLUMNS}
 
 
-def import_parquet(need: str, instead: str = "") -> tuple[Any, Any]:
+def import_parquet(feature: str, alternative: str = "") -> tuple[Any, Any]:
     """Import and return pyarrow and pyarrow.parquet.
 
     Raises:
-        MissingLibraryError: pyarrow is not installed, which `need` needs; `instead` is another way.
+        MissingLibraryError: pyarrow is not installed. The message names `feature` and `alternative`.
     """
     try:
         return import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
-        message = f"{need}: needs pyarrow; pip install 'commtrace[parquet]'{instead}"
+        message = f"{feature}: needs pyarrow; pip install 'commtrace[parquet]'{alternative}"
         raise MissingLibraryError(message) from None
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[Any]:
-    """Yield pyarrow.parquet to read a file of a packed log with. Raises LogError where that fails."""
+    """Yield pyarrow.parquet to read a file of a packed log. Turn its errors into LogError."""
     pyarrow, parquet = import_parquet(f"{path}: a packed log")
     try:
         yield parquet
@@ -81,17 +81,17 @@ def reading(path: Path) -> Iterator[Any]:
 
 
 class PartFile:
-    """A part of a packed log. Keeps the row group that was read last; its copy in another process opens the file anew.
+    """A part of a packed log. It caches the last row group; a copy in another process opens the file again.
 
     Raises:
-        LogError: When the file is read, if it cannot be.
+        LogError: The file cannot be read; raised on first use.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._read: tuple[int, Records] = -1, np.zeros(0, RECORD)
         self._distinct: dict[tuple[int, str], set[Any]] = {}
-        """Values of a column in a row group."""
+        """Distinct values by row group and column."""
 
     def __reduce__(self) -> tuple[type[PartFile], tuple[Path]]:
         return PartFile, (self.path,)
@@ -109,14 +109,14 @@ class PartFile:
         return np.cumsum([0, *rows])
 
     def spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each row group between two rows, with the first and the last row + 1 of those in it."""
+        """Yield each row group with rows from `begin` to `end` - 1, and the range of these rows in the group."""
         first, last = np.searchsorted(self.starts, [begin, end - 1], "right") - 1
         for group in range(first, last + 1) if begin < end else ():
             low, high = self.starts[group], self.starts[group + 1]
             yield group, max(begin - low, 0), min(end, high) - low
 
     def may_hold(self, group: int, wanted: Wanted) -> bool:
-        """Return whether rows of a row group may have wanted values: some have a wanted value of each column."""
+        """Return whether a row group may have wanted rows: each column has a wanted value in some row."""
         return all(self._has(group, name, values) for name, values in wanted.items())
 
     def _has(self, group: int, name: str, values: Sequence[int] | Sequence[str]) -> bool:
@@ -159,20 +159,20 @@ def _records(table: Any) -> Records:
 
 @dataclass
 class PackedSegment(Segment):
-    """A segment of the log that was packed. `path` is the part, `offset` its first row there, `count` its slots."""
+    """A segment in a packed log. `path` is the part, `offset` its first row there, `count` its number of slots."""
 
     file: PartFile = field(default_factory=lambda: PartFile(Path()), compare=False)
     left_out: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), compare=False)
-    """Positions of the slots that have no row: empty and damaged ones."""
+    """Positions of the slots without a row: empty and damaged ones."""
     left_out_slots: Records = field(default_factory=lambda: np.zeros(0, RECORD), compare=False)
-    """Their content."""
+    """Content of these slots."""
     highest_step: int = field(default=-1, compare=False)
     """The largest step of the records."""
 
     def blocks(
         self, size: int = BLOCK, memory: bytearray | None = None, wanted: Wanted | None = None
     ) -> Iterator[Records]:
-        """Yield the records in the same blocks as the segment of the log; row groups without wanted ones are not read.
+        """Yield the records in the same blocks as the original segment. Skip row groups without wanted records.
 
         Raises:
             LogError: The part cannot be read.
@@ -182,22 +182,22 @@ class PackedSegment(Segment):
             end = min(begin + size, self.count)
             first, last = (self.offset + slot - int(np.searchsorted(self.left_out, slot)) for slot in (begin, end))
             spans = [*self.file.spans(first, last)]
-            held = [span for span in spans if not wanted or self.file.may_hold(span[0], wanted)]
-            rows = sum(high - low for _, low, high in held)
+            wanted_spans = [span for span in spans if not wanted or self.file.may_hold(span[0], wanted)]
+            rows = sum(high - low for _, low, high in wanted_spans)
             records = np.empty(rows, RECORD) if memory is None else np.frombuffer(memory, RECORD, rows)
             filled = 0
-            for group, low, high in held:
+            for group, low, high in wanted_spans:
                 records[filled : filled + high - low] = self.file.records(group)[low:high]
                 filled += high - low
             last_step = max(last_step, int(records["step"].max(initial=-1)))
-            if len(held) < len(spans):
+            if len(wanted_spans) < len(spans):
                 last_step = max(last_step, self.highest_step)
             yield records
         self.facts = self._damaged_slots, last_step, ""
 
     @property
     def facts_of_all(self) -> tuple[Any, ...]:
-        """What `blocks` finds out when it reads all records."""
+        """`facts` after `blocks` has read all records."""
         return self._damaged_slots, self.highest_step, ""
 
     @property
@@ -208,7 +208,7 @@ class PackedSegment(Segment):
         return +damaged
 
     def last(self, count: int) -> Segment:
-        """Return the last `count` slots as a segment, or all of them if they are fewer."""
+        """Return the last `count` slots as a segment, or all if there are fewer."""
         begin = max(0, self.count - count)
         before = int(np.searchsorted(self.left_out, begin))
         return replace(
@@ -240,25 +240,25 @@ class PackedRun:
                 self._file = parquet.ParquetFile(folder / PROCESSES, page_checksum_verification=True)
             facts = json.loads(self._file.schema_arrow.metadata[FACTS])
         except (KeyError, ValueError, TypeError):
-            raise LogError(f"{folder / PROCESSES}: not of a packed log") from None
+            raise LogError(f"{folder / PROCESSES}: not a file of a packed log") from None
         if facts["version"] > PACKED_VERSION:
             raise NewerLogError(
-                f"{folder}: a packed log of version {facts['version']}, this commtrace reads up to {PACKED_VERSION}; "
-                "upgrade commtrace"
+                f"{folder}: a packed log of version {facts['version']}, but this commtrace reads versions up to "
+                f"{PACKED_VERSION}; upgrade commtrace"
             )
         self.name: str = facts["folder"]
         self.started_ns: int = facts["started_ns"]
         self._notes = [Note(kind, Path(path), *texts) for kind, path, *texts in facts["notes"]]
 
-    def processes(self, living: Mapping[Path, RingContent], notes: list[Note]) -> Iterator[Process]:
-        """Yield the processes. Adds the notes on the log, and one for each part that is missing or cannot be read."""
+    def processes(self, live_rings: Mapping[Path, RingContent], notes: list[Note]) -> Iterator[Process]:
+        """Yield the processes. Add the notes on the log, and one for each part that is missing or cannot be read."""
         notes += self._notes
         files: dict[str, PartFile | None] = {}
         for row in self._rows():
             segments = []
             for segment in row["segments"]:
                 if (name := segment["file"]) not in files:
-                    files[name] = _readable(self.path / name, notes)
+                    files[name] = _open_part(self.path / name, notes)
                 if (file := files[name]) is not None:
                     segments.append(_segment(file, segment))
             path = Path(row["path"])
@@ -272,10 +272,10 @@ class PackedRun:
             yield from rows
 
 
-def _readable(path: Path, notes: list[Note]) -> PartFile | None:
+def _open_part(path: Path, notes: list[Note]) -> PartFile | None:
     file = PartFile(path)
     try:
-        file.starts  # noqa: B018  reads the footer, which ends the file
+        file.starts  # noqa: B018  reads the footer, which incomplete files lack
     except LogError as error:
         what = "missing" if not path.exists() else str(error).removeprefix(f"{path}: ").partition(";")[0]
         notes.append(Note("unreadable" if path.exists() else "missing", path, what, "its records are missing"))

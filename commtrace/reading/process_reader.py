@@ -1,4 +1,4 @@
-"""Process reader: the processes of a run, from the files in the folder of a host."""
+"""Process reader: reads the processes of a run from the files in a host's folder."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _FILE: Final = re.compile(
     r"|-kept(?:-(?P<dump>\d+))?\.npy(?:\.open)?|-(?P<summary>cells|steps|times)\.npy)"
 )
 _ALWAYS_VISITED: Final = 1000
-"""Steps that are visited however few records there are."""
+"""Number of steps that are always visited, however few records there are."""
 _RECOVERED: Final = 1 << 62
-"""Number of the segment of recovered records among those of a process: they are its newest."""
+"""Segment number of recovered records, which are the newest of a process."""
 _LAST: Final = 0
-"""Number of the last records that were kept, among the dumps of a process."""
+"""Dump number of the records that a process kept last."""
 
 
 @dataclass(frozen=True)
@@ -45,37 +45,37 @@ class Process:
     tables: ProcessTables
     segments: tuple[Segment, ...]
     seen_alive_ns: int = 0
-    """Monotonic time at which the process was running and its memory was read; 0: it was not found running."""
+    """Monotonic time at which the memory of the live process was read; 0: it was not found running."""
     summary: SummaryTables | None = None
-    """Its calls as cells, with COMMTRACE_MODE=summary; segments have the records that are not in there."""
+    """Its summary, with COMMTRACE_MODE=summary; segments have the calls that are not in it."""
     dumps: tuple[Segment, ...] = ()
-    """The records that it kept at earlier moments: at hangs, and when somebody asked for them."""
+    """The records that it kept earlier, at hangs and on request."""
     kept: Segment | None = None
-    """Its last records, also of steps that were not recorded: for stuck calls; others would count records twice."""
+    """Its last records, including steps that were not recorded; for stuck calls only, as segments may have them too."""
 
     @cached_property
     def rank(self) -> int:
-        """Its rank; -1 where neither its tables nor its file names hold it."""
+        """Its rank; -1 where neither its tables nor its file names have it."""
         return self._number("rank", r"rank(\d+)")
 
     @cached_property
     def pid(self) -> int:
-        """Its process id; -1 where neither its tables nor its file names hold it."""
+        """Its process id; -1 where neither its tables nor its file names have it."""
         return self._number("pid", r".*-(\d+)$")
 
-    def _number(self, name: str, in_file_name: str) -> int:
-        match = re.match(in_file_name, self.path.stem)
+    def _number(self, name: str, file_name_pattern: str) -> int:
+        match = re.match(file_name_pattern, self.path.stem)
         values = (self.tables.process.get(name), int(match[1]) if match else -1)
         return next((value for value in values if type(value) is int and 0 <= value < 1 << 31), -1)
 
     @property
     def host(self) -> str:
-        """Name of its host: from its tables, else of the host's folder."""
+        """Name of its host: from its tables, else from the host's folder."""
         return str(self.tables.process.get("host") or self.path.parent.name)
 
     @property
     def run(self) -> str:
-        """Identity of its run: from its tables, else the name of the run's folder."""
+        """Identity of its run: from its tables, else from the run's folder."""
         return str(self.tables.process.get("run") or self.path.parent.parent.name)
 
     @property
@@ -85,12 +85,12 @@ class Process:
 
     @property
     def lost_records(self) -> int:
-        """Number of calls that have no usable record: counted as lost by the recorder, or damaged in what was read."""
+        """Number of calls without a usable record: not recorded, or damaged in what was read."""
         return self._unrecorded_calls + self._damaged_records
 
     @property
     def losses(self) -> str:
-        """What recording lost, as text: "124 of 152 calls were not recorded, hooks failed 124 times"; "" if nothing."""
+        """Losses as text, such as "124 of 152 calls were not recorded, hooks failed 124 times"; "": none."""
         lost, errors = self._unrecorded_calls - self.removed, self._counter("hook_errors")
         counts = (
             (f"{lost:,}", "not recorded"),
@@ -111,7 +111,7 @@ class Process:
 
     @property
     def removed(self) -> int:
-        """Number of records that were removed to keep the log below its size limit, the first ones."""
+        """Number of oldest records that were removed to keep the log below its size limit."""
         return self._counter("removed")
 
     @property
@@ -126,14 +126,14 @@ class Process:
         return integer_or_none((self.tables.stats or {}).get(name)) or 0
 
     def record_notes(self) -> Iterator[Note]:
-        """Yield notes on the records, as far as they were read."""
+        """Yield notes on the records that were read so far."""
         yield from damage_notes(self.path, self.segments)
         if problem := self.steps_problem(max((segment.last_step for segment in self.segments), default=-1)):
             yield Note("process", self.path, problem, "they are not compared with others")
 
     @property
     def summary_problem(self) -> str:
-        """Which steps are not compared because a summary has sums of their calls, and what to do; "": none."""
+        """Which steps are not compared because the summary has only sums of their calls, and a hint; "": none."""
         spans = None if self.summary is None else self.summary.summed_steps
         if spans is None or not len(spans):
             return ""
@@ -141,31 +141,32 @@ class Process:
         return f"some of {steps} are in the summary as sums only; to compare them, record with COMMTRACE_MODE=events"
 
     def steps_problem(self, last_step: int) -> str | None:
-        """Return why steps up to this one are not compared; None if there is a call for each of them.
+        """Return why the steps up to `last_step` are not compared; None if they are.
 
-        Work that visits every step, also those without a record, is so bounded by the number of records.
+        Beyond _ALWAYS_VISITED, there must be as many calls as steps, which bounds the work of visiting every step.
         """
         calls = self._unrecorded_calls + self.not_selected + sum(segment.count for segment in self.segments)
         calls += self._counter("summarized")
         if last_step < max(calls, _ALWAYS_VISITED):
             return None
-        return f"its records lead to step {last_step:,}, but are only {calls:,}: steps have no records, or are damaged"
+        text = f"its records go up to step {last_step:,}, but the number of calls is only {calls:,}"
+        return f"{text}: steps have no records, or are damaged"
 
 
 def is_tables_file(name: str) -> bool:
-    """Return whether a file has this name because it holds tables of a process."""
+    """Return whether this is the name of a file with the tables of a process."""
     return name.endswith(".jsonl") and _FILE.fullmatch(name) is not None
 
 
 def is_log_file(name: str) -> bool:
-    """Return whether a file has this name because it holds tables or records of a process."""
+    """Return whether this is the name of a file with tables or records of a process."""
     match = _FILE.fullmatch(name)
     return is_tables_file(name) or (match is not None and match["segment"] is not None)
 
 
 @dataclass
 class _ProcessFiles:
-    """The files of one process by number; none of a process with neither tables nor segments."""
+    """The files of one process by number; `is_process`: there are tables or segments."""
 
     segments: dict[int, Path] = field(default_factory=dict)
     kept: dict[int, Path] = field(default_factory=dict)
@@ -173,7 +174,7 @@ class _ProcessFiles:
     is_summary: bool = False
 
     def add(self, path: Path, match: re.Match[str]) -> None:
-        """Add a file. Closed sorts before open: where a copy was made twice, the closed one has all records."""
+        """Add a file. Of a closed and an open copy, use the closed one, which sorts first: it has all records."""
         self.is_process |= is_log_file(path.name)
         self.is_summary |= match["summary"] is not None
         if number := match["segment"]:
@@ -183,73 +184,73 @@ class _ProcessFiles:
 
 
 def read_host(
-    folder: Path, names: Iterable[str], living: Mapping[Path, RingContent], notes: list[Note]
+    folder: Path, names: Iterable[str], live_rings: Mapping[Path, RingContent], notes: list[Note]
 ) -> Iterator[Process]:
-    """Yield the processes that have files in the folder of a host. Adds notes on the files.
+    """Yield the processes that have files in the folder of a host. Add notes on the files.
 
     Args:
         folder: The folder.
         names: The names of the files in it.
-        living: What living processes have in memory, by the path of their tables.
-        notes: Are added to.
+        live_rings: Rings of live processes, by the path of their tables.
+        notes: The list to which notes are added.
     """
     by_stem: dict[str, _ProcessFiles] = defaultdict(_ProcessFiles)
     for name in sorted(names):
         if match := _FILE.fullmatch(name):
             by_stem[match["stem"]].add(folder / name, match)
         elif name.endswith((".npy", ".npy.open")):
-            notes.append(Note("foreign", folder / name, "its name is not that of a segment", "it is left out"))
+            notes.append(Note("foreign", folder / name, "not named like a segment", "it is left out"))
     for stem, files in by_stem.items():
         if files.is_process:
-            in_memory = living.get(Path(os.path.realpath(folder)) / f"{stem}.jsonl") if living else None
-            yield _read_process(folder, stem, files, in_memory, notes)
+            ring = live_rings.get(Path(os.path.realpath(folder)) / f"{stem}.jsonl") if live_rings else None
+            yield _read_process(folder, stem, files, ring, notes)
 
 
 def _read_process(
-    folder: Path, stem: str, files: _ProcessFiles, living: RingContent | None, notes: list[Note]
+    folder: Path, stem: str, files: _ProcessFiles, ring: RingContent | None, notes: list[Note]
 ) -> Process:
     path = folder / f"{stem}.jsonl"
-    tables, table_notes = read_tables(path, b"" if living is None else living.tables)
+    tables, table_notes = read_tables(path, b"" if ring is None else ring.tables)
     notes += table_notes
-    segments = [*_inspected(files.segments, notes).values()]
+    segments = [*_inspect_segments(files.segments, notes).values()]
     notes += _missing_segments(path, tables, sorted(files.segments))
-    dumps = _inspected(files.kept, notes, "its calls are kept besides the log, and not counted")
+    dumps = _inspect_segments(files.kept, notes, "its calls are kept besides the log, and not counted")
     kept, snapshot = dumps.pop(_LAST, None), None
-    if living is not None:
-        snapshot = living.snapshot if living.identity.get("mode") == "summary" else None
-        records, kept_records, _ = split_kept(living)
-        segments.append(_in_memory(path, segments, living._replace(records=records)))
+    if ring is not None:
+        snapshot = ring.snapshot if ring.identity.get("mode") == "summary" else None
+        records, kept_records, _ = split_kept(ring)
+        segments.append(_memory_segment(path, segments, ring._replace(records=records)))
         if len(kept_records):
             kept = MemorySegment(path, 0, len(kept_records), records=kept_records)
-        tables.stats = {**(tables.stats or {}), **living.counters}
+        tables.stats = {**(tables.stats or {}), **ring.counters}
     is_summary = files.is_summary or snapshot is not None
     return Process(
-        path, tables, tuple(segments), seen_alive_ns=0 if living is None else living.alive_ns,
+        path, tables, tuple(segments), seen_alive_ns=0 if ring is None else ring.alive_ns,
         summary=SummaryTables(folder, stem, snapshot) if is_summary else None, dumps=tuple(dumps.values()), kept=kept,
     )  # fmt: skip
 
 
-def _inspected(files: Mapping[int, Path], notes: list[Note], consequence: str = "") -> dict[int, Segment]:
-    """Return the segments in files by number, ascending. Adds notes on the files, with a consequence if it is given."""
+def _inspect_segments(files: Mapping[int, Path], notes: list[Note], consequence: str = "") -> dict[int, Segment]:
+    """Return the segments in files by number, ascending. Add notes on the files, with `consequence` if it is given."""
     segments = {}
     for number, path in sorted(files.items()):
-        segment, of_file = inspect_segment(path)
-        notes += (replace(note, consequence=consequence or note.consequence) for note in of_file)
+        segment, file_notes = inspect_segment(path)
+        notes += (replace(note, consequence=consequence or note.consequence) for note in file_notes)
         if segment is not None:
             segments[number] = segment
     return segments
 
 
-def _in_memory(path: Path, segments: list[Segment], living: RingContent) -> Segment:
-    """Return the records of a living process that are not in its files; those just written are in both."""
-    written = [block for part in last_records(segments, living.capacity) for block in part.blocks()]
-    on_disk = np.isin(record_keys(living.records), record_keys(np.concatenate([living.records[:0], *written])))
-    records = living.records[~on_disk]
+def _memory_segment(path: Path, segments: list[Segment], ring: RingContent) -> Segment:
+    """Return the records of a live process that are not in its files. Those just written are in both."""
+    written = [block for segment in last_records(segments, ring.capacity) for block in segment.blocks()]
+    on_disk = np.isin(record_keys(ring.records), record_keys(np.concatenate([ring.records[:0], *written])))
+    records = ring.records[~on_disk]
     return MemorySegment(path, 0, len(records), records=records)
 
 
 def _missing_segments(path: Path, tables: ProcessTables, numbers: list[int]) -> Iterator[Note]:
-    """Yield a note for each gap in the numbers of a process's segments, `_RECOVERED` among them."""
+    """Yield a note for each gap in the segment numbers of a process, which may include `_RECOVERED`."""
     stats = tables.stats or {}
     counted = [integer_or_none(stats.get(name)) or 0 for name in ("calls", "not_selected", "summarized")]
     if not numbers and 2 * counted[0] > sum(counted):

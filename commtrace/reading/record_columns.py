@@ -14,30 +14,30 @@ from .labels import Array, ProcessIds
 from .packed_log import RECORDED_IDS
 
 IDS: Final = (*RECORDED_IDS.values(),)
-_OF_PROCESS: Final = {"process": "number", "rank": "rank"}
-"""Columns that are the same for all records of a process, by its attribute."""
+_PROCESS_COLUMNS: Final = {"process": "number", "rank": "rank"}
+"""Columns that are equal in all records of a process, with the attributes of `ProcessIds`."""
 
 _RECORDS_IN_CACHE: Final = 4096
 
 
 @dataclass
 class RecordColumns:
-    """Room for records of several processes, as columns with the ids of the run."""
+    """Preallocated columns for records of several processes, with the ids of the run."""
 
     columns: dict[str, Array]
     filled: int = 0
 
     @staticmethod
     def of(fields: Iterable[str], size: int) -> RecordColumns:
-        """Return arrays for fields of the record, or of RECORDED_IDS, of length `size`."""
+        """Allocate columns of length `size` for fields of the record or of RECORDED_IDS."""
         types = {name: RECORD[RECORDED_IDS.get(name, name)] for name in fields}
-        types |= dict.fromkeys((*IDS, *_OF_PROCESS), np.dtype(np.int64))
+        types |= dict.fromkeys((*IDS, *_PROCESS_COLUMNS), np.dtype(np.int64))
         return RecordColumns({name: np.empty(size, type_) for name, type_ in types.items()})
 
     def fill(self, records: Records, process: ProcessIds) -> RecordColumns:
-        """Append records of a process. Returns itself."""
+        """Append records of a process. Return self."""
         rows = slice(self.filled, self.filled + len(records))
-        _copy_fields(records, {name: self.columns[name][rows] for name in self.columns if name not in _OF_PROCESS})
+        _copy_fields(records, {name: self.columns[name][rows] for name in self.columns if name not in _PROCESS_COLUMNS})
         for name in IDS:
             self.columns[name][rows] = process.of_run(name, self.columns[name][rows])
         self.columns["process"][rows], self.columns["rank"][rows] = process.number, process.rank
@@ -54,12 +54,12 @@ class RecordColumns:
 def row_groups(
     pieces: Iterable[tuple[Records, ProcessIds]], fields: Iterable[str], size: int
 ) -> Iterator[RecordColumns]:
-    """Yield records in groups of equal length that may span processes; the last one may be shorter.
+    """Yield records in groups of equal length, which may span processes; the last may be shorter.
 
     Args:
-        pieces: The records, and the process of each piece.
-        fields: Fields of the record, or of RECORDED_IDS.
-        size: Records of a group.
+        pieces: The records in pieces, each with the ids of its process.
+        fields: Fields of the record or of RECORDED_IDS.
+        size: Number of records in a group.
     """
     fields = [*fields]
     columns = RecordColumns.of(fields, size)
@@ -76,7 +76,7 @@ def row_groups(
 
 def _copy_fields(records: Records, columns: Mapping[str, Array]) -> None:
     """Copy fields of records into columns of the same length."""
-    # A few records at a time: a record is longer than a cache line, and a block of records is larger than a cache.
+    # A few records at a time, which stay in the cache while one field after the other is copied.
     for begin in range(0, len(records), _RECORDS_IN_CACHE):
         part = records[begin : begin + _RECORDS_IN_CACHE]
         for name, column in columns.items():

@@ -26,40 +26,43 @@ from .segment_reader import Segment
 from .table_reader import Row
 
 EVENT_FIELDS: Final[tuple[str, ...]] = (*COPIED_COLUMNS.values(), "local", "phase", "state", "flags")
-"""Fields of the record that the event table is made of, besides those of every `RecordColumns`."""
+"""Record fields that the event table needs, besides those in every `RecordColumns`."""
 RECORDS_PER_TASK: Final = 1 << 20
-"""Least number of records that an executor reads in one go, if there are as many."""
+"""Minimum number of records in a part of a run, except in the last part."""
 
 
 class EventTable:
-    """Converter from records of a run to event table. Labels are categoricals with the same categories in all of it."""
+    """Converter of a run's records to the event table. All frames have the same categories."""
 
     def __init__(self, labels: RunLabels) -> None:
         self._labels = labels
         self.categories = {
             column: pd.Index(sorted({UNKNOWN, "", *labels.categories(column)})) for column in LABEL_COLUMNS
         }
-        """Labels by column of LABEL_COLUMNS."""
+        """Sorted labels of each column of LABEL_COLUMNS."""
         self._positions = {
             column: categories.get_indexer(pd.Index(labels.categories(column).tolist()))
             for column, categories in self.categories.items()
         }
 
     def columns(self, records: RecordColumns) -> dict[str, Array]:
-        """Return the columns by name, each of shape (n,): labels as positions in `categories`, 0 for no group_size."""
+        """Return the columns by name, each of shape (n,).
+
+        Labels are positions in `categories`; an unknown group_size is 0.
+        """
         labels = self._labels
         columns = {name: records[field] for name, field in COPIED_COLUMNS.items()}
         columns["rank"] = records["rank"].astype(np.int32)
         columns["group_size"] = labels.group_sizes(records["group"]).astype(np.int32)
         columns["wire_bytes"] = labels.wire_bytes(records)
-        example = {field: column for column, field in LABEL_COLUMNS.items()}
-        ids = {field: labels.ids(column, records) for field, column in example.items()}
+        column_of_field = {field: column for column, field in LABEL_COLUMNS.items()}
+        ids = {field: labels.ids(column, records) for field, column in column_of_field.items()}
         columns |= {column: self._positions[column][ids[field]] for column, field in LABEL_COLUMNS.items()}
         return {name: columns[name] for name in EVENT_COLUMNS}
 
     @staticmethod
     def missing(column: str, values: Array) -> Array | None:
-        """Return which values of a column of `columns` are missing, shape (n,); None: none is."""
+        """Return a mask of the missing values of a column, shape (n,); None if the column is never missing."""
         return np.isnan(values) if column == "wire_bytes" else values == 0 if column == "group_size" else None
 
     def frame(self, records: RecordColumns) -> pd.DataFrame:
@@ -76,7 +79,7 @@ class RecordedRun:
     """One recorded run. Opening it reads small tables only; records are read when they are needed.
 
     Attributes:
-        log: Its log.
+        log: The log of the run.
         executor: Reads the records for analyses.
     """
 
@@ -94,13 +97,13 @@ class RecordedRun:
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """Notes on what is damaged or missing in the log, and the consequences; of records, once they were read."""
-        of_records = (note for process in self.log.processes for note in process.record_notes())
-        return (*self.log.notes, *of_records)
+        """Notes on what is damaged or missing in the log. Notes on records appear once these are read."""
+        record_notes = (note for process in self.log.processes for note in process.record_notes())
+        return (*self.log.notes, *record_notes)
 
     @property
     def processes(self) -> tuple[Process, ...]:
-        """Processes by rank; `tables.process` of each holds its host, versions, launcher and settings."""
+        """Processes, sorted by rank; `tables.process` of each has its host, versions, launcher and settings."""
         return self.log.processes
 
     @property
@@ -123,12 +126,12 @@ class RecordedRun:
 
     @cached_property
     def step_ranges(self) -> list[range]:
-        """`selected_steps` as ranges; none: all."""
+        """`selected_steps` as ranges; empty: all."""
         return self._selection("steps")
 
     @cached_property
     def selection_problem(self) -> str | None:
-        """Why the steps of this run are not compared with others, if they are not."""
+        """Why the steps of this run cannot be compared with others; None if they can."""
         return "COMMTRACE_STEPS is not the same on all ranks" if len(self._selections("steps")) > 1 else None
 
     def select_steps(self, steps: Array) -> Array:
@@ -137,12 +140,12 @@ class RecordedRun:
 
     def _selections(self, setting: str) -> set[str]:
         settings = [process.tables.process.get("settings") for process in self.processes]
-        return {str(one.get(setting) or "") if isinstance(one, dict) else "" for one in settings}
+        return {str(values.get(setting) or "") if isinstance(values, dict) else "" for values in settings}
 
     def _selection(self, setting: str) -> list[range]:
-        """Return the ranges of a setting of all processes; none if one of them selects all."""
+        """Return the ranges that a setting selects in all processes; empty if one of them selects all."""
         selections = self._selections(setting)
-        with suppress(ValueError):  # damaged
+        with suppress(ValueError):  # a damaged setting
             return [] if "" in selections else [*chain(*map(rank_ranges, selections))]
         return []
 
@@ -173,7 +176,7 @@ class RecordedRun:
 
     @property
     def job(self) -> Row | None:
-        """Description of the training, as the lowest rank with one captured it; None where no rank has one.
+        """Job that the lowest rank with one captured; None where no rank has one.
 
         A process may train several models (`process.tables.jobs`); this is its first.
         """
@@ -181,7 +184,7 @@ class RecordedRun:
 
     @cached_property
     def labels(self) -> RunLabels:
-        """Labels of the ids of the run, and how the ids in the records of each process become those."""
+        """Labels of the run's ids, and the mapping from each process's ids to them."""
         return RunLabels(self.log)
 
     def parts(
@@ -189,19 +192,19 @@ class RecordedRun:
         segments_of: Callable[[Process], Sequence[Segment]] = attrgetter("segments"),
         *,
         whole_ranks: bool = False,
-        least: int | None = None,
+        min_slots: int | None = None,
     ) -> list[RunPart]:
-        """Return the segments of the processes in their order, at least one part, for an executor.
+        """Return the segments of the processes, in order, as one or more parts for an executor.
 
         Args:
-            segments_of: Returns the segments of a process that are wanted. Default: all.
-            whole_ranks: Whether all processes of a rank are in one part.
-            least: Slots from which a part ends with the segment. Default: RECORDS_PER_TASK.
+            segments_of: Function that returns the segments of a process to read. Default: all.
+            whole_ranks: Whether to keep all processes of a rank in one part.
+            min_slots: Minimum number of slots in a part, except in the last. Default: RECORDS_PER_TASK.
         """
         parts, slots = [RunPart(0)], 0
         for ids, process in zip(self.labels.processes, self.processes, strict=True):
             for segment in segments_of(process):
-                is_full = slots >= (least or RECORDS_PER_TASK)
+                is_full = slots >= (min_slots or RECORDS_PER_TASK)
                 if is_full and not (whole_ranks and parts[-1].processes[-1].rank == ids.rank):
                     parts.append(RunPart(len(parts)))
                     slots = 0
@@ -216,9 +219,9 @@ class RecordedRun:
         """Yield the event table in bounded pieces, process by process; the first piece has no rows.
 
         Args:
-            ranks: Ranks whose calls are wanted; None: all.
-            steps: Steps whose calls are wanted, -1 for those before the first one; None: all.
-            ops: Operations that are wanted; None: all.
+            ranks: Ranks to include; None: all.
+            steps: Steps to include, -1 for calls before the first step; None: all.
+            ops: Operations to include; None: all.
         """
         table = EventTable(self.labels)
         yield table.frame(RecordColumns.of(EVENT_FIELDS, 0))
@@ -228,7 +231,7 @@ class RecordedRun:
     def records(
         self, ranks: Sequence[int] | None = None, steps: Sequence[int] | None = None, ops: Sequence[str] | None = None
     ) -> Iterator[tuple[Records, ProcessIds]]:
-        """Yield the records of wanted calls (see `blocks`) in bounded pieces, and what the ids in each become."""
+        """Yield the records of selected calls (see `blocks`) in bounded pieces, each with the ids of its process."""
         self.require_events("single calls")
         wanted = {name: values for name, values in (("step", steps), ("op", ops)) if values is not None}
         for ids, process in zip(self.labels.processes, self.log.processes, strict=True):
@@ -247,17 +250,17 @@ class RecordedRun:
     ) -> pd.DataFrame:
         """Return the event table: one row per call, sorted by rank and t_begin_ns.
 
-        It needs memory for the calls that are wanted; `blocks` does not. Of a packed log, parts without them are not
-        read.
+        It needs memory for all selected calls; `blocks` does not. In a packed log, row groups without
+        selected calls are not read.
 
         Args:
-            ranks: Ranks whose calls are wanted; None: all.
-            steps: Steps whose calls are wanted, -1 for those before the first one; None: all.
-            ops: Operations that are wanted, such as "all_reduce"; None: all.
+            ranks: Ranks to include; None: all.
+            steps: Steps to include, -1 for calls before the first step; None: all.
+            ops: Operations to include, such as "all_reduce"; None: all.
 
         Returns:
-            The columns of `schema.EVENT_COLUMNS`. Sizes are bytes, times are ns of the host's monotonic clock with 0
-            for not known. `wire_bytes` and `group_size` are missing where they cannot be computed.
+            The columns of `schema.EVENT_COLUMNS`. Sizes are bytes, times are ns of the host's monotonic clock, with 0
+            for unknown. `wire_bytes` and `group_size` are missing where they cannot be computed.
         """
         events = pd.concat(self.blocks(ranks, steps, ops), ignore_index=True)
         for column in LABEL_COLUMNS:

@@ -1,4 +1,4 @@
-"""Segment reader: files of records that are closed, still open, or cut. Any other file becomes a note."""
+"""Segment reader: reads files of records that are closed, open or cut. Any other file results in a note."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK: Final = 1 << 18
 """Number of records read at once, 24 MiB."""
 
 Wanted: TypeAlias = Mapping[str, Sequence[int] | Sequence[str]]
-"""Values that are wanted, by column of the event table."""
+"""Wanted values by column of the event table."""
 
 _MAX_TIME: Final = 1 << 58
 _MAX_BYTES: Final = 1 << 50
@@ -39,9 +39,9 @@ _HIGHEST: Final = {
 }
 _LOWEST: Final = dict.fromkeys(("step", "micro_batch", "peer", "tag"), -1)
 _UNSIGNED: Final = np.dtype([(name, RECORD[name].str.replace("i8", "u8")) for name in RECORD.names or ()])
-"""Records in which a negative time or number of bytes is a number above every limit: one comparison finds both."""
+"""Record type with unsigned times and bytes: a negative value exceeds every limit, so one comparison is enough."""
 _READ_AT_ONCE: Final = 4096 * RECORD.itemsize
-"""Bytes that stay in a cache until they are checked."""
+"""Bytes read at once, which stay in the cache until they are checked."""
 
 
 @dataclass
@@ -50,19 +50,19 @@ class Segment:
 
     path: Path
     offset: int
-    """Size of the header in bytes."""
+    """Position of the first record in bytes."""
     count: int
-    """Number of complete records in the file, empty ones included."""
+    """Number of complete slots from there, including empty ones."""
     damaged: dict[str, int] = field(default_factory=dict, compare=False)
-    """Records left out because a field has an impossible value, by field: of the last time that `blocks` read all."""
+    """Number of records left out because a field has an impossible value, by field; set when `blocks` has read all."""
     last_step: int = field(default=-1, compare=False)
-    """The largest step of its records, as `damaged`."""
+    """The largest step of its records; set like `damaged`."""
     read_error: str = field(default="", compare=False)
-    """Why records could not be read, as `damaged`."""
+    """Why records could not be read; set like `damaged`."""
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """What `blocks` found out, to be taken over from a copy of the segment in another process."""
+        """`damaged`, `last_step` and `read_error`; set them to take over those of a copy in another process."""
         return self.damaged, self.last_step, self.read_error
 
     @facts.setter
@@ -72,16 +72,16 @@ class Segment:
     def blocks(
         self, size: int = BLOCK, memory: bytearray | None = None, wanted: Wanted | None = None
     ) -> Iterator[Records]:
-        """Yield the records, shape (n,) with n <= size, without slots that were never filled and damaged records.
+        """Yield the records, shape (n,) with n <= size, without empty slots and damaged records.
 
-        Files are read and not mapped: a mapped page of a removed file would kill this process. Records that cannot be
-        read any more (a live process removes its oldest segment) are missing, as a note says.
+        Files are read, not mapped: access to a mapped page of a removed file would kill this process. Records that can
+        no longer be read (a live process removes its oldest segment) are left out, with a note.
 
         Args:
-            size: Most records of a block.
-            memory: Room for `size` records. Each block then lies in it, until the next one is asked for: new memory
-                for each block would cost as much as reading. None: every block has its own memory.
-            wanted: Values of columns of the event table. Records that cannot have them may be left out.
+            size: Maximum number of records in a block.
+            memory: Buffer for `size` records, which each block overwrites: new memory for each block would cost as
+                much as reading it. None: every block has its own memory.
+            wanted: Wanted values by column of the event table. Records without them may be left out.
         """
         damaged: Counter[str] = Counter()
         last_step, read_error = -1, ""
@@ -95,7 +95,7 @@ class Segment:
         self.facts = +damaged, last_step, read_error
 
     def slots(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[tuple[Records, set[str]]]:
-        """Yield what the file holds, in blocks as `blocks` does: all slots, and fields that may have impossible values.
+        """Yield all slots, in the same blocks as `blocks`, with the fields that may have impossible values.
 
         Raises:
             OSError: The file cannot be read.
@@ -107,34 +107,34 @@ class Segment:
                 yield _read(file, memoryview(bytearray(length) if memory is None else memory)[:length])
 
     def last(self, count: int) -> Segment:
-        """Return the last `count` records as a segment, or all of them if they are fewer."""
+        """Return the last `count` records as a segment, or all if there are fewer."""
         left_out = max(0, self.count - count)
         return replace(self, offset=self.offset + left_out * RECORD.itemsize, count=self.count - left_out)
 
     def _open(self) -> BufferedReader:
         try:
             return open(self.path, "rb")
-        except FileNotFoundError:  # closed, and thereby renamed, since the log was opened; the header keeps its size
+        except FileNotFoundError:  # closed, and so renamed, since the log was opened; the header has the same size
             return open(self.path.with_suffix(""), "rb")
 
 
 @dataclass
 class MemorySegment(Segment):
-    """Records of a living process that are not on disk yet."""
+    """Records of a live process that are not on disk yet."""
 
     records: Records = field(default_factory=lambda: np.zeros(0, RECORD), compare=False)
 
     def slots(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[tuple[Records, set[str]]]:
-        """Yield the records at once."""
+        """Yield all records in one block."""
         yield self.records, {*(RECORD.names or ())}
 
     def last(self, count: int) -> Segment:
-        """Return all records: a ring keeps them in no order."""
+        """Return all records: those of a ring are in no order."""
         return self
 
 
 def last_records(segments: Iterable[Segment], count: int) -> tuple[Segment, ...]:
-    """Return the segments of a process, in order, without records before its last `count`."""
+    """Return the last `count` records of a process as segments, in order."""
     kept: list[Segment] = []
     for segment in reversed([*segments]):
         if count > 0:
@@ -144,7 +144,7 @@ def last_records(segments: Iterable[Segment], count: int) -> tuple[Segment, ...]
 
 
 def _read(file: BufferedReader, block: memoryview) -> tuple[Records, set[str]]:
-    """Fill a block with records. Return them, and the fields of which some record has an impossible value."""
+    """Fill a block with records. Return them, and the fields that have an impossible value in some record."""
     suspects: set[str] = set()
     filled = 0
     while count := file.readinto(block[filled : filled + _READ_AT_ONCE]):
@@ -158,12 +158,12 @@ def _read(file: BufferedReader, block: memoryview) -> tuple[Records, set[str]]:
 
 
 def usable_records(records: Records, suspects: Container[str], damaged: Counter[str]) -> npt.NDArray[np.bool_]:
-    """Return which slots hold a record without an impossible value, shape (n,); `damaged` counts the others by field.
+    """Return a mask of the slots that hold a record without impossible values, shape (n,).
 
     Args:
         records: The slots, shape (n,).
         suspects: Fields that may have impossible values.
-        damaged: Is added to.
+        damaged: Counts of records with impossible values by field, which are increased.
     """
     usable = np.asarray(records["state"] != State.FREE)
     for name, impossible in _impossible(records, suspects):
@@ -173,7 +173,7 @@ def usable_records(records: Records, suspects: Container[str], damaged: Counter[
 
 
 def _impossible(records: Records, suspects: Container[str]) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
-    """Yield each of these fields with the records in which no recorder has written it like this: bool, shape (n,)."""
+    """Yield each of `suspects` with a mask of the records that have an impossible value in it, shape (n,)."""
     values = records.view(_UNSIGNED)
     for name in RECORD.names or ():
         if name in suspects:
@@ -194,11 +194,11 @@ def damage_notes(path: Path, segments: Sequence[Segment]) -> Iterator[Note]:
 
 
 class _CutError(ValueError):
-    """The header of a segment is incomplete."""
+    """Error for a segment with an incomplete header."""
 
 
 def inspect_segment(path: Path) -> tuple[Segment | None, list[Note]]:
-    """Find the records of a file by its header; None for a file without any. Returns notes on what is wrong with it."""
+    """Return the segment in a file, or None if there is none, and notes on what is wrong with the file."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -213,7 +213,7 @@ def inspect_segment(path: Path) -> tuple[Segment | None, list[Note]]:
     count, rest = divmod(size - offset, RECORD.itemsize)
     segment, is_closed = Segment(path, offset, count), path.suffix != ".open"
     if is_closed and count != stated:
-        what, consequence = f"the header states {stated:,} records, {count:,} are there", "all were read"
+        what, consequence = f"the header states {stated:,} records, but there are {count:,}", "all were read"
         if count < stated:
             what, consequence = f"cut after {count:,} of {stated:,} records", f"{stated - count:,} are missing"
         return segment, [Note("cut", path, what, consequence)]
@@ -221,7 +221,7 @@ def inspect_segment(path: Path) -> tuple[Segment | None, list[Note]]:
 
 
 def _read_header(file: BinaryIO) -> int:
-    """Return the number of records in an `.npy` header, and leave the file at the first of them."""
+    """Return the number of records that a file's `.npy` header states. Advance the file to the first one."""
     head = file.read(10)
     if b"\x93NUMPY\x01\x00".startswith(head[:8]) and len(head) < 10:
         raise _CutError
@@ -233,7 +233,7 @@ def _read_header(file: BinaryIO) -> int:
     return _stated_count(head[8:] + text)
 
 
-@functools.lru_cache(maxsize=1)  # ranks of a run, and segments of a rank, have as many records as the one before
+@functools.lru_cache(maxsize=1)  # successive segments often have equal headers
 def _stated_count(header: bytes) -> int:
     """Return the number of records that an `.npy` header states."""
     try:

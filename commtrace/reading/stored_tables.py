@@ -1,8 +1,9 @@
-"""Tables that `commtrace pack` computed of a run, so that a report of the packed log does not read its records.
+"""Tables that `commtrace pack` computed from a run, so that a report of the packed log does not read its records.
 
-They are in one Parquet file beside the parts. Each row group has a row: name of the analysis, name of the table ("":
-the merged table of a fold), and rows of the table in Arrow's IPC format. They count only if all that they were computed
-from is the same (`source_of`). If not, or if the file is damaged, records are read as if there was no such file.
+They are in one Parquet file next to the parts. Each row group has one row: the name of the analysis, the name of the
+table ("": the merged table of a fold), and rows of the table in Arrow's IPC format. They are used only if everything
+that they were computed from is unchanged (`source_digest`). Otherwise, or if the file is damaged, records are read as
+if the file did not exist.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from .process_reader import Process
 
 STORED: Final = "_tables"
 SOURCE: Final = b"commtrace.source"
-"""Key of the metadata of STORED: `source_of` what its tables were computed from."""
+"""Metadata key in STORED: the `source_digest` of its tables."""
 ROWS_AT_ONCE: Final = 1 << 17
-"""Rows of a table that are in one row group."""
+"""Maximum number of a table's rows in one row group."""
 MERGED: Final = ""
 """Name of the merged table of a fold."""
 
 _FOOTER_END: Final = 8
-"""Bytes of a Parquet file after its footer: the footer's length, and a constant."""
+"""Bytes of a Parquet file after its footer: the footer's length and a magic number."""
 
 
-def source_of(folder: Path, processes: Iterable[Process], code: str) -> str:
-    """Return a digest of what the tables of a packed run are computed from.
+def source_digest(folder: Path, processes: Iterable[Process], code: str) -> str:
+    """Return a digest of everything that the tables of a packed run are computed from.
 
     Args:
         folder: The folder of the run.
         processes: Its processes.
-        code: A digest of the code that computes the tables.
+        code: Digest of the code that computes the tables.
 
     Raises:
         OSError: A file cannot be read.
@@ -57,7 +58,7 @@ def source_of(folder: Path, processes: Iterable[Process], code: str) -> str:
 
 
 def _footer(path: Path) -> bytes:
-    """Return the size and the footer of a Parquet file, which has statistics of all values, and where they are."""
+    """Return the size and footer of a Parquet file. The footer has the positions and statistics of all values."""
     with open(path, "rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _FOOTER_END))
@@ -71,10 +72,11 @@ class StoredTables:
 
     Args:
         log: The run.
-        code: A digest of the code that computes tables.
+        folder: The folder of the run.
+        code: Digest of the code that computes tables.
 
     Raises:
-        LogError: The file cannot be read, or its tables were computed from something else.
+        LogError: The file cannot be read, or its tables were computed from other files or by other code.
         OSError: A part cannot be read.
     """
 
@@ -84,16 +86,18 @@ class StoredTables:
         self._groups: dict[str, dict[str, list[int]]] = {}
         with reading(self._path) as parquet:
             self._file = parquet.ParquetFile(self._path, page_checksum_verification=True)
-            if (self._file.schema_arrow.metadata or {}).get(SOURCE) != source_of(folder, log.processes, code).encode():
-                raise LogError(f"{self._path}: of other files, or by another version of commtrace; pack the log again")
+            metadata = self._file.schema_arrow.metadata or {}
+            if metadata.get(SOURCE) != source_digest(folder, log.processes, code).encode():
+                reason = "computed from other files, or by another version of commtrace"
+                raise LogError(f"{self._path}: {reason}; pack the log again")
             names = self._file.read(columns=["analysis", "table"], use_threads=False).to_pylist()
         for group, row in enumerate(names):
             self._groups.setdefault(row["analysis"], {}).setdefault(row["table"], []).append(group)
 
     def read(self, analysis: str) -> dict[str, pd.DataFrame] | None:
-        """Return the tables of an analysis by name, if there are any that can be read.
+        """Return the tables of an analysis by name; None if there are none that can be read.
 
-        The segments then know of their records what reading would find out.
+        Set the `facts` of the segments, as reading their records would.
         """
         try:
             with reading(self._path):
@@ -118,9 +122,9 @@ class StoredTables:
 
 
 def open_stored(log: Log, code_digest: Callable[[], str]) -> StoredTables | None:
-    """Return the stored tables of a run; None if there are none, or, as a line on stderr says, none that count.
+    """Return the stored tables of a run; None if there are none. Report unusable ones on stderr.
 
-    `code_digest` reads all of the code: it is called only where there are stored tables.
+    `code_digest` reads all of the code, so it is called only if there are stored tables.
     """
     if log.packed is None or not (log.packed / STORED).exists():
         return None
@@ -136,7 +140,7 @@ def _warn(error: Exception) -> None:
 
 
 def to_batches(table: pd.DataFrame) -> list[Any] | None:
-    """Return a table as record batches of pyarrow; None if its columns would not come back as they are."""
+    """Return a table as pyarrow record batches; None if they would not restore its columns exactly."""
     pyarrow, _ = import_parquet("commtrace pack")
     try:
         arrow = pyarrow.Table.from_pandas(table)

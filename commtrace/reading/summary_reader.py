@@ -1,4 +1,4 @@
-"""Reader of summaries: cells as rows that stand for several calls, and histograms of durations."""
+"""Reader of summaries: cells as rows that represent several calls, and histograms of durations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from commtrace.schema import RECORD
 from commtrace.summary_format import CELL_KEY, SUMS, TABLES, TO_SELF, Rows
 
 MIXED: Final = -3
-"""The step of calls of several steps that a summary has only together."""
+"""Value of `step` for calls of several steps that a summary counts only together."""
 CALLS: Final = np.dtype([*RECORD.descr, ("calls", "<i8"), ("exact", "u1")])
-"""Records that stand for `calls` calls each; `exact`: the sizes are those of each call, and not about their mean."""
+"""Records that each represent `calls` calls; `exact`: each call has these sizes; otherwise they are means."""
 
 _ROWS: Final = 1 << 17
 _FIELDS: Final = [name for name in CELL_KEY.names or () if name != "bits"]
@@ -27,7 +27,7 @@ _FIELDS: Final = [name for name in CELL_KEY.names or () if name != "bits"]
 
 @dataclass(frozen=True)
 class SummaryTables:
-    """The summary of one process. `snapshot`: what the process, which is running, had not written."""
+    """The summary of one process. `snapshot`: what a live process had not written yet."""
 
     folder: Path
     stem: str
@@ -38,20 +38,20 @@ class SummaryTables:
         path, dtype = table_path(self.folder, self.stem, name), TABLES[name]
         if self.snapshot is None:
             return read_rows(path, dtype)
-        # What was written since then is in the snapshot, or in the records that follow it.
+        # Later rows of the file repeat what is in the snapshot, or in the records that follow it.
         rows = read_rows(path, dtype, self.snapshot.written[name])
         return np.concatenate([rows, np.frombuffer(self.snapshot.rows[name], dtype)])
 
     @cached_property
     def summed_steps(self) -> npt.NDArray[np.int64]:
-        """The first and last of steps of which calls, or sizes of calls, are known as sums, shape (n, 2)."""
+        """First and last step of each range in which calls, or their sizes, are known only as sums, shape (n, 2)."""
         steps, cells = self.table("steps"), self.table("cells")
         has_sums = np.isin(steps["pattern"], cells["pattern"][(cells["bits"] & SUMS) > 0])
         summed = steps[(steps["mixed"] == 1) & (steps["steps"] > 1) | has_sums]
         return np.stack([summed["first"], summed["last"]], axis=1).astype(np.int64)
 
     def calls(self, rank: int) -> Iterator[Rows]:
-        """Yield the calls as rows of CALLS, each of one step or of MIXED ones, in blocks.
+        """Yield the calls as rows of CALLS in blocks. The step of each row is one step, or MIXED.
 
         Args:
             rank: Rank of the process.
@@ -72,22 +72,22 @@ class SummaryTables:
         cells = cells[np.argsort(cells["pattern"], kind="stable")]
         begins, ends = (np.searchsorted(cells["pattern"], steps["pattern"], side) for side in ("left", "right"))
         for row, begin, end in zip(steps.tolist(), begins.tolist(), ends.tolist(), strict=True):
-            _, first, last, number, mixed = row
+            _, first, last, num_steps, mixed = row
             pattern = _as_calls(cells[begin:end], rank)
             if mixed:
-                pattern["step"] = MIXED if number > 1 else first
+                pattern["step"] = MIXED if num_steps > 1 else first
                 yield pattern
                 continue
             at_once = max(1, _ROWS // max(1, len(pattern)))
             for step in range(first, last + 1, at_once):
-                some = np.arange(step, min(step + at_once, last + 1))
-                block = np.tile(pattern, len(some))
-                block["step"] = np.repeat(some, len(pattern))
+                block_steps = np.arange(step, min(step + at_once, last + 1))
+                block = np.tile(pattern, len(block_steps))
+                block["step"] = np.repeat(block_steps, len(pattern))
                 yield block
 
 
 def _as_calls(cells: Rows, rank: int) -> Rows:
-    """Return cells as rows of CALLS. Sums of sizes become rows of sizes next to their mean, so that sums stay exact."""
+    """Return cells as rows of CALLS. Sums of sizes become rows with the mean rounded up or down, so sums stay exact."""
     is_sum = (cells["bits"] & SUMS) > 0
     rows = np.zeros(len(cells), CALLS)
     for name in _FIELDS:

@@ -32,10 +32,10 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """A process group, identified in the whole run by its members, its name and its index."""
+    """A process group, identified within the run by its members, name and index."""
 
     members: str
-    """Its ranks, ascending, as `format_rank_list` writes them: a job has many rows of the same ranks."""
+    """Its ranks, ascending, as text (`format_rank_list`). Many rows have equal ranks, so parsed ranks are cached."""
     name: str
     index: int
 
@@ -51,7 +51,7 @@ class RecordedGroup:
 
 
 class Site(NamedTuple):
-    """A line of code that made calls, and of a helper that many lines call the line that called it."""
+    """A call site, with its caller if it is in a helper that many lines call."""
 
     file: str
     line: int
@@ -59,13 +59,13 @@ class Site(NamedTuple):
     caller: Site | None = None
 
     def lines(self) -> Iterator[Site]:
-        """Yield the line, then its caller's if there is one."""
+        """Yield the line, then its caller if there is one."""
         yield self
         if self.caller is not None:
             yield self.caller
 
     def label(self, short: Mapping[str, str]) -> str:
-        """Return "file:line function", and " < " before the caller's; `short` has the files as they are shown."""
+        """Return "file:line function", then " < " and the caller's. `short` maps files to their displayed names."""
         lines = ((short.get(line.file, line.file), line) for line in self.lines())
         return " < ".join(f"{file}:{line.line} {line.function}".rstrip() for file, line in lines)
 
@@ -79,9 +79,9 @@ class ProcessTables:
     groups: dict[int, RecordedGroup] = field(default_factory=dict)
     roles: dict[int, str] = field(default_factory=dict)
     message_roles: dict[int, str] = field(default_factory=dict)
-    """By group: the role of its point-to-point messages, where that differs from the group's."""
+    """Role of point-to-point messages by group, where it differs from the group's."""
     descriptions: dict[int, str] = field(default_factory=dict)
-    """By group: its description."""
+    """Descriptions by group."""
     sites: dict[int, Site] = field(default_factory=dict)
     jobs: dict[int, Row] = field(default_factory=dict)
     clock: list[Row] = field(default_factory=list)
@@ -89,14 +89,14 @@ class ProcessTables:
     end: Row | None = None
     salvage: list[Row] = field(default_factory=list)
     notices: list[Row] = field(default_factory=list)
-    """Of a dry run: lines of the program that ask for values that it does not compute."""
+    """Dry run: lines of the program that read values that were not computed."""
     topology: tuple[tuple[int, ...], ...] = ()
-    """Of a dry run: the ranks of every group of the job."""
+    """Dry run: the ranks of every group of the job."""
     stands_for: tuple[str, int] = "", 1
-    """Of a dry run: the ranks that this rank represents, as text, and their number."""
+    """Dry run: the ranks that this rank represents, as text, and their number."""
 
     def add(self, row: Row) -> None:
-        """Add a row, as `_parse` returns it. Raises KeyError, TypeError or ValueError where it cannot be used."""
+        """Add a row that `_parse` returned. Raise KeyError, TypeError or ValueError if it cannot be used."""
         name = row.pop("table")
         for key, limit in _LIMITS.get(name, {}).items():
             if row.get(key) is not None and _natural(row[key]) >= limit:
@@ -115,7 +115,7 @@ class ProcessTables:
             self.jobs[_id(row.get("id", 0))] = row
         elif name == "passes":
             job = self.jobs[_id(row["job"])]
-            job["passes"] = [*job.get("passes", ()), row]  # the list in a line may be shared
+            job["passes"] = [*job.get("passes", ()), row]  # a new list: equal lines may share their row
         elif name in _ROWS:
             getattr(self, name)[_id(row[_ROWS[name][0]])] = row["value"]
             if name == "groups":
@@ -137,7 +137,7 @@ _LIMITS: Final[dict[str, dict[str, int]]] = {
         "mono_ns": _MAX_TIME,
     },
 }
-"""Above these, a number is damage: sums over all processes still fit 64 bits."""
+"""Numbers from these on are damage. Sums of smaller ones over all processes fit in 64 bits."""
 
 
 def _natural(value: object, below: int = 1 << 62) -> int:
@@ -151,7 +151,7 @@ def _id(value: object) -> int:
 
 
 def _rank_list(value: Any) -> list[int]:
-    """Return the ranks of a group, in its order: text since version 2 of the format, before that a list."""
+    """Return the ranks of a group, in its order, from text or, in version 1 of the format, from a list."""
     return parse_rank_list(value) if isinstance(value, str) else [_natural(rank, MAX_RANKS) for rank in value]
 
 
@@ -175,7 +175,7 @@ def _site(row: Row) -> Site:
     return Site(str(row["file"]), int(row.get("line") or 0), str(row.get("function") or ""), caller)
 
 
-# Tables of numbered rows: (key of the number, function that reads a row).
+# Tables of rows with ids: (key of the id, function that converts a row).
 _ROWS: Final[dict[str, tuple[str, Callable[[Row], object]]]] = {
     "kinds": ("id", lambda row: Kind(str(row["op"]), *(str(row.get(name) or "") for name in Kind._fields[1:]))),
     "groups": ("id", _group),
@@ -192,7 +192,7 @@ def read_tables(path: Path, in_memory: bytes = b"") -> tuple[ProcessTables, list
 
     Args:
         path: The file.
-        in_memory: Its lines in the memory of a living process, which may be ahead of the file.
+        in_memory: Its lines in the memory of a live process, which may be ahead of the file.
 
     Raises:
         NewerLogError: The tables have a newer log format.
@@ -206,7 +206,7 @@ def read_tables(path: Path, in_memory: bytes = b"") -> tuple[ProcessTables, list
 
 
 def parse_tables(path: Path, text: bytes) -> tuple[ProcessTables, list[Note]]:
-    """Read the tables of one process from the content of their file, as `read_tables` does."""
+    """Read the tables of one process from the content of their file; see `read_tables`."""
     tables, lines = ProcessTables(), text.split(b"\n")
     broken = [number for number, line in enumerate(lines, 1) if line.strip() and not _read_line(tables, line, path)]
     if not broken:
@@ -227,7 +227,7 @@ def _read_line(tables: ProcessTables, line: bytes, path: Path) -> bool:
                 raise ValueError(row["format"])
             if _natural(row["version"]) > VERSION:
                 raise NewerLogError(
-                    f"{path}: its format is version {row['version']}, this commtrace reads up to "
+                    f"{path}: its format is version {row['version']}, but this commtrace reads versions up to "
                     f"{VERSION}; upgrade commtrace"
                 )
         tables.add(row)
@@ -238,7 +238,7 @@ def _read_line(tables: ProcessTables, line: bytes, path: Path) -> bool:
 
 @lru_cache(1024)
 def _parse(line: bytes) -> Row:
-    """Return the row of a line, and as `value` what it is read to. Ranks have many equal lines, which share them."""
+    """Return the row of a line, with its converted value as `value`. Cached, as ranks have many equal lines."""
     row: Row = json.loads(line, parse_float=_finite, parse_constant=_finite)
     if b"\\ud" in line.lower():
         json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair cannot be printed

@@ -1,7 +1,7 @@
 """Row of the `job` table for a model under DeepSpeed's engine, from a configuration.
 
-It is what the hooks capture when the job is set up: a model's lists (`model_shapes.model_lists`), and the settings.
-Those that the configuration leaves out have DeepSpeed's defaults, of the version `registry.DEEPSPEED`.
+The hooks capture the same row when a job is set up: the model's lists (`model_shapes.model_lists`) and the settings.
+Settings that the configuration leaves out have DeepSpeed's defaults, in the version `registry.DEEPSPEED`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def deepspeed_row(
         model: The model.
         config: DeepSpeed's JSON, without "auto".
         layout: Ranks and batch sizes.
-        groups: Groups of the optimizer; 2: biases and norms, which are not decayed, are a group of their own.
+        groups: Parameter groups of the optimizer; 2: biases and norms form a second one, without weight decay.
 
     Raises:
         NotPredictedError: If a setting has no rules.
@@ -74,7 +74,7 @@ def deepspeed_row(
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """Return the precision whose block is enabled, else "fp32"."""
+    """Return the precision that is enabled, else "fp32"."""
     blocks = {"fp16": ("fp16",), "bf16": ("bf16", "bfloat16")}
     enabled = [name for name, keys in blocks.items() if any(_block(config, key).get("enabled") for key in keys)]
     if len(enabled) > 1:
@@ -114,7 +114,7 @@ _ZERO_DEFAULTS: Final[dict[str, Any]] = {
       "deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (allgather_sequential)",
       DEEPSPEED)  # fmt: skip
 def zero_settings(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that the block leaves out have defaults; returned are all, without the prefix "stage3_"."""
+    """Return all ZeRO settings, without the prefix "stage3_". Those that the block leaves out have defaults."""
     given = {key.removeprefix("stage3_"): value for key, value in block.items()}
     settings = {
         name: _like_default(name, given.get(name, default), default) for name, default in _ZERO_DEFAULTS.items()
@@ -122,7 +122,7 @@ def zero_settings(block: Mapping[str, Any]) -> dict[str, Any]:
     stage = settings["stage"]
     refuse(
         (stage not in range(4), f"zero_optimization.stage is {stage}; ZeRO's stages are 0 to 3"),
-        *((name in given, f"zero_optimization.{name}: MiCS is gone from DeepSpeed, {DEEPSPEED[1]} refuses it")
+        *((name in given, f"zero_optimization.{name}: MiCS was removed from DeepSpeed; {DEEPSPEED[1]} rejects it")
           for name in ("mics_shard_size", "mics_hierarchical_params_gather")),
         *((given.get(name) not in (None, {}, -1), f"zero_optimization.{name} has no rules yet")
           for name in ("offload_param", "offload_optimizer", "zenflow")),
@@ -132,28 +132,29 @@ def zero_settings(block: Mapping[str, Any]) -> dict[str, Any]:
     if settings["overlap_comm"] is None:
         settings["overlap_comm"] = stage == 3
     if settings["allgather_sequential"] and stage == 3:
-        settings["prefetch_bucket_size"] = 1  # the engine sets it
+        settings["prefetch_bucket_size"] = 1  # as the engine does
     return settings
 
 
 def _like_default(name: str, value: Any, default: Any) -> Any:
-    """Return the value in the type of the default; 5e8 is a whole number."""
+    """Return the value in the type of the default; 5e8 counts as a whole number."""
     kind = type(default)
     if kind is int and isinstance(value, float) and value == int(value):
         return int(value)
     if default is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
         expected = "a whole number" if kind is int else "true or false"
-        raise NotPredictedError(f"zero_optimization.{name} is {value!r}; it is {expected}")
+        raise NotPredictedError(f"zero_optimization.{name} is {value!r}; give {expected}")
     return value
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups", DEEPSPEED)
 def sub_groups(lists: ModelLists, group: Sequence[int], zero: Mapping[str, Any], ranks: int) -> list[list[int]]:
-    """ZeRO-3 splits a group of the optimizer where a rank's parts of it reach sub_group_size elements."""
+    """Return the sub-groups of an optimizer group, which ZeRO-3 splits where a rank's parts reach sub_group_size."""
     if int(zero["stage"]) < 3:
         return [[*group]]
-    numbers, held = iter(group), (ceil(_elements(lists, number) / ranks) for number in group)
-    return [[*islice(numbers, len(part))] for part in buckets_reaching_limit(held, [int(zero["sub_group_size"])])]
+    numbers, elements = iter(group), (ceil(_elements(lists, number) / ranks) for number in group)
+    buckets = buckets_reaching_limit(elements, [int(zero["sub_group_size"])])
+    return [[*islice(numbers, len(bucket))] for bucket in buckets]
 
 
 def _elements(lists: ModelLists, number: int) -> int:
@@ -165,7 +166,7 @@ _EXPERT_ELEMENTS: Final = 178_956_971  # max_group_size: not a setting of GPT-Ne
 
 @rule("deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer", DEEPSPEED)
 def split_expert_groups(lists: ModelLists, groups: Sequence[list[int]]) -> list[list[int]]:
-    """Experts are groups of their own, behind the others, each up to max_group_size elements."""
+    """Return the groups with experts in separate groups of up to max_group_size elements, after the others."""
     split = [[number for number in group if "expert" not in lists.parameters[number]] for group in groups]
     for group in groups:
         experts = [number for number in group if "expert" in lists.parameters[number]]
@@ -176,17 +177,17 @@ def split_expert_groups(lists: ModelLists, groups: Sequence[list[int]]) -> list[
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.communication_data_type (from the configuration)", DEEPSPEED)
 def communication_type(config: Mapping[str, Any], precision: str, sequence: int = 1) -> str:
-    """Gradients travel in the configured type, else in that of the parameters; fp32 where ranks share sequences."""
+    """Return the configured type for communicating gradients, by default the parameters', or fp32 with Ulysses."""
     prefix, default = ("", precision) if sequence == 1 else ("seq_parallel_", "fp32")
     named = str(config.get(f"{prefix}communication_data_type") or default).lower()
     if named not in ELEMENT_TYPES:
-        raise NotPredictedError(f"communication_data_type is {named}; DeepSpeed knows fp32, fp16 and bf16")
+        raise NotPredictedError(f"communication_data_type is {named}; DeepSpeed accepts fp32, fp16 and bf16")
     return ELEMENT_TYPES[named]
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (check_grad_overflow)", DEEPSPEED)
 def checks_overflow(config: Mapping[str, Any], precision: str) -> bool:
-    """Overflow is checked in fp16 always, and in bf16 unless it is switched off."""
+    """Return whether overflow is checked: always in fp16, and in bf16 unless it is switched off."""
     if precision == "bf16":
         return bool((_block(config, "bf16") or _block(config, "bfloat16")).get("check_grad_overflow", True))
     return precision == "fp16"
@@ -194,7 +195,7 @@ def checks_overflow(config: Mapping[str, Any], precision: str) -> bool:
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check", DEEPSPEED)
 def optimizer_wrapper(config: Mapping[str, Any], precision: str, stage: int) -> str:
-    """DeepSpeed wraps the optimizer in this class."""
+    """Return the class in which DeepSpeed wraps the optimizer."""
     accumulated = _block(config, "data_types").get("grad_accum_dtype")
     if stage == 0:
         return basic_optimizer(config) if precision == "fp32" else "FP16_UnfusedOptimizer"
@@ -204,6 +205,6 @@ def optimizer_wrapper(config: Mapping[str, Any], precision: str, stage: int) -> 
 
 
 def basic_optimizer(config: Mapping[str, Any]) -> str:
-    """Return the optimizer's class, AdamW by default; DeepSpeed's Adam, on a device FusedAdam, communicates as it."""
+    """Return the optimizer's class, AdamW by default. DeepSpeed's Adam (FusedAdam on a device) communicates like it."""
     named = _block(config, "optimizer").get("type")
     return "AdamW" if named is None or str(named).lower() in ("adam", "adamw") else str(named)

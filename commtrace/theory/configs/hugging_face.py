@@ -1,8 +1,8 @@
-"""Hugging Face models by their `config.json`: the decoders that most others are variants of.
+"""Hugging Face decoder models from their `config.json`.
 
-Modules are those of transformers 4.57 (`modeling_llama.py`, `modeling_gpt2.py`, `modeling_gpt_neox.py`); a test
+The modules are those of transformers 4.57 (`modeling_llama.py`, `modeling_gpt2.py`, `modeling_gpt_neox.py`); a test
 compares every parameter and buffer where that library is installed. LLAMA names the families that share llama's
-modules. Adapters, quantized weights and heads other than the language model's have no rules.
+modules. Adapters, quantized weights and heads other than language-modelling heads have no rules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from commtrace.theory.job import NotPredictedError
 from commtrace.theory.model_shapes import ModuleSpec, embedding, linear, module, module_list, norm, numbered_copies
 
 Family: TypeAlias = tuple[ModuleSpec, str, bool]
-"""The decoder, whose embedding of tokens comes first; the head's name; whether they share a matrix by default."""
+"""The decoder, with the token embedding first; the head's name; whether they share a matrix by default."""
 
 LLAMA: Final = ("llama", "mistral", "qwen2")
 """Values of `model_type` with llama's modules."""
@@ -27,19 +27,19 @@ class ModelConfig:
         self._values = values
 
     def number(self, name: str, default: int | None = None) -> int:
-        """Return a whole number from 1. Raise NotPredictedError for anything else."""
+        """Return a positive integer. Raise NotPredictedError for anything else."""
         value = self._values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise NotPredictedError(f"{name} in the model's configuration is {value!r}; it is a whole number from 1")
+            raise NotPredictedError(f"{name} in the model's configuration is {value!r}; give a whole number, 1 or more")
         return value
 
-    def share(self, name: str, default: float) -> float:
+    def fraction(self, name: str, default: float) -> float:
         """Return a number; the default where it is missing or 0."""
         return float(self._values.get(name) or default)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return true or false."""
+        """Return a boolean; the default where it is missing."""
         value = self._values.get(name)
         return default if value is None else bool(value)
 
@@ -48,7 +48,7 @@ def model(values: Mapping[str, Any]) -> ModuleSpec:
     """Return the model with its language-modelling head. Raise NotPredictedError for other families."""
     kind = str(values.get("model_type"))
     if kind not in _MODELS:
-        raise NotPredictedError(f"models of type {kind} have no rules yet; there are {', '.join(sorted(_MODELS))}")
+        raise NotPredictedError(f"models of type {kind} have no rules yet; give one of {', '.join(sorted(_MODELS))}")
     config = ModelConfig(values)
     decoder, head, tied_by_default = _MODELS[kind](config, kind)
     tokens = decoder.children[0]
@@ -139,7 +139,7 @@ def _gpt_neox(config: ModelConfig, kind: str) -> Family:
     mlp = module("mlp", linear("dense_h_to_4h", hidden, inner), linear("dense_4h_to_h", inner, hidden), module("act"))
     norms = (norm("input_layernorm", hidden), norm("post_attention_layernorm", hidden))
     layer = module("", *norms, module("post_attention_dropout"), module("post_mlp_dropout"), attention, mlp)
-    rotary = int(head * config.share("rotary_pct", 0.25))
+    rotary = int(head * config.fraction("rotary_pct", 0.25))
     decoder = module(
         "gpt_neox",
         embedding("embed_in", config.number("vocab_size"), hidden),

@@ -21,16 +21,16 @@ from .rank_layout import ELEMENT_TYPES, RankLayout, complete_batch_sizes
 from .torch_job_rows import ddp_row, fsdp_row
 
 _BATCH_SIZES: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_KINDS: Final = {"deepspeed": "DeepSpeed", "hugging_face": "a Hugging Face model"}
+_KINDS: Final = {"deepspeed": "DeepSpeed configuration", "hugging_face": "Hugging Face model"}
 
 
 PlanError: TypeAlias = ConfigError
-"""The configuration is not complete or not consistent; the message says what to add or change."""
+"""The configuration is incomplete or inconsistent; the message says what to add or change."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Settings that complete or override the files; None: as the files say."""
+    """Settings that complete or override those of the files; None: as in the files."""
 
     engine: str | None = None  # "deepspeed", "ddp" or "fsdp"
     zero_stage: int | None = None  # ZeRO stage, 0 to 3
@@ -41,7 +41,7 @@ class PlanOptions:
     hidden: int | None = None  # hidden size of the model
     vocabulary: int | None = None  # rows of the embedding, with padding
     tied: bool = False  # whether the head uses the embedding's matrix
-    groups: int = 2  # groups of the optimizer; 2: biases and norms are a group of their own
+    groups: int = 2  # parameter groups of the optimizer; 2: biases and norms form a second one
 
     @property
     def describes_model(self) -> bool:
@@ -57,13 +57,13 @@ class JobPlan:
     """A job that has not run."""
 
     rows: tuple[Mapping[str, Any], ...]
-    """Rows of the `job` table, as the hooks would capture them: one, or in a pipeline one for each stage."""
+    """Rows of the `job` table, as the hooks would capture them: one, or one for each stage of a pipeline."""
     layout: RankLayout  # ranks and batch sizes
-    assumed: tuple[str, ...]  # what the files do not say, as sentences without their full stop
+    assumed: tuple[str, ...]  # what the files do not say, as sentences without a full stop
 
     @property
     def row(self) -> Mapping[str, Any]:
-        """The row, in a pipeline that of the first stage."""
+        """The row; in a pipeline, the first stage's."""
         return self.rows[0]
 
 
@@ -77,7 +77,7 @@ def plan_job(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OP
         options: Settings that complete or override the files.
 
     Raises:
-        PlanError: If the files and options do not make a job.
+        PlanError: If the files and options do not describe a valid job.
         NotPredictedError: If a setting has no rules.
     """
     names: dict[str, list[str]] = {}
@@ -90,15 +90,15 @@ def plan_job(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OP
     if "gpt_neox" in names:
         if len(names) > 1 or replace(options, vocabulary=None).describes_model or options.groups != 2:
             raise PlanError(
-                f"{names['gpt_neox'][0]}: a GPT-NeoX file says all but the vocabulary; give no other kinds of files or "
-                "figures"
+                f"{names['gpt_neox'][0]}: a GPT-NeoX file describes all but the vocabulary; leave out other kinds of "
+                "files, and model options other than --vocabulary"
             )
         from .gpt_neox.planning import plan_gpt_neox
 
         return plan_gpt_neox(files, world, options)
     for kind, same_kind in names.items():
         if len(same_kind) > 1:
-            raise PlanError(f"{', '.join(same_kind)}: both are of {_KINDS[kind]}; give one of them")
+            raise PlanError(f"{', '.join(same_kind)}: more than one {_KINDS[kind]}; give one of them")
     model, assumed = _model(contents.get("hugging_face"), options)
     return _plan_model(model, assumed, contents, world, options)
 
@@ -111,7 +111,7 @@ def _kind(name: str, content: Mapping[str, Any]) -> str:
 
 
 def _read(name: str) -> Mapping[str, Any]:
-    """Return a file's keys and values. A name without a file may be that of a built-in GPT-NeoX configuration."""
+    """Return a file's keys and values. If there is no such file, it may be a built-in GPT-NeoX configuration."""
     path = Path(name)
     if path.suffix != ".json" or not path.is_file():
         try:
@@ -139,13 +139,13 @@ def _model(config: Mapping[str, Any] | None, options: PlanOptions) -> tuple[Modu
     """Return the model, and what is assumed about it."""
     if config is not None:
         if options.describes_model:
-            raise PlanError("the Hugging Face file has the model's figures; leave --layers and its like out")
+            raise PlanError("the Hugging Face file describes the model; leave out --layers and other model options")
         kind = config.get("model_type")
         return hugging_face.model(config), (f"the model is transformers' {kind} with its language-modelling head",)
     sizes = {"--layers": options.layers, "--hidden": options.hidden, "--vocabulary": options.vocabulary}
     missing = [name for name, value in sizes.items() if value is None]
     if missing:
-        raise PlanError(f"no file has the model's figures; add {', '.join(missing)}, or a model's config.json")
+        raise PlanError(f"no file describes the model; add {', '.join(missing)}, or a model's config.json")
     shape = ModelShape(options.layers or 0, options.hidden or 0, options.vocabulary or 0, options.tied)
     return gpt_neox_model(shape), ("the model has the matrices, biases and norms of GPT-NeoX",)
 
@@ -173,11 +173,11 @@ def _plan_model(
             "gradient_accumulation_steps": layout.accumulation,
             "gradient_clipping": float(settings.get("gradient_clipping") or 0.0),
         }
-        units = "every layer is a unit of fully_shard, and the model itself"
-        types = f"parameters are fp32, and travel as {ELEMENT_TYPES[precision]} (--precision)"
+        units = "every layer is a unit of fully_shard, and so is the model itself"
+        types = f"parameters are fp32, and are sent as {ELEMENT_TYPES[precision]} (--precision)"
         row = fsdp_row(model, precision, layout)
         return JobPlan(({**row, "model": arguments},), layout, (*assumed, units, types))
-    groups = "biases and norms are a group of the optimizer of their own" if options.groups == 2 else "one group"
+    groups = "biases and norms are a second parameter group" if options.groups == 2 else "one parameter group"
     row = deepspeed_row(model, settings, layout, groups=options.groups)
     return JobPlan((row,), layout, (*assumed, f"{groups} (--groups)", "activations are not recomputed"))
 
@@ -190,7 +190,7 @@ def _complete_settings(config: dict[str, Any], hidden: int, options: PlanOptions
     zero = _block(config, "zero_optimization")
     if options.zero_stage is not None:
         zero["stage"] = options.zero_stage
-    # What Hugging Face's Trainer puts in place of "auto" (HfTrainerDeepSpeedConfig.trainer_config_finalize).
+    # Values with which Hugging Face's Trainer replaces "auto" (HfTrainerDeepSpeedConfig.trainer_config_finalize).
     auto = {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
@@ -202,10 +202,10 @@ def _complete_settings(config: dict[str, Any], hidden: int, options: PlanOptions
         config["gradient_clipping"] = 1.0  # TrainingArguments.max_grad_norm
     for name, value in [*config.items(), *((f"zero_optimization.{key}", value) for key, value in zero.items())]:
         if value == "auto" and name not in _BATCH_SIZES:
-            raise PlanError(f'{name} is "auto"; put the number in its place')
+            raise PlanError(f'{name} is "auto"; replace it with a number')
     for name in ("fp16", "bf16"):
         if _block(config, name).get("enabled") == "auto":
-            raise PlanError(f'{name}.enabled is "auto"; say which with --precision')
+            raise PlanError(f'{name}.enabled is "auto"; set it with --precision')
     return config
 
 
@@ -217,7 +217,7 @@ def _block(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _layout(config: Mapping[str, Any], world: int, options: PlanOptions) -> RankLayout:
-    """Return the batch sizes of data-parallel ranks; options take the place of a total."""
+    """Return a layout of data-parallel ranks. Batch sizes in the options replace train_batch_size."""
     total, micro, steps = (_batch_size(config, name) for name in _BATCH_SIZES)
     if options.micro_batch or options.accumulation:
         micro, steps, total = options.micro_batch or micro, options.accumulation or steps, None
@@ -229,5 +229,5 @@ def _batch_size(config: Mapping[str, Any], name: str) -> int | None:
     if value in (None, "auto"):
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{name} is {value!r}; it is a whole number from 1")
+        raise PlanError(f"{name} is {value!r}; give a whole number, 1 or more")
     return value

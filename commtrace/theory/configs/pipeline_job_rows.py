@@ -1,4 +1,4 @@
-"""Rows of the `job` table for a pipeline's stages, from a configuration: each stage's layers and settings."""
+"""Rows of the `job` table for the stages of a pipeline, from a configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TIED: Final = "embed"
 
 @dataclass(frozen=True)
 class StageDivision:
-    """Division of a model: the number of stages, pipe_partition_method, and layers recomputed together (or 0)."""
+    """Division of a model into stages: their number, pipe_partition_method, and layers recomputed together (or 0)."""
 
     stages: int
     method: str = "type:transformer|mlp"
@@ -42,11 +42,11 @@ def stage_rows(
     division: StageDivision,
     *,
     groups: int = 2,
-    made_as: str = "float32",
+    initial_type: str = "float32",
 ) -> tuple[dict[str, Any], ...]:
     """Return a row for each stage of GPT-NeoX's model, from DeepSpeed's configuration.
 
-    The optimizer has `groups` groups, and the model is made in the element type `made_as`.
+    The optimizer has `groups` parameter groups, and the model is made in the element type `initial_type`.
 
     Raises:
         NotPredictedError: If a setting has no rules.
@@ -74,7 +74,7 @@ def stage_rows(
         }
         row["optimizer"] = pipeline_optimizer_wrapper(config, row)
         if row["optimizer"] == "BF16_Optimizer":
-            row.pop("check_grad_overflow", None)  # BF16_Optimizer has no check
+            row.pop("check_grad_overflow", None)  # BF16_Optimizer does not check
         row["pipeline"] = {
             **settings,
             "stage": number,
@@ -84,8 +84,8 @@ def stage_rows(
             "attention_mask": True,
             "bool_tensors": False,
             "dynamic_shape": False,
-            # The engine casts the model, which may be made in another type.
-            "tied": [{"parameter": f"tied_modules.{_TIED}.weight", "ranks": 2, "first_dtype": made_as}]
+            # The model may be made in another type; the engine casts it.
+            "tied": [{"parameter": f"tied_modules.{_TIED}.weight", "ranks": 2, "first_dtype": initial_type}]
             * (has_tied and division.stages > 1),
         }
         rows.append(row)
@@ -109,20 +109,20 @@ def _stage(numbered: Mapping[str, ModuleSpec], tied: ModuleSpec | None) -> Modul
 def _accumulation_type(config: Mapping[str, Any]) -> str:
     name = (config.get("data_types") or {}).get("grad_accum_dtype") or precision_of(config)
     if name not in {**ELEMENT_TYPES, **{name: name for name in ELEMENT_TYPES.values()}}:
-        raise NotPredictedError(f"data_types.grad_accum_dtype is {name}; DeepSpeed knows fp32, fp16 and bf16")
+        raise NotPredictedError(f"data_types.grad_accum_dtype is {name}; DeepSpeed accepts fp32, fp16 and bf16")
     return ELEMENT_TYPES.get(name, name)
 
 
 @rule("megatron.model.gpt2_model.GPT2ModelPipe.init_specs", GPT_NEOX)
 def layer_names(layers: int, tied: bool) -> list[str]:
-    """GPT-NeoX's pipeline has these layers in order, two of which are functions."""
+    """Return the names of the layers of GPT-NeoX's pipeline in order. Two of them are functions."""
     inner = ["_pre_transformer_block", *[BLOCK] * layers, "_post_transformer_block", "NormPipe"]
     return [EMBEDDING, *inner, EMBEDDING if tied else "ParallelLinearPipe"]
 
 
 @rule("deepspeed.runtime.pipe.module.PipelineModule._partition_layers, _find_layer_type", DEEPSPEED)
 def stage_bounds(names: Sequence[str], elements: Sequence[int], division: StageDivision) -> list[int]:
-    """Stages have as many layers each, or parameters, or layers of a kind; returned are their begins and the end."""
+    """Return where each stage begins, and the end. Layers, parameters or layers of a kind are divided evenly."""
     method = division.method.lower()
     if method == "uniform":
         return partition_uniform(len(names), division.stages)
@@ -134,7 +134,7 @@ def stage_bounds(names: Sequence[str], elements: Sequence[int], division: StageD
 
 @rule("deepspeed.runtime.utils.partition_uniform", DEEPSPEED)
 def partition_uniform(items: int, parts: int) -> list[int]:
-    """Items that do not divide go to the first parts, one each; returned are the parts' begins and the end."""
+    """Return where each part begins, and the end. A remainder goes to the first parts, one item each."""
     if items <= parts:
         return [min(part, items) for part in range(parts + 1)]
     each, rest = divmod(items, parts)
@@ -143,22 +143,25 @@ def partition_uniform(items: int, parts: int) -> list[int]:
 
 @rule("deepspeed.runtime.utils.partition_balanced", DEEPSPEED)
 def partition_balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """The heaviest and the lightest part differ least; of equal partitions, the last part begins latest."""
+    """Return where each part begins, and the end, with the least difference between heaviest and lightest part.
+
+    Among equal partitions, the last part begins as late as possible.
+    """
     items = len(weights)
     if items <= parts:
         return partition_uniform(items, parts)
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)
-    nothing = (math.inf, math.inf, math.inf, 0)  # cost, heaviest, lightest, where the last part begins
-    best = [[nothing] * (parts + 1) for _ in range(items + 1)]
+    impossible = (math.inf, math.inf, math.inf, 0)  # cost, heaviest, lightest, where the last part begins
+    best = [[impossible] * (parts + 1) for _ in range(items + 1)]
     best[0][0] = (0, 0, math.inf, 0)
     for end in range(1, items + 1):
         for part in range(1, min(end, parts) + 1):
             for begin in range(end):
                 _, heaviest, lightest, _ = best[begin][part - 1]
-                held = sums[end] - sums[begin]
-                heaviest, lightest = max(heaviest, held), min(lightest, held)
+                weight = sums[end] - sums[begin]
+                heaviest, lightest = max(heaviest, weight), min(lightest, weight)
                 if best[end][part][0] >= heaviest - lightest:
                     best[end][part] = (heaviest - lightest, heaviest, lightest, begin)
     bounds = [items]
@@ -170,7 +173,7 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[int]:
 @rule("deepspeed.runtime.config.get_pipeline_config; deepspeed.runtime.pipe.engine.PipelineEngine.__init__ "
       "(use_reentrant)", DEEPSPEED)  # fmt: skip
 def pipeline_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that the block `pipeline` leaves out have defaults; returned are all."""
+    """Return all settings of the block `pipeline`. Those that it leaves out have defaults."""
     given = config.get("pipeline") or {}
     defaults = {"pipe_partitioned": True, "grad_partitioned": True, "activation_checkpoint_interval": 0}
     settings = {name: given.get(name, default) for name, default in defaults.items()}
@@ -180,6 +183,6 @@ def pipeline_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check (in a pipeline)", DEEPSPEED)
 def pipeline_optimizer_wrapper(config: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    """In a pipeline DeepSpeed wraps the optimizer in BF16_Optimizer for bf16 without ZeRO."""
+    """Return the class in which DeepSpeed wraps a pipeline's optimizer: for bf16 without ZeRO, BF16_Optimizer."""
     is_bf16_without_zero = row["zero_stage"] == 0 and precision_of(config) == "bf16"
     return "BF16_Optimizer" if is_bf16_without_zero else str(row["optimizer"])

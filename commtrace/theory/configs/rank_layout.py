@@ -8,7 +8,7 @@ from typing import Final
 from commtrace.errors import ConfigError
 
 ELEMENT_TYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""torch's names of element types by DeepSpeed's."""
+"""torch's names of element types, by DeepSpeed's names."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ def complete_batch_sizes(
 ) -> tuple[int, int]:
     """Return micro-batch size and gradient accumulation steps: as in DeepSpeed, any two of three sizes give the third.
 
-    `total` are the sequences of a step on all ranks; `source` is its name in messages, with its file.
+    `total` is the number of sequences of a step on all ranks; `source` is its name in messages, with its file.
 
     Raises:
-        ConfigError: If they contradict each other.
+        ConfigError: If the sizes contradict each other.
     """
     if total is None:
         return micro or 1, steps or 1

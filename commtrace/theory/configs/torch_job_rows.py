@@ -32,7 +32,7 @@ def ddp_row(model: ModuleSpec, precision: str, layout: RankLayout) -> dict[str, 
 
 @rule("torch.nn.parallel.DistributedDataParallel.__init__ (its defaults)", TORCH)
 def ddp_defaults() -> dict[str, Any]:
-    """By default buckets have 25 MiB, the first one 1 MiB, and broadcasts 250 MiB."""
+    """Return DDP's defaults: buckets of 25 MiB, the first one of 1 MiB, and broadcasts of 250 MiB."""
     return {
         "broadcast_buffers": True,
         "broadcast_bucket_size": 250 << 20,
@@ -47,9 +47,9 @@ def ddp_defaults() -> dict[str, Any]:
 def fsdp_row(
     model: ModuleSpec, precision: str, layout: RankLayout, reduce_precision: str | None = None
 ) -> dict[str, Any]:
-    """Return the row of a model under `fully_shard`: each layer is a unit, and the model itself.
+    """Return the row of a model under `fully_shard`. Each layer is a unit, and so is the model itself.
 
-    Parameters are fp32, travel in the type of the precision, and are sharded over all data-parallel ranks with
+    Parameters are fp32, are sent in the type of the precision, and are sharded over all data-parallel ranks with
     PyTorch's defaults. Gradients are reduced once a step, in `reduce_precision` ("fp32") or in their own type.
     """
     refuse((precision == "fp16", "fp16 under fully_shard has no rules yet"))
@@ -58,7 +58,7 @@ def fsdp_row(
     for number, parameter in enumerate(lists.parameters):
         layer = _LAYER.match(parameter["name"])
         units.setdefault(layer.group() if layer else "", []).append(number)
-    reduces = layout.accumulation == 1  # whether it does in the micro-batch in which the job is captured, the first
+    reduces = layout.accumulation == 1  # in the first micro-batch, in which the job is captured
     return {
         "source": "fsdp",
         "engine": "fully_shard",
@@ -88,11 +88,11 @@ def fsdp_row(
 
 @rule("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init (reshard_after_forward)", TORCH)
 def reshard_after_forward(unit: str) -> bool:
-    """By default every unit except the root is resharded after forward."""
+    """Return whether a unit is resharded after forward: by default, every unit except the root."""
     return unit != ""
 
 
 @rule("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs", TORCH)
 def reduce_dtype(precision: str, setting: str | None) -> str | None:
-    """The reduce type is None where gradients have it anyway, because parameters are cast to it."""
+    """Return the reduce type; None where gradients have it already, because parameters are cast to it."""
     return None if setting is None or setting == precision != "fp32" else ELEMENT_TYPES[setting]

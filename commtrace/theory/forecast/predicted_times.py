@@ -1,8 +1,8 @@
 """Predicted communication times of a job that has not run, on a network (`commtrace.network`).
 
-Times are sums over the calls of a rank, as if each waited for the one before it and nothing ran beside it: overlap with
-computation reduces them, and waiting for other ranks adds to them. Ranks fill one node after the other, and parallel
-dimensions are placed as in GPT-NeoX and Megatron: tensor parallelism innermost, pipeline outermost.
+Times are sums over the calls of a rank, as if each began when the previous one ended and none was overlapped: overlap
+with computation reduces them, and waiting for other ranks adds to them. Ranks fill one node after the other, and
+parallel dimensions are placed as in GPT-NeoX and Megatron: tensor parallelism innermost, pipeline outermost.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from commtrace.network.networks import DESCRIBED, EXTRAPOLATED, FITTED, LOCAL, N
 from commtrace.theory import ExpectedCall, Prediction
 from commtrace.theory.rules.torch.fsdp import COPIES
 
-from .predicted_volumes import Forecast, phase_groups
+from .predicted_volumes import Forecast, period_groups
 
 _TIMES: Final = ("latency_us", "bandwidth_us", "time_us")
 _POINT_TO_POINT: Final = ("send", "recv", "sendrecv")
 
 
 def time_rows(job: Forecast, network: Network) -> Iterator[dict[str, Any]]:
-    """Yield a row for each phase, role and operation of a rank, and one for all of a phase, whose operation is "all".
+    """Yield a row for each period, role and operation of a rank, and a total ("all") for each period.
 
     Columns `latency_us`, `bandwidth_us` and their sum `time_us` are microseconds, or None where the network has no
     numbers for an operation; such calls are counted in `calls_without_time`, and left out of the sums of "all". `how`
-    is the weakest source of the times. In a pipeline rows are by stage, whose number is `stage`.
+    is the weakest source of the times. In a pipeline there are such rows for each `stage`.
     """
-    for cells, prediction, groups in phase_groups(job):
+    for cells, prediction, groups in period_groups(job):
         rows = [
             {**cells, "role": role, "op": op, **_time(job, prediction, network, calls)}
             for (role, op), calls in groups.items()
@@ -55,7 +55,7 @@ def _time(job: Forecast, prediction: Prediction, network: Network, calls: Iterab
 
 
 def total_time(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sums of a phase's rows; times are None where no row has one."""
+    """Return the sums of a period's rows; times are None if no row has one."""
     timed = [row for row in rows if row["time_us"] is not None]
     return {
         "calls": sum(row["calls"] for row in rows),
@@ -72,11 +72,11 @@ def weakest_source(sources: Iterable[str | None]) -> str | None:
 
 
 def num_hosts(job: Forecast, call: ExpectedCall, ranks: int, ranks_per_node: int) -> int:
-    """Return the number of hosts that a call's group of ranks is on; for a message, 2 if it leaves its host."""
+    """Return the number of hosts of a call's group; for a message, 2 if it leaves its host."""
     if call.role == "model":
         first_ranks = (stage * job.ranks_per_prediction for stage in range(len(job.predictions)))
-        places = {first + part for first in first_ranks for part in range(job.plan.layout.tensor)}
-        return len({place // ranks_per_node for place in places})
+        group = {first + offset for first in first_ranks for offset in range(job.plan.layout.tensor)}
+        return len({rank // ranks_per_node for rank in group})
     members = 2 if call.op in _POINT_TO_POINT else ranks
     return hosts_of_group(members, _stride(job, call, members), ranks_per_node)
 
@@ -87,8 +87,8 @@ def _stride(job: Forecast, call: ExpectedCall, ranks: int) -> int:
     if call.role == "pipeline":
         if call.op in _POINT_TO_POINT:
             return per_stage
-        return per_stage * ((len(job.predictions) - 1) // max(ranks - 1, 1))  # the first and the last share weights
+        return per_stage * ((len(job.predictions) - 1) // max(ranks - 1, 1))  # first and last stage share weights
     if call.role == "data" and (call.cause == COPIES or (layout.experts > 1 and call.ranks)):
-        return per_stage // ranks  # between them are those that have the other shards, or the other experts
+        return per_stage // ranks  # ranks with other shards or experts are between them
     # Ranks that share sequences reduce gradients together with the others.
     return layout.tensor if call.role in ("data", "expert") else 1

@@ -1,7 +1,7 @@
 """Predicted volumes of a job that has not run: the closed form and every call, as rows of tables.
 
-Volumes are bytes, of one rank and of all ranks together. Payload is nccl-tests' size, counted once on every rank that
-takes part. Wire bytes are the least that ranks have to send (`commtrace.volume`).
+Volumes are bytes, of one rank and of all ranks together. Payload is nccl-tests' size S, counted once on every rank that
+takes part. Wire bytes are the fewest bytes that ranks can send (`commtrace.volume`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Forecast:
 
     plan: JobPlan
     predictions: tuple[Prediction, ...]
-    """Of ranks that communicate differently, each of as many ranks: one, or in a pipeline one for each stage."""
+    """One prediction, or one for each pipeline stage; all stages have equal numbers of ranks."""
 
     @property
     def prediction(self) -> Prediction:
-        """Calls of a rank; in a pipeline, of a rank of the first stage."""
+        """The prediction for a rank; in a pipeline, for a rank of the first stage."""
         return self.predictions[0]
 
     @property
@@ -40,7 +40,7 @@ class Forecast:
 
     @property
     def ranks_per_prediction(self) -> int:
-        """Ranks that each of `predictions` is of."""
+        """Number of ranks for which each of `predictions` holds."""
         return self.plan.layout.world // len(self.predictions)
 
 
@@ -48,7 +48,7 @@ def forecast(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OP
     """Predict what a job will communicate from its configuration files; arguments as in `plan_job`.
 
     Raises:
-        PlanError: If the files and options do not make a job, or there are no rules for it.
+        PlanError: If the files and options do not describe a valid job, or there are no rules for it.
     """
     try:
         plan = plan_job(files, world, options)
@@ -57,20 +57,20 @@ def forecast(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OP
         raise PlanError(f"{', '.join(files)}: not predicted: {error}") from error
 
 
-def phases(prediction: Prediction) -> Iterator[tuple[str, tuple[ExpectedCall, ...]]]:
-    """Yield name and calls of start-up, of each step that differs from later ones, and of the steps that are alike."""
+def periods(prediction: Prediction) -> Iterator[tuple[str, tuple[ExpectedCall, ...]]]:
+    """Yield the name and calls of each period: start-up, each step that differs from later ones, and later steps."""
     yield START, prediction.start
     for number in range(prediction.steady):
         yield f"step {number}", prediction.step(number)
     yield f"steps from {prediction.steady}", prediction.step(prediction.steady)
 
 
-def phase_groups(
+def period_groups(
     job: Forecast,
 ) -> Iterator[tuple[dict[str, Any], Prediction, dict[tuple[str, str], list[ExpectedCall]]]]:
-    """Yield the first cells of a phase's rows, its prediction, and its calls by role and operation."""
+    """Yield the first cells of a period's rows, its prediction, and its calls by role and operation."""
     for stage, prediction in enumerate(job.predictions):
-        for name, calls in phases(prediction):
+        for name, calls in periods(prediction):
             groups = defaultdict[tuple[str, str], list[ExpectedCall]](list)
             for call in calls:
                 groups[call.role, call.op].append(call)
@@ -82,11 +82,11 @@ def _stage_cell(job: Forecast, stage: int) -> dict[str, Any]:
 
 
 def volume_rows(job: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield a row for each phase, role and operation, and one for all of a phase, whose role and operation are "all".
+    """Yield a row for each period, role and operation, and a total ("all") for each period.
 
-    In a pipeline rows are by stage, whose number is `stage`; `all_ranks` columns are then of all ranks of that stage.
+    In a pipeline there are such rows for each `stage`; columns `all_ranks_...` are sums over the ranks of the stage.
     """
-    for cells, prediction, groups in phase_groups(job):
+    for cells, prediction, groups in period_groups(job):
         for (role, op), calls in groups.items():
             yield {**cells, "role": role, "op": op, **_volume(job, prediction, calls)}
         total = [call for calls in groups.values() for call in calls]
@@ -109,7 +109,7 @@ def _volume(job: Forecast, prediction: Prediction, calls: Sequence[ExpectedCall]
 
 
 def size_rows(job: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield a row for each role, operation and message size of a rank in a steady step; in a pipeline by stage."""
+    """Yield a row for each role, operation and message size of a rank in a steady step; in a pipeline, by stage."""
     for stage, prediction in enumerate(job.predictions):
         counts = Counter[tuple[str, str, int]]()
         for call in prediction.step(prediction.steady):
@@ -122,7 +122,7 @@ def size_rows(job: Forecast) -> Iterator[dict[str, Any]]:
 def size_bin_rows(job: Forecast) -> Iterator[dict[str, Any]]:
     """Yield `size_rows` by powers of two: sizes from `from_bytes` up to, but not including, `below_bytes`.
 
-    Messages without payload are from 0 to 1.
+    Messages without payload are in the bin from 0 to 1.
     """
     calls, total = Counter[tuple[int, str, str, int]](), Counter[tuple[int, str, str, int]]()
     for row in size_rows(job):
@@ -137,7 +137,7 @@ def size_bin_rows(job: Forecast) -> Iterator[dict[str, Any]]:
 
 
 def waterfall_rows(job: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield a row for each bar from the closed form to the wire bytes of a step; in a pipeline by stage."""
+    """Yield a row for each bar from the closed form to the wire bytes of a step; in a pipeline, by stage."""
     for stage, prediction in enumerate(job.predictions):
         for position, bar in enumerate((prediction.closed_form, *prediction.bars)):
             if bar.bytes or not position:

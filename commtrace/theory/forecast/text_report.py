@@ -13,7 +13,7 @@ from .predicted_times import time_rows
 from .predicted_volumes import Forecast, json_document, size_bin_rows, volume_rows
 
 _WIDTH: Final = 400
-"""Characters of a line, at most: tables have their natural width, whatever the terminal's."""
+"""Maximum characters in a line: tables have their natural width, whatever the terminal's."""
 
 
 def text_lines(job: Forecast) -> Iterator[str]:
@@ -51,12 +51,12 @@ def text_lines(job: Forecast) -> Iterator[str]:
 
 
 def json_times(job: Forecast, network: Network) -> dict[str, Any]:
-    """Return what a network adds to the JSON document."""
+    """Return the keys that a network adds to the JSON document."""
     return {"network": {"name": network.name, "about": [*network.about]}, "times": [*time_rows(job, network)]}
 
 
 def text_times(job: Forecast, network: Network) -> Iterator[str]:
-    """Yield the lines about times on a network."""
+    """Yield the lines on times on a network."""
     rows = [*time_rows(job, network)]
     yield ""
     yield f"Communication time of a rank on the network {network.name}: sums, as if no call overlapped anything"
@@ -67,7 +67,7 @@ def text_times(job: Forecast, network: Network) -> Iterator[str]:
     without_time = sum(row["calls_without_time"] for row in rows if row["op"] != "all")
     if without_time:
         calls = format_plural(without_time, "call")
-        yield f"  {calls} without a time: the network's file has nothing of their operation"
+        yield f"  {calls} without a time: the network's file has no numbers for their operation"
 
 
 def _time_cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""GPT-NeoX's YAML files: read, checked, and typed."""
+"""Reading and validation of GPT-NeoX's YAML files."""

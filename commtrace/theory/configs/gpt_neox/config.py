@@ -1,4 +1,4 @@
-"""GPT-NeoX's configuration: the keys that decide what is communicated, read from files and checked."""
+"""GPT-NeoX's configuration: the keys that determine what is communicated, read from files and checked."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ BYTE_VOCAB: Final = 256
 _PRECISIONS: Final = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "bfloat16": "bf16"}
 _OPTIMIZERS: Final = {"adam": "adam", "adamw": "adam", "cpu_torch_adam": "adam"}
 
-# GPT-NeoX's tokenizers need their vocabulary files; here they choose the size of the vocabulary, which is what the
-# communication depends on. GPT-2's size is the default, as in GPT-NeoX.
+# GPT-NeoX's tokenizers need their vocabulary files. Here they only determine the size of the vocabulary, on which
+# communication depends. GPT-2's size is the default, as in GPT-NeoX.
 _VOCABS: Final = {
     "gpt2bpetokenizer": "words", "chartokenizer": "bytes", "charleveltokenizer": "bytes",
     "words": "words", "bytes": "bytes", "hftokenizer": "words", "hfgpt2tokenizer": "words",
 }  # fmt: skip
 
-# Keys whose meaning is DeepSpeed's own: they are handed on unchanged.
+# Keys of DeepSpeed, which are passed on unchanged.
 DEEPSPEED_KEYS: Final = (
     "communication_data_type", "data_types", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients",
     "comms_logger", "flops_profiler", "steps_per_print", "wall_clock_breakdown",
 )  # fmt: skip
 
 _SHARING_KEYS: Final = ("model_parallel_size", "sequence_parallel_size", "context_parallel_size")
-"""Ranks that work on the same samples: they share the model, or the sequences."""
+"""Keys of the parallel dimensions in which ranks share the model or sequences, and so work on the same samples."""
 
 Config = TypeVar("Config", bound="NeoxConfig")
 
@@ -66,12 +66,12 @@ Config = TypeVar("Config", bound="NeoxConfig")
 def _partition_method(value: Any) -> str:
     method = str(value)
     if method not in ("uniform", "parameters") and not method.startswith("type:"):
-        raise ValueError("DeepSpeed knows uniform, parameters and type:REGULAR-EXPRESSION")
+        raise ValueError("DeepSpeed accepts uniform, parameters and type:REGULAR-EXPRESSION")
     return method
 
 
 class NeoxConfig(BaseModel):
-    """A checked configuration. Fields have GPT-NeoX's names where it has one, and GPT-NeoX's defaults."""
+    """A checked configuration. Names and defaults are those of GPT-NeoX, unless a field says otherwise."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -89,27 +89,27 @@ class NeoxConfig(BaseModel):
     """Not a key of GPT-NeoX, which always checkpoints reentrantly (DeepSpeed's function); hence the default."""
     vocab: Annotated[str, choice(_VOCABS)] = Field("words", validation_alias="tokenizer_type")
     vocabulary: OptionalCount = None
-    """Not a key of GPT-NeoX: the tokenizer's number of ids, in place of the one that its name stands for."""
+    """Not a key of GPT-NeoX: the tokenizer's number of ids, which replaces the one that follows from its name."""
     make_vocab_size_divisible_by: Count = 128
 
     model_parallel_size: Count = 1
     pipe_parallel_size: ParallelSize = 1
-    """GPT-NeoX takes 0 for DeepSpeed's plain engine and 1 for its pipeline engine with a single stage. No activations
-    travel in either, and its files say 1 whatever the ZeRO stage; here both mean the plain engine."""
+    """GPT-NeoX takes 0 for DeepSpeed's plain engine and 1 for its pipeline engine with a single stage. Neither sends
+    activations, and GPT-NeoX's files have 1 with every ZeRO stage; here both mean the plain engine."""
     pipe_partition_method: Annotated[str, BeforeValidator(_partition_method)] = "type:transformer|mlp"
-    sequence_parallel: Flag = False  # Megatron's, among tensor-parallel ranks: False where there is only one of them
+    sequence_parallel: Flag = False  # Megatron's, among tensor-parallel ranks: False if there is only one
     sequence_parallel_size: ParallelSize = 1
     context_parallel_size: ParallelSize = 1
     fp32_allreduce: Flag = False
 
-    # GPT-NeoX before its second version used the later names.
+    # The second names are those of GPT-NeoX before version 2.
     moe_num_experts: ParallelSize = Field(1, validation_alias=AliasChoices("moe_num_experts", "num_experts"))
     moe_expert_interval: Count = Field(1, validation_alias=AliasChoices("moe_expert_interval", "expert_interval"))
     moe_expert_parallel_size: Count = 1
     moe_top_k: Count = 1
     moe_train_capacity_factor: Number = 1.0
     moe_min_capacity: CountOrZero = 4
-    moe_token_dropping: Flag = False  # without it, how much travels depends on the data
+    moe_token_dropping: Flag = False  # without it, payloads depend on the data
 
     optimizer_type: Annotated[str, choice(_OPTIMIZERS)] = Field("adam", validation_alias=AliasPath("optimizer", "type"))
     gradient_clipping: Number = 1.0
@@ -133,7 +133,7 @@ class NeoxConfig(BaseModel):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Setting]) -> dict[str, Any]:
-        """Return the values of merged settings, with the fields that several keys decide."""
+        """Return the values of merged settings, with the fields that several keys determine."""
         values = _without_nulls({key: setting.value for key, setting in settings.items()})
         cls.refuse_other_models(values)
         setting_checks.block(values, "optimizer")
@@ -147,35 +147,35 @@ class NeoxConfig(BaseModel):
 
     @classmethod
     def refuse_other_models(cls, values: Mapping[str, Any]) -> None:
-        """Raise SettingError for settings that ask for a model that is not this one."""
+        """Raise SettingError for settings of models without rules."""
         setting_checks.refuse_other_models(values)
 
     @field_validator("sequence_parallel")
     @classmethod
-    def _among_several_ranks(cls, wanted: bool, info: ValidationInfo) -> bool:
-        if wanted and info.data.get("pipe_parallel_size", 1) > 1:
-            raise ValueError("together with several stages (pipe_parallel_size) it has no rules yet")
-        return wanted and bool(info.data.get("model_parallel_size", 1) > 1)
+    def _check_sequence_parallel(cls, enabled: bool, info: ValidationInfo) -> bool:
+        if enabled and info.data.get("pipe_parallel_size", 1) > 1:
+            raise ValueError("it has no rules yet with several pipeline stages (pipe_parallel_size)")
+        return enabled and bool(info.data.get("model_parallel_size", 1) > 1)
 
     @model_validator(mode="after")
-    def _check_together(self) -> NeoxConfig:
-        setting_checks.check_together(self)
+    def _check_combinations(self) -> NeoxConfig:
+        setting_checks.check_combinations(self)
         return self
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that the tokenizer can produce, before padding."""
+        """Number of token ids of the tokenizer, before padding."""
         return self.vocabulary or (BYTE_VOCAB if self.vocab == "bytes" else GPT2_VOCAB)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding, padded as in GPT-NeoX so that tensor-parallel ranks get equal shares."""
+        """Rows of the embedding, padded as in GPT-NeoX, so that tensor-parallel ranks get equal parts."""
         multiple = self.make_vocab_size_divisible_by * self.model_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline, 1 without one."""
+        """Number of pipeline stages; 1 without a pipeline."""
         return max(self.pipe_parallel_size, 1)
 
     @property
@@ -184,8 +184,8 @@ class NeoxConfig(BaseModel):
         return int(self.zero_optimization.get("stage", 0))
 
     @property
-    def shared(self) -> dict[str, int]:
-        """Ranks that share a model, sequences or experts, by the field of `RankLayout`."""
+    def parallel_sizes(self) -> dict[str, int]:
+        """Numbers of tensor-, sequence-, context- and expert-parallel ranks, by field of `RankLayout`."""
         return {
             "tensor": self.model_parallel_size,
             "sequence": self.sequence_parallel_size,
@@ -195,11 +195,11 @@ class NeoxConfig(BaseModel):
 
     @property
     def ranks_of_a_sample(self) -> int:
-        """Ranks that work on the same samples: they share the model, or the sequences."""
+        """Number of ranks that work on the same samples, because they share the model or sequences."""
         return prod(getattr(self, key) for key in _SHARING_KEYS)
 
     def data_parallel(self, world_size: int) -> int:
-        """Return the data-parallel ranks of a job: those that get samples of their own.
+        """Return the number of data-parallel ranks, which work on different samples.
 
         Raises:
             ConfigError: If the parallel sizes do not divide the world size.
@@ -212,7 +212,7 @@ class NeoxConfig(BaseModel):
             if world_size % size:
                 raise ConfigError(
                     f"{self.origins.get(setting.partition(':')[0], 'no file')}: {setting} does not divide the "
-                    f"{world_size} ranks of this job; start a multiple of it, or change it"
+                    f"{world_size} ranks of this job; change it, or the number of ranks"
                 )
         return world_size // (self.stages * self.ranks_of_a_sample)
 
@@ -227,16 +227,16 @@ def load_config(files: Sequence[str], overrides: Mapping[str, Any], kind: type[C
     """Read and check a configuration.
 
     Args:
-        files: GPT-NeoX YAML files, or names of built-in ones (`13B`). Later ones win.
-        overrides: GPT-NeoX keys with underscores, which win over all files; values of None are left out.
+        files: GPT-NeoX YAML files, or names of built-in ones (`13B`). Later ones override earlier ones.
+        overrides: GPT-NeoX keys with underscores, which override all files; values of None are left out.
         kind: Class of the configuration.
 
     Raises:
         ConfigError: For a wrong file, key or value, with the file, the key, the value and the fix.
     """
     layers = [read_file(find_file(name)) for name in files]
-    given = {key: value for key, value in overrides.items() if value is not None}
-    settings = merge([*layers, {key: Setting(value, COMMAND_LINE) for key, value in given.items()}])
+    layers.append({key: Setting(value, COMMAND_LINE) for key, value in overrides.items() if value is not None})
+    settings = merge(layers)
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
@@ -255,15 +255,15 @@ def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
 def _precision(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return fp32, fp16 or bf16, and its block.
 
-    A `precision` key (or the command line's) wins over the blocks, whose loss scaling stays in force.
+    A `precision` key (or the command line's) overrides the blocks, except for their loss scaling.
     """
     blocks = {"fp16": setting_checks.block(values, "fp16"), "bf16": setting_checks.block(values, "bf16")}
     enabled = [name for name, block in blocks.items() if block.get("enabled")]
     if len(enabled) == 2 and "precision" not in values:
-        raise SettingError("bf16", "fp16 is enabled too; enable one of them, or say which with precision")
+        raise SettingError("bf16", "fp16 is enabled too; enable one of them, or set precision")
     precision = values.get("precision", enabled[0] if enabled else "fp32")
     block = blocks.get(_PRECISIONS.get(str(precision).lower(), ""), {})
-    # "fp16" and "type" inside the block are GPT-NeoX's own; DeepSpeed refuses keys that it does not know.
+    # "fp16" and "type" inside the block are GPT-NeoX's own; DeepSpeed rejects unknown keys.
     kept = {key: value for key, value in block.items() if key not in ("enabled", "fp16", "type")}
     return {"precision": precision, "precision_block": kept}
 

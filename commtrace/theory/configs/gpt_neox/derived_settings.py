@@ -27,14 +27,14 @@ _PROGRAM_SETTINGS: Final = (
 def deepspeed_config(config: NeoxConfig, micro_batch: int, accumulation: int, verbose: bool) -> dict[str, Any]:
     """Return the dictionary for ``deepspeed.initialize``.
 
-    With `verbose`, DeepSpeed prints and measures every few steps, where the files say so.
+    With `verbose`, DeepSpeed prints and measures every few steps, if the files say so.
     """
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.gradient_clipping,
         "zero_optimization": dict(config.zero_optimization),
-        # The optimizer is PyTorch's; with offloading DeepSpeed would demand its own, which it compiles on first use.
+        # The optimizer is PyTorch's; with offloading, DeepSpeed would require its own, which it compiles on first use.
         "zero_force_ds_cpu_optimizer": False,
         **config.deepspeed_keys,
     }
@@ -49,11 +49,11 @@ def deepspeed_config(config: NeoxConfig, micro_batch: int, accumulation: int, ve
 
 
 def neox_args(config: NeoxConfig, micro_batch: int, accumulation: int) -> SimpleNamespace:
-    """Return the settings that decide what travels through a model, by GPT-NeoX's names."""
+    """Return the settings that determine what a model communicates, by GPT-NeoX's names."""
     settings = {name: getattr(config, name) for name in _MODEL_SETTINGS}
     if isinstance(config, ProgramConfig):
-        own = {name: getattr(config, name) for name in _PROGRAM_SETTINGS}
-        settings |= {name: value for name, value in own.items() if value is not None}
+        program_settings = {name: getattr(config, name) for name in _PROGRAM_SETTINGS}
+        settings |= {name: value for name, value in program_settings.items() if value is not None}
         settings |= {"program": "NeoXArgs", "is_pipe_parallel": config.pipe_parallel_size > 0}
     batch = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
     return SimpleNamespace(**settings, **batch)

@@ -17,7 +17,7 @@ BLOCK_FIX: Final = 'give a block of keys and values, such as {"stage": 1}'
 
 
 class SettingError(ValueError):
-    """A setting that is wrong together with others, or in a block that no field describes.
+    """Error in a setting that conflicts with others, or that is in a block without fields.
 
     Args:
         key: The wrong key; keys within blocks are joined by dots.
@@ -30,21 +30,21 @@ class SettingError(ValueError):
 
 
 def refuse_settings(*wrong: tuple[object, str, str]) -> None:
-    """Raise SettingError with the first key and fix whose condition holds."""
+    """Raise SettingError with the key and fix of the first condition that is true."""
     for is_wrong, key, fix in wrong:
         if is_wrong:
             raise SettingError(key, fix)
 
 
 def or_fix(fix: str, *, is_number: bool = False) -> WrapValidator:
-    """Replace pydantic's message about a wrong value by the fix. A number may be text ("1e-8"), but no boolean."""
+    """Replace pydantic's message about a wrong value with the fix. A number may be text ("1e-8"), but not a boolean."""
 
     def validate(value: Any, handler: Handler) -> Any:
         try:
             if is_number and isinstance(value, bool):
                 raise ValueError(fix)
             return handler(float(value) if is_number and isinstance(value, str) else value)
-        except ValueError as error:  # pydantic's are, too
+        except ValueError as error:  # as pydantic's errors are
             raise ValueError(fix) from error
 
     return WrapValidator(validate)
@@ -54,12 +54,12 @@ number_or_fix: Final = partial(or_fix, is_number=True)
 
 
 def choice(allowed: Mapping[str, str]) -> BeforeValidator:
-    """Replace a name, in upper or lower case, by what it stands for."""
+    """Replace a name, in upper or lower case, with its value in `allowed`."""
 
     def validate(value: Any) -> str:
         name = str(value).lower()
         if name not in allowed:
-            raise ValueError(f"known are {', '.join(allowed)}")
+            raise ValueError(f"give one of {', '.join(allowed)}")
         return allowed[name]
 
     return BeforeValidator(validate)
@@ -74,7 +74,7 @@ ParallelSize = Annotated[CountOrZero, AfterValidator(lambda size: max(size, 1))]
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False), number_or_fix("give a number, 0 or more")]
 Dropout = Annotated[float, Field(ge=0, le=0.999, allow_inf_nan=False), number_or_fix("give a number from 0 to 0.999")]
 REQUIRED: Final[Any] = Field(None, validate_default=True)
-"""Default of a setting that a file has to give: it fails the field's validation, whose message has the fix."""
+"""Default of a required setting: it fails the field's validation, and the message has the fix."""
 
 
 def config_error(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigError:
@@ -85,7 +85,7 @@ def config_error(error: ValidationError, settings: Mapping[str, Setting]) -> Con
     fix = str(cause)
     if first["type"] == "extra_forbidden":
         unknown = sorted(str(other["loc"][-1]) for other in error.errors() if other["type"] == "extra_forbidden")
-        path, fix = path[:-1], f"it knows no {', '.join(unknown)}; leave that out"
+        path, fix = path[:-1], f"unknown keys: {', '.join(unknown)}; leave them out"
     name, setting = ".".join(path), settings.get(path[0])
     value = None if setting is None else setting.value
     for key in path[1:]:

@@ -20,15 +20,15 @@ from .program_modules import sequential_model
 from .setting_checks import check_engine
 from .yaml_files import find_file, read_file
 
-_OTHER_KEYS: Final = {
+_EXAMPLE_KEYS: Final = {
     "sequence_parallel_size", "context_parallel_size", "moe_expert_parallel_size", "moe_token_dropping",
     "checkpoint_reentrant",
 }  # fmt: skip
-"""Keys of commtrace's GPT-NeoX example that GPT-NeoX does not have: files with one of them are of the example."""
+"""Keys of commtrace's GPT-NeoX example that GPT-NeoX does not have: files with one of them are for the example."""
 
 
 class EngineRows(NamedTuple):
-    """The class of an engine's configuration, and the function that makes job rows from it: a row for each stage."""
+    """An engine's configuration class, and the function that makes job rows from it, one for each pipeline stage."""
 
     config_type: type[NeoxConfig]
     rows: Callable[[Any, RankLayout], Sequence[dict[str, Any]]]
@@ -45,12 +45,12 @@ def plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> Job
     }
     engine = options.engine or "deepspeed"
     config_type, make_rows = ENGINE_ROWS[engine]
-    if config_type is ProgramConfig and _OTHER_KEYS & {key for name in files for key in read_file(find_file(name))}:
+    if config_type is ProgramConfig and _EXAMPLE_KEYS & {key for name in files for key in read_file(find_file(name))}:
         config_type, make_rows = EngineRows(NeoxConfig, plain_or_staged_rows)
     config = load_config(files, overrides, config_type)
     check_engine(config, engine)
     data = config.data_parallel(world)
-    layout = RankLayout(world, data, *config.batch_shape(data), **config.shared)
+    layout = RankLayout(world, data, *config.batch_shape(data), **config.parallel_sizes)
     arguments = vars(neox_args(config, layout.micro_batch, layout.accumulation))
     rows = tuple({**row, "model": arguments} for row in make_rows(config, layout))
     return JobPlan(rows, layout, _assumed(config))
@@ -62,11 +62,11 @@ def model_shape(config: NeoxConfig, layout: RankLayout) -> ModelShape:
 
 
 def plain_or_staged_rows(
-    config: NeoxConfig, layout: RankLayout, *, staged_from: int = 2, groups: int = 2, made_as: str = "float32"
+    config: NeoxConfig, layout: RankLayout, *, staged_from: int = 2, groups: int = 2, initial_type: str = "float32"
 ) -> Sequence[dict[str, Any]]:
-    """Return DeepSpeed's row, or with pipe_parallel_size from `staged_from` on one for each stage of its pipeline.
+    """Return DeepSpeed's row or, if pipe_parallel_size is at least `staged_from`, one for each stage of its pipeline.
 
-    The optimizer has `groups` groups, and the model is made in the element type `made_as`.
+    The optimizer has `groups` parameter groups, and the model is made in the element type `initial_type`.
     """
     shape = model_shape(config, layout)
     settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
@@ -74,7 +74,7 @@ def plain_or_staged_rows(
         return [deepspeed_row(gpt_neox_model(shape), settings, layout, groups=groups)]
     interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
     division = StageDivision(config.stages, config.pipe_partition_method, interval)
-    return stage_rows(shape, settings, layout, division, groups=groups, made_as=made_as)
+    return stage_rows(shape, settings, layout, division, groups=groups, initial_type=initial_type)
 
 
 def _program_rows(config: ProgramConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
@@ -84,8 +84,8 @@ def _program_rows(config: ProgramConfig, layout: RankLayout) -> Sequence[dict[st
         model = sequential_model(config, model_shape(config, layout))
         row = deepspeed_row(model, settings, layout, groups=groups)
         return [{**row, "partitioned_by_engine": [*range(len(row["parameters"]))]}]
-    made_as = ELEMENT_TYPES[config.precision]
-    return plain_or_staged_rows(config, layout, staged_from=1, groups=groups, made_as=made_as)
+    initial_type = ELEMENT_TYPES[config.precision]
+    return plain_or_staged_rows(config, layout, staged_from=1, groups=groups, initial_type=initial_type)
 
 
 def _ddp_rows(config: NeoxConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
@@ -103,7 +103,7 @@ def _fsdp_rows(config: NeoxConfig, layout: RankLayout) -> Sequence[dict[str, Any
 
 
 def _assumed(config: NeoxConfig) -> tuple[str, ...]:
-    experts = "tokens go to experts as unevenly as they can, so that sizes are the most (moe_token_dropping is off)"
+    experts = "tokens go to experts as unevenly as possible, so payloads are upper bounds (moe_token_dropping is off)"
     is_bounded = config.moe_expert_parallel_size > 1 and not config.moe_token_dropping
     return (
         *((experts,) if is_bounded else ()),

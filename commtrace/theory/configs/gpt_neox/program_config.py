@@ -1,4 +1,4 @@
-"""Configuration of GPT-NeoX's own program, trained by DeepSpeed: keys that `NeoxConfig` leaves to other trainers."""
+"""Configuration of GPT-NeoX's own program, which trains with DeepSpeed: `NeoxConfig` with further keys."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .field_types import Count, CountOrZero, Flag, Number, OptionalCount, choice
 VOCABULARIES: Final = {
     "gpt2bpetokenizer": GPT2_VOCAB, "hfgpt2tokenizer": GPT2_VOCAB, "charleveltokenizer": 512, "hftokenizer": 50277,
 }  # fmt: skip
-"""Ids of GPT-NeoX's tokenizers. HFTokenizer has those of its file: 50,277 with 20B_tokenizer.json, of GPT-NeoX-20B and
-Pythia."""
+"""Numbers of ids of GPT-NeoX's tokenizers. HFTokenizer's depends on its file: 50,277 with 20B_tokenizer.json, which
+GPT-NeoX-20B and Pythia use."""
 
 _WITHOUT_RULES: Final[dict[str, tuple[Any, str]]] = {
     **dict.fromkeys(
@@ -30,7 +30,7 @@ _WITHOUT_RULES: Final[dict[str, tuple[Any, str]]] = {
     "use_qk_layernorm": (False, "norms of queries and keys have no rules yet"),
     "soft_prompt_tuning": (None, "soft prompts have no rules yet"),
 }
-"""Keys with the value that has rules, and why another is refused."""
+"""Keys, each with the only value that has rules, and why others are refused."""
 
 _POSITIONS: Final = {name: name for name in ("learned", "rotary", "sinusoidal", "alibi", "none")}
 
@@ -39,7 +39,7 @@ class ProgramConfig(NeoxConfig):
     """A checked configuration of GPT-NeoX's own program."""
 
     pipe_parallel_size: CountOrZero = 0
-    """0: DeepSpeed's plain engine; from 1 its pipeline engine, with as many stages."""
+    """0: DeepSpeed's plain engine; 1 or more: its pipeline engine with that many stages."""
     vocab: str = Field("GPT2BPETokenizer", validation_alias="tokenizer_type")
     """Name of the tokenizer."""
     norm: Annotated[str, choice({name: name for name in NORMS})] = "layernorm"
@@ -75,11 +75,11 @@ class ProgramConfig(NeoxConfig):
     def _check_program(self) -> ProgramConfig:
         refuse_settings(
             (self.vocabulary is None and self.vocab.lower() not in VOCABULARIES, "tokenizer_type",
-             "its file decides the number of ids: give it with --vocabulary"),
+             "its file determines the number of ids; set it with --vocabulary"),
             (self.zero_stage > 1 and self.pipe_parallel_size, "zero_optimization",
-             "GPT-NeoX itself refuses ZeRO-2 and ZeRO-3 with its pipeline engine (pipe_parallel_size from 1)"),
+             "GPT-NeoX itself refuses ZeRO-2 and ZeRO-3 with its pipeline engine (pipe_parallel_size of 1 or more)"),
             (self.zero_stage > 1 and self.model_parallel_size > 1, "zero_optimization",
-             "GPT-NeoX itself refuses ZeRO-2 and ZeRO-3 with tensor parallelism (model_parallel_size from 2)"),
+             "GPT-NeoX itself refuses ZeRO-2 and ZeRO-3 with tensor parallelism (model_parallel_size of 2 or more)"),
             (self.precision == "fp16" and not self.zero_stage, "fp16",
              f"without ZeRO, GPT-NeoX {GPT_NEOX[1]} fails in fp16 with DeepSpeed {DEEPSPEED[1]} (cur_scale)"),
         )  # fmt: skip
@@ -93,5 +93,5 @@ class ProgramConfig(NeoxConfig):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that the tokenizer can produce, before padding."""
+        """Number of token ids of the tokenizer, before padding."""
         return self.vocabulary or VOCABULARIES[self.vocab.lower()]

@@ -1,4 +1,4 @@
-"""Modules of GPT-NeoX's program without a pipeline, by its own names, which decide what ZeRO-3 gathers when."""
+"""Modules of GPT-NeoX's program without a pipeline, by its own names. They determine when ZeRO-3 gathers what."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .program_config import ProgramConfig
       "megatron.model.word_embeddings.Embedding.__init__; megatron.model.activations.get_activation",
       GPT_NEOX)  # fmt: skip
 def sequential_model(config: ProgramConfig, shape: ModelShape) -> ModuleSpec:
-    """The layers are numbered in one torch.nn.Sequential, two functions and a tied head among them."""
-    words, block, norm, head = gpt_neox_layers(shape)
-    words = embedding("word_embeddings", shape.vocabulary, shape.hidden)
+    """Return one torch.nn.Sequential of numbered layers, including two functions and a tied head."""
+    _, block, norm, head = gpt_neox_layers(shape)
+    tokens = embedding("word_embeddings", shape.vocabulary, shape.hidden)
     positions = [embedding("position_embeddings", shape.positions, shape.hidden)] * bool(shape.positions)
     layers = (
-        module("", words, *positions, module("embedding_dropout")),
+        module("", tokens, *positions, module("embedding_dropout")),
         module(""),
         *_layers(config, block),
         module(""),

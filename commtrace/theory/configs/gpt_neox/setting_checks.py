@@ -1,4 +1,4 @@
-"""Checks of GPT-NeoX settings that concern more than one of them, and of those that ask for another model."""
+"""Checks of GPT-NeoX settings: whether there are rules for the model, and whether settings fit together."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .field_types import BLOCK_FIX, SettingError, refuse_settings
 if TYPE_CHECKING:
     from .config import NeoxConfig
 
-# GPT-NeoX switches that make another model or another communication pattern, with the values that have rules. The first
+# GPT-NeoX settings that change the model or the communication pattern, with the values that have rules. The first
 # value is GPT-NeoX's default. Anything else is refused: a prediction for another model would be wrong.
 FIXED_SETTINGS: Final[dict[str, tuple[Any, ...]]] = {
-    "pos_emb": ("learned", "rotary"),  # the default is refused below, with a fix of its own
+    "pos_emb": ("learned", "rotary"),  # the default is refused below, with its own fix
     "norm": ("layernorm",),
     "activation": ("gelu",),
     "gpt_j_tied": (False,),
@@ -38,7 +38,7 @@ _SEQUENCE_SIZES: Final = ("sequence_parallel_size", "context_parallel_size")
 
 
 def refuse_other_models(values: Mapping[str, Any]) -> None:
-    """Raise SettingError for settings that ask for a model without rules."""
+    """Raise SettingError for settings of models without rules."""
     for key, allowed in FIXED_SETTINGS.items():
         if values.get(key, allowed[0]) not in allowed:
             instead = "leave the key out" if allowed[-1] is None else f"set it to {allowed[-1]!r}"
@@ -64,7 +64,7 @@ def block(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(value)
 
 
-def check_together(config: NeoxConfig) -> None:
+def check_combinations(config: NeoxConfig) -> None:
     """Raise SettingError for the first setting that does not fit the others."""
     heads, length, tensor_ranks = config.num_attention_heads, config.seq_length, config.model_parallel_size
     experts, stages, sequence_ranks = config.moe_num_experts, config.pipe_parallel_size, config.sequence_parallel_size
@@ -84,33 +84,33 @@ def check_together(config: NeoxConfig) -> None:
         (experts % config.moe_expert_parallel_size, "moe_expert_parallel_size",
          f"it must divide {experts_key}, which is {experts}"),
         (config.moe_top_k > experts, "moe_top_k",
-         f"there are no more experts than {experts_key} says, which is {experts}"),
+         f"it must not exceed {experts_key}, which is {experts}"),
         *((experts > 1, key, f"{together} experts; set it to 1") for key in shared),
         (stages > config.num_layers, "pipe_parallel_size",
-         f"a stage has a layer at least, and num_layers is {config.num_layers}"),
+         f"each stage needs at least one layer, and num_layers is {config.num_layers}"),
         *((stages > 1 and getattr(config, key) > 1, shown, f"{together} pipe_parallel_size; leave one out")
           for key, shown in (*zip(_SEQUENCE_SIZES, _SEQUENCE_SIZES, strict=True), ("moe_num_experts", experts_key))),
         (stages > 1 and config.zero_stage > 1, zero_key,
-         "DeepSpeed's pipeline goes with ZeRO-0 and ZeRO-1 alone; take one of them, or pipe_parallel_size 1"),
+         "DeepSpeed's pipeline supports ZeRO-0 and ZeRO-1 only; use one of them, or set pipe_parallel_size to 1"),
     )  # fmt: skip
 
 
 def check_engine(config: NeoxConfig, engine: str) -> None:
-    """Refuse settings that an engine ("deepspeed", "ddp" or "fsdp") cannot train.
+    """Check that an engine ("deepspeed", "ddp" or "fsdp") supports the settings.
 
     Raises:
-        ConfigError: With the setting and the fix.
+        ConfigError: It does not; the message has the setting and the fix.
     """
     is_deepspeed, is_zero_3 = engine == "deepspeed", engine == "deepspeed" and config.zero_stage == 3
     refused = (
         (config.pipe_parallel_size > 1 and not is_deepspeed,
          f"pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine {engine}"),
         (config.model_parallel_size > 1 and is_zero_3,
-         "tensor parallelism goes with ZeRO 0 to 2 here; set model_parallel_size to 1 with ZeRO-3"),
+         "tensor parallelism is supported with ZeRO 0 to 2; set model_parallel_size to 1 with ZeRO-3"),
         (config.sequence_parallel_size > 1 and not is_deepspeed,
          f"sequence_parallel_size is DeepSpeed's; set it to 1 with --engine {engine}"),
         (config.sequence_parallel_size > 1 and is_zero_3,
-         "Ulysses goes with ZeRO 0 to 2 here; set sequence_parallel_size to 1 with ZeRO-3"),
+         "Ulysses is supported with ZeRO 0 to 2; set sequence_parallel_size to 1 with ZeRO-3"),
         (config.moe_num_experts > 1 and (not is_deepspeed or is_zero_3),
          "experts are DeepSpeed's, with ZeRO 0 to 2; leave moe_num_experts out, or change the engine"),
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""GPT-NeoX's YAML files as settings that remember which file they came from.
+"""GPT-NeoX's YAML files as settings, each with the file that set it.
 
-GPT-NeoX files are YAML 1.1 with three habits of their own: keys are written with dashes or underscores, a training is
-described by several files, and numbers are written as ``1e-8``, which YAML 1.1 takes for a string.
+GPT-NeoX files are YAML 1.1 with three peculiarities: keys are written with dashes or underscores, several files
+describe one training, and numbers may be written as ``1e-8``, which is a string in YAML 1.1.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import yaml
 from commtrace.errors import ConfigError
 
 COMMAND_LINE = "command line"
-SHIPPED = Path(__file__).parent / "models"
+BUILT_IN = Path(__file__).parent / "models"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One value and the place that set it (a file's path, or the command line)."""
+    """A value and what set it (a file's path, or the command line)."""
 
     value: Any
     source: str
 
 
 class _NeoxLoader(yaml.SafeLoader):
-    """YAML 1.1 that also reads ``1e-8`` and ``5e8`` as numbers, as YAML 1.2 and every GPT-NeoX user do."""
+    """Loader of YAML 1.1 that also reads ``1e-8`` and ``5e8`` as numbers, as in YAML 1.2."""
 
 
 _NeoxLoader.add_implicit_resolver(
@@ -38,18 +38,18 @@ _NeoxLoader.add_implicit_resolver(
 
 
 def find_file(name: str) -> Path:
-    """Return the file of a path, or the built-in one of that name (``demo`` or ``demo.yml``).
+    """Return the file at a path, or the built-in one of that name (``demo`` or ``demo.yml``).
 
     Raises:
         ConfigError: If there is neither.
     """
-    given = Path(name)
-    if given.is_file():
-        return given
-    built_in = SHIPPED / (name if name.endswith(".yml") else f"{name}.yml")
-    if given.name == name and built_in.is_file():
+    path = Path(name)
+    if path.is_file():
+        return path
+    built_in = BUILT_IN / (name if name.endswith(".yml") else f"{name}.yml")
+    if path.name == name and built_in.is_file():
         return built_in
-    names = ", ".join(sorted(path.name for path in SHIPPED.glob("*.yml")))
+    names = ", ".join(sorted(path.name for path in BUILT_IN.glob("*.yml")))
     raise ConfigError(f"{name}: no such file; give the path of a GPT-NeoX YAML file, or one of {names}")
 
 
@@ -57,7 +57,7 @@ def read_file(path: Path) -> dict[str, Setting]:
     """Return the settings of one file, with dashes in keys replaced by underscores.
 
     Raises:
-        ConfigError: If the file is no mapping in YAML, or has a key twice.
+        ConfigError: If the file is not a YAML mapping, or sets a key to two values.
     """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_NeoxLoader)
@@ -66,8 +66,8 @@ def read_file(path: Path) -> dict[str, Setting]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: a GPT-NeoX file is a mapping of keys to values; this one holds {content!r:.60}")
     settings: dict[str, Setting] = {}
-    for written, value in content.items():
-        key = str(written).replace("-", "_")
+    for raw_key, value in content.items():
+        key = str(raw_key).replace("-", "_")
         if key in settings and settings[key].value != value:
             raise ConfigError(
                 f"{path}: {key} is given twice, as {settings[key].value!r} and {value!r} (dashes and underscores are "
@@ -78,7 +78,7 @@ def read_file(path: Path) -> dict[str, Setting]:
 
 
 def merge(layers: Iterable[Mapping[str, Setting]]) -> dict[str, Setting]:
-    """Merge settings: later ones win, and blocks such as ``zero_optimization`` are merged key by key."""
+    """Merge settings: later ones override earlier ones; blocks such as ``zero_optimization`` are merged key by key."""
     merged: dict[str, Setting] = {}
     for layer in layers:
         for key, setting in layer.items():
