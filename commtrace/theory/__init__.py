@@ -1,4 +1,4 @@
-"""Predict what a training job communicates from its description alone: no recorded event, no framework imported.
+"""Predict what a training job communicates from its description alone, without recorded events or a framework.
 
     from commtrace.theory import predict
     prediction = predict(job_row)       # ExpectedCalls of one rank: at start-up and in each training step

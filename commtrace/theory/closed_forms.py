@@ -2,13 +2,13 @@
 
 Equations 1 to 5 and the 3D rule are those of "Demystifying the Communication Characteristics for Distributed
 Transformer Models" (arXiv 2408.10197, section III); docs/explanation/theory.md lists where frameworks differ from them.
-That of HSDP names its source.
+`hybrid_sharded` names its own source.
 
-Volumes are elements, unless the function's name ends in `_bytes`, for the algorithms that send least (a ring, or
-point-to-point). They are exact `Fraction`s, because no parallel degree has to divide anything. Scopes of the paper's
-equations differ, which the paper does not state: 2, 3 and 5 count what one rank sends, 4 is the sum over all stages; 2
-and 3 count one optimizer step (with one micro-batch), 4 and 5 one micro-batch. d is the number of data-parallel ranks,
-p of pipeline stages, t of tensor-parallel ranks.
+Volumes are in elements, for the algorithm that sends least (a ring, or point-to-point). They are exact `Fraction`s,
+because a parallel degree need not divide the sizes. The equations have different scopes, which the paper does not
+state: 2, 3 and 5 count what one rank sends, 4 is the sum over all stages; 2 and 3 count one optimizer step (with one
+micro-batch), 4 and 5 one micro-batch. d, p and t are the numbers of data-parallel ranks, pipeline stages and
+tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fractions import Fraction
 
 
 def parameter_count(vocabulary: int, hidden: int, layers: int, sequence: int) -> int:
-    """Return equation 1: parameters (elements) of a GPT with untied embeddings and learned positions."""
+    """Return equation 1: the number of parameters of a GPT with untied embeddings and learned positions."""
     return 2 * vocabulary * hidden + sequence * hidden + layers * (12 * hidden**2 + 8 * hidden) + 2 * hidden
 
 
@@ -34,7 +34,7 @@ def all_gather_volume(elements: int, ranks: int) -> Fraction:
 def data_parallel(parameters: int, ranks: int) -> Fraction:
     """Return equation 2: elements per rank and step under DDP, ZeRO-1 and ZeRO-2.
 
-    One all_reduce of the parameters' gradients, or the same volume: 2P(d-1)/d.
+    The volume of one all_reduce of the gradients: 2P(d-1)/d.
     """
     return 2 * all_gather_volume(parameters, ranks)
 
@@ -58,7 +58,7 @@ def pipeline(batch: int, sequence: int, hidden: int, stages: int) -> int:
 def tensor_parallel(batch: int, sequence: int, hidden: int, layers: Fraction | int, ranks: int) -> Fraction:
     """Return equation 5: elements per rank and micro-batch with recomputed activations, (12L+2) bsh (t-1)/t.
 
-    Six all_reduces a layer (two forward, two recomputed, two backward) and one at the embedding.
+    Six all_reduces per layer (two forward, two recomputed, two backward) and one at the embedding.
     """
     return (12 * Fraction(layers) + 2) * batch * sequence * hidden * Fraction(ranks - 1, ranks)
 
@@ -66,11 +66,10 @@ def tensor_parallel(batch: int, sequence: int, hidden: int, layers: Fraction | i
 def three_dimensional(
     parameters: int, batch: int, sequence: int, hidden: int, layers: int, degrees: tuple[int, int, int]
 ) -> Fraction:
-    """Return the 3D rule: equations 2, 4 and 5 with L/p layers, added up; degrees are (data, pipeline, tensor).
+    """Return the 3D rule: the sum of equations 2, 4 and 5 with L/p layers. `degrees` are (data, pipeline, tensor).
 
-    Elements, for one micro-batch a step; as the paper adds them, although its parts have different scopes: equation 2
-    of all parameters and equation 5 are of one rank, equation 4 is of all stages. docs/explanation/theory.md says what
-    a rank really holds (P/(tp) parameters) and sends.
+    Elements, with one micro-batch per step. The paper adds the equations although their scopes differ: 2 and 5 are for
+    one rank, 4 is for all stages. Equation 2 counts all parameters; a rank really has P/(tp).
     """
     data, stages, tensor = degrees
     return (
@@ -81,8 +80,8 @@ def three_dimensional(
 
 
 def hybrid_sharded(parameters: int, shards: int, replicas: int) -> Fraction:
-    """Return elements per rank and micro-batch under HSDP (arXiv 2304.11277): F shards, R replicas.
+    """Return the elements per rank and micro-batch under HSDP (arXiv 2304.11277) with F shards and R replicas.
 
-    3P(F-1)/F within the group of shards, and an all_reduce of P/F gradients among replicas, 2(P/F)(R-1)/R.
+    3P(F-1)/F within the sharding group, and an all_reduce of P/F gradients among replicas, 2(P/F)(R-1)/R.
     """
     return zero_3(parameters, shards) + Fraction(2 * parameters * (replicas - 1), shards * replicas)

@@ -1,4 +1,4 @@
-"""Expected calls of a job: what a prediction is made of."""
+"""Expected calls of a job, and its prediction, which consists of them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from commtrace.volume import wire_bytes
 
 @dataclass(frozen=True)
 class ExpectedCall:
-    """Calls of one operation and size that one rank makes.
+    """Calls that one rank makes with the same operation and payload.
 
     Attributes:
         op: Operation, as in the event table ("all_reduce").
         payload: Payload of each call in bytes, as nccl-tests counts it.
         cause: What the calls are for, in a few words.
         calls: Number of calls.
-        most: Maximum of `calls`, where it depends on facts that no job row has; None: exactly `calls`.
+        most: Maximum number of calls, if it depends on facts that no job row has; None: exactly `calls`.
         role: Parallel dimension of the group: "data", "tensor", "pipeline" ...; "self" for a group of one rank.
-        ranks: Ranks of the group, where a role has groups of several sizes; None: `Prediction.ranks_of(role)`.
-        least: Least bytes of a call, where its size depends on the data and `payload` is the most; None: `payload`.
+        ranks: Ranks of the group, if the role has groups of several sizes; None: `Prediction.ranks_of(role)`.
+        least: Minimum payload, if it depends on the data and `payload` is the maximum; None: `payload`.
     """
 
     op: str
@@ -42,25 +42,25 @@ class ExpectedCall:
         return self.payload * self.calls
 
     def among(self, ranks: int) -> ExpectedCall:
-        """Return the calls in a group of that many ranks; nothing leaves the rank in a group of one."""
+        """Return the calls in a group of `ranks` ranks; a group of one has the role "self"."""
         return replace(self, ranks=ranks, role="self" if ranks == 1 else self.role)
 
     def times(self, number: int) -> ExpectedCall:
-        """Return that many times the calls."""
+        """Return the calls repeated `number` times."""
         return replace(self, calls=self.calls * number, most=None if self.most is None else self.most * number)
 
 
 @dataclass(frozen=True)
 class WaterfallBar:
-    """A part of the wire bytes that a rank sends in a step: exact bytes, and what they are."""
+    """A labelled part of the wire bytes that a rank sends in a step. The bytes are exact."""
 
     label: str
     bytes: Fraction
     role: str = "data"
 
 
-def _none(number: int) -> None:
-    """Return None: all steps are as `Prediction.steps` says."""
+def _no_special_step(number: int) -> None:
+    """Return None: `Prediction.steps` has the calls of every step."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class Prediction:
         scheme: Name of the parallelism ("ZeRO-1").
         ranks: Ranks of the data-parallel group.
         start: Calls at start-up, before the first step.
-        steps: Calls of each training step; all steps from the last one on are alike, and repetitions of it are dropped.
-        closed_form: Wire bytes of a step by the literature's formula.
+        steps: Calls of each training step. All later steps equal the last one; repetitions of it are dropped.
+        closed_form: Wire bytes of a step according to the literature's formula.
         bars: Waterfall from the closed form to the wire bytes of the last of `steps`; their sum is exact.
-        skipped: Calls that a step leaves out where gradients overflow, as found by the check or by the norm.
-        others: Group sizes of roles other than the one that `ranks` counts.
-        forms: Summands of `closed_form`, where it has several of different roles.
-        special_step: Returns the calls of a step in which the program does more than train, by number; else None.
+        skipped: Calls that a step omits if the overflow check detects an overflow, and if only the norm does.
+        others: Group sizes of the other roles.
+        forms: Summands of `closed_form`, if it has several of different roles.
+        special_step: Returns the calls of a step, by its number, if they differ from those in `steps`; else None.
     """
 
     scheme: str
@@ -89,7 +89,7 @@ class Prediction:
     skipped: tuple[tuple[ExpectedCall, ...], ...] = ()
     others: Mapping[str, int] = field(default_factory=dict)
     forms: tuple[WaterfallBar, ...] = ()
-    special_step: Callable[[int], tuple[ExpectedCall, ...] | None] = _none
+    special_step: Callable[[int], tuple[ExpectedCall, ...] | None] = _no_special_step
 
     def __post_init__(self) -> None:
         """Drop repetitions of the last step at the end."""
@@ -110,7 +110,7 @@ class Prediction:
         return self.steps[min(number, len(self.steps) - 1)] if special is None else special
 
     def with_steps(self, calls: Mapping[int, tuple[ExpectedCall, ...]]) -> Prediction:
-        """Return the prediction with the calls of steps by the first of the steps that have them."""
+        """Return the prediction with these calls; each key is the first of the steps that have them."""
         firsts = sorted(calls)
 
         @cache
@@ -125,25 +125,25 @@ class Prediction:
 
     @property
     def has_special_steps(self) -> bool:
-        """Whether a step may have other calls than `steps` says."""
-        return self.special_step is not _none
+        """Whether a step may have other calls than those in `steps`."""
+        return self.special_step is not _no_special_step
 
     @property
     def steady(self) -> int:
-        """Number of the first step from which on all steps are alike."""
+        """Number of the step that all later steps equal, unless they are special."""
         return len(self.steps) - 1
 
 
 def exact_wire_bytes(op: str, payload: int, ranks: int) -> Fraction:
-    """Return the least bytes that a rank sends for a collective with equal shares (`commtrace.volume`), exactly."""
-    # wire_bytes is linear in the payload: n times the payload makes whole bytes, which a float holds exactly.
+    """Return the exact wire bytes of a collective with equal shares. `commtrace.volume` returns floats."""
+    # wire_bytes is linear in the payload. n times the payload makes whole bytes, which a float holds exactly.
     return Fraction(int(wire_bytes(op, payload * ranks, payload, ranks)), ranks)
 
 
 def total_wire_bytes(calls: Iterable[ExpectedCall], ranks: int, *causes: str) -> Fraction:
-    """Return the least bytes that a rank sends for calls in groups of `ranks`, unless a call names its own.
+    """Return the wire bytes of calls in groups of `ranks` ranks, unless a call has its own `ranks`.
 
-    Only calls of these causes are counted, if any are given.
+    If any causes are given, only their calls are counted.
     """
     chosen = (call for call in calls if not causes or call.cause in causes)
     sent = (exact_wire_bytes(call.op, call.payload, call.ranks or ranks) * call.calls for call in chosen)
@@ -151,7 +151,7 @@ def total_wire_bytes(calls: Iterable[ExpectedCall], ranks: int, *causes: str) ->
 
 
 def count_calls(calls: Iterable[ExpectedCall]) -> Counter[ExpectedCall]:
-    """Return the number of calls by what a single call is: equal for calls in any order."""
+    """Count equal calls. The result does not depend on the order of `calls`."""
     counts = Counter[ExpectedCall]()
     for call in calls:
         counts[replace(call, calls=1)] += call.calls
@@ -159,7 +159,7 @@ def count_calls(calls: Iterable[ExpectedCall]) -> Counter[ExpectedCall]:
 
 
 def sorted_calls(calls: Iterable[ExpectedCall]) -> list[tuple[str, int, int]]:
-    """Return operation, payload and number of calls, summed and sorted: equal for calls in any order."""
+    """Return (operation, payload, number of calls), sorted. The result does not depend on the order of `calls`."""
     counts = Counter[tuple[str, int]]()
     for call in calls:
         counts[call.op, call.payload] += call.calls

@@ -16,13 +16,13 @@ ELEMENT_BYTES: Final = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
     "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
-"""Bytes of an element, by torch's name of its type."""
+"""Bytes per element, by torch's name of the dtype."""
 
 Item = TypeVar("Item")
 
 
 class NotPredictedError(Exception):
-    """Why there is no prediction for a job: a sentence without its full stop."""
+    """Error for a job without a prediction. The message is the reason, without a full stop."""
 
 
 def refuse(*reasons: tuple[object, str]) -> None:
@@ -41,7 +41,7 @@ class ModelTensor:
     dtype: str
     trainable: bool = True
     expert: bool = False
-    """Whether it belongs to an expert, of which only some ranks have a copy."""
+    """Whether it belongs to an expert, which only some ranks have."""
 
     @property
     def elements(self) -> int:
@@ -61,17 +61,17 @@ class ModelTensor:
 
 @dataclass(frozen=True)
 class ModuleNode:
-    """A module that runs: numbers of its own parameters, and the modules that run within it, in order."""
+    """A module that runs, with the numbers of its own parameters and the modules that run within it, in order."""
 
     number: int
     parameters: tuple[int, ...]
     children: tuple[ModuleNode, ...]
-    borrowed: tuple[int, ...] = ()  # parameters that modules within it return, for its own use
-    outputs: int = 1  # tensors with a gradient that it returns
-    reads_input: bool = False  # whether it is handed the model's input, beside the first module
+    borrowed: tuple[int, ...] = ()  # parameters that modules within it return to it
+    outputs: int = 1  # returned tensors that have a gradient
+    reads_input: bool = False  # whether it gets the model's input, as the first module always does
 
     def __deepcopy__(self, memo: object) -> ModuleNode:
-        """Return the node itself, which does not change."""
+        """Return the node itself, which is immutable."""
         return self
 
     def walk(self) -> Iterator[ModuleNode]:
@@ -82,7 +82,7 @@ class ModuleNode:
 
     @property
     def has_parameters(self) -> bool:
-        """Whether it or a module within it has parameters. A module without, as dropout, may be registered in vain."""
+        """Whether it or a module within it has parameters. A module without any, such as dropout, may never run."""
         return any(module.parameters for module in self.walk())
 
 
@@ -93,7 +93,7 @@ class Job:
     row: Mapping[str, Any]
 
     def fact(self, *path: str) -> Any:
-        """Return a value of the row by its keys.
+        """Return the value at a path of keys in the row.
 
         Raises:
             NotPredictedError: If the log does not have it.
@@ -120,20 +120,20 @@ class Job:
         return self.fact("model", name)
 
     def is_older(self, library: str, *version: int) -> bool:
-        """Return whether the log's version of a library is below this one; False if the log does not tell it."""
-        known = str(self.row.get("versions", {}).get(library, ""))
-        return bool(known) and tuple(map(int, re.findall(r"\d+", known)[: len(version)])) < version
+        """Return whether the log's version of a library is older than `version`; False if the log does not have it."""
+        recorded = str(self.row.get("versions", {}).get(library, ""))
+        return bool(recorded) and tuple(map(int, re.findall(r"\d+", recorded)[: len(version)])) < version
 
     def require_architecture(self, feature: str) -> None:
-        """Raise NotPredictedError if the model does not declare its architecture (`neox_args`), which rules need."""
+        """Raise NotPredictedError if the model does not declare its architecture (`neox_args`)."""
         reason = f"{feature} of a model that does not declare its architecture (neox_args) has no rules yet"
         refuse(("model" not in self.row, reason))
 
     @cached_property
     def ranks(self) -> int:
-        """Ranks that reduce gradients together: the data-parallel ones, with Ulysses those that share sequences too."""
-        together = self.row.get("sequence_data_parallel_size")
-        return int(self.fact("data_parallel_size") if together is None else together)
+        """Number of ranks that reduce gradients together: data-parallel and, with Ulysses, sequence-parallel ones."""
+        size = self.row.get("sequence_data_parallel_size")
+        return int(self.fact("data_parallel_size") if size is None else size)
 
     @cached_property
     def parameters(self) -> tuple[ModelTensor, ...]:
@@ -162,36 +162,36 @@ class Job:
 
     @cached_property
     def parameter_size(self) -> int:
-        """Bytes of an element of the parameters; the widest where they differ."""
+        """Bytes per element of the parameters; of the widest dtype if they differ."""
         return max((parameter.size for parameter in self.parameters), default=1)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the parameters in each group of the optimizer (in ZeRO-3: in each of its sub-groups)."""
+        """Numbers of the parameters in each group of the optimizer (ZeRO-3: in each sub-group)."""
         return tuple(tuple(group) for group in self.fact("optimizer_groups"))
 
     @cached_property
     def micro_batches(self) -> int:
-        """Micro-batches of a step: of DeepSpeed's engine, otherwise as the model declares them, or one."""
+        """Micro-batches per step: those of DeepSpeed's engine, else those that the model declares, or one."""
         if self.row.get("source") == "deepspeed":
             return int(self.fact("gradient_accumulation_steps"))
         return int(self.model("gradient_accumulation_steps", 1)) if "model" in self.row else 1
 
     @cached_property
     def clips_gradients(self) -> bool:
-        """Whether the program clips gradients itself, as the model declares it."""
+        """Whether the program itself clips gradients, according to the model's settings."""
         return "model" in self.row and float(self.model("gradient_clipping", 0.0)) > 0
 
     @cached_property
     def tensor(self) -> int:
-        """Tensor-parallel ranks."""
+        """Number of tensor-parallel ranks."""
         if "tensor_parallel_size" in self.row:
             return int(self.fact("tensor_parallel_size"))
         return int(self.fact("model", "model_parallel_size")) if "model" in self.row else 1
 
     @property
     def has_pipeline_engine(self) -> bool:
-        """Whether DeepSpeed's pipeline engine trains the model, be it of one stage."""
+        """Whether DeepSpeed's pipeline engine trains the model, even with one stage."""
         return self.row.get("engine") == "PipelineEngine"
 
     @property
@@ -201,17 +201,17 @@ class Job:
 
     @cached_property
     def sequence(self) -> int:
-        """Ranks that share sequences by DeepSpeed's Ulysses."""
+        """Number of ranks that share sequences with DeepSpeed's Ulysses."""
         return int(self.row.get("sequence_parallel_size") or 1)
 
     @cached_property
     def context(self) -> int:
-        """Ranks that share sequences in a ring."""
+        """Number of ranks that share sequences with ring attention."""
         return int(self.row.get("model", {}).get("context_parallel_size") or 1)
 
     @cached_property
     def experts_over(self) -> int:
-        """Ranks that have different experts."""
+        """Number of ranks that the experts are distributed over."""
         sizes = self.row.get("expert_parallel_sizes") or [1]
         refuse((len(sizes) > 1, "experts over groups of several sizes have no rules yet"))
         return int(sizes[0])
@@ -227,7 +227,7 @@ class Job:
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
-    """Return the items of each key together, in the order in which keys come first."""
+    """Group items by key, in the order of the keys' first occurrences."""
     groups: dict[Hashable, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -235,7 +235,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list
 
 
 def element_size(dtype: str) -> int:
-    """Return the bytes of an element. Raise NotPredictedError for an unknown type."""
+    """Return the bytes per element of a dtype. Raise NotPredictedError for an unknown dtype."""
     if dtype not in ELEMENT_BYTES:
         raise NotPredictedError(f"the size of an element of type {dtype} is not known")
     return ELEMENT_BYTES[dtype]
@@ -264,9 +264,9 @@ def _dimension(value: Any) -> int:
 
 
 def _tree(rows: Sequence[Mapping[str, Any]], embeddings: frozenset[int]) -> ModuleNode:
-    """Return modules, given by dotted names with parents first, as a tree. Modules that never run have no row.
+    """Return the tree of the modules in rows (dotted names, parents first). Modules that never run have no row.
 
-    Embeddings read the model's input wherever they are: indices have no gradient.
+    Every embedding counts as reading the model's input, because its indices have no gradient either.
     """
     names = [str(row["name"]) for row in rows]
     if not names or names[0] != "":
@@ -277,7 +277,7 @@ def _tree(rows: Sequence[Mapping[str, Any]], embeddings: frozenset[int]) -> Modu
         children[max(parents, key=lambda other: len(names[other]))].append(number)
 
     def build(number: int) -> ModuleNode:
-        parts = tuple(build(child) for child in children[number])
-        return ModuleNode(number, tuple(rows[number]["parameters"]), parts, reads_input=number in embeddings)
+        nodes = tuple(build(child) for child in children[number])
+        return ModuleNode(number, tuple(rows[number]["parameters"]), nodes, reads_input=number in embeddings)
 
     return build(0)

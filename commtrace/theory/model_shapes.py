@@ -1,8 +1,8 @@
 """Shapes of models from their configuration: parameters, buffers and modules in the order in which they are made.
 
-A model is a tree of modules, each with parameters of its own. torch lists parameters (`named_parameters`) from the root
-on: a module's own before those of the modules in it, and each shared one where it comes first. So shapes and order
-follow from the tree, and no model is built.
+A model is a tree of modules, each with parameters of its own. torch lists parameters (`named_parameters`) from the
+root: a module's own before those of the modules in it, and a shared one where it occurs first. Shapes and order
+therefore follow from the tree, without building the model.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class ModuleSpec:
     name: str  # last part of the dotted name
     parameters: tuple[tuple[str, Shape], ...] = ()  # name and shape of its own parameters
     children: tuple[ModuleSpec, ...] = ()  # modules in it
-    runs: bool = True  # whether it has a forward of its own, which a list of modules has not
-    norm: bool = False  # whether it is a norm, whose parameters are not decayed
+    runs: bool = True  # whether it has its own forward; a list of modules does not
+    norm: bool = False  # whether it is a norm, which has no weight decay
     shared: str = ""  # full name of a parameter of another module that it uses as well; empty: none
-    buffers: tuple[tuple[str, Shape, str], ...] = ()  # name, shape and element type of its buffers
+    buffers: tuple[tuple[str, Shape, str], ...] = ()  # name, shape and dtype of its buffers
     expert: bool = False  # whether it is one of several experts
 
 
 def linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> ModuleSpec:
-    """Return a linear layer, whose weight has `outputs` rows of `inputs`."""
+    """Return a linear layer with a weight of shape (outputs, inputs)."""
     return ModuleSpec(name, (("weight", (outputs, inputs)), *[("bias", (outputs,))] * bias))
 
 
 def norm(name: str, size: int, *, bias: bool = True) -> ModuleSpec:
-    """Return a layer norm, or one without a bias (RMSNorm)."""
+    """Return a LayerNorm or, without a bias, an RMSNorm."""
     return ModuleSpec(name, (("weight", (size,)), *[("bias", (size,))] * bias), norm=True)
 
 
@@ -56,56 +56,56 @@ def module_list(name: str, *children: ModuleSpec) -> ModuleSpec:
     return ModuleSpec(name, children=children, runs=False)
 
 
-def numbered_copies(part: ModuleSpec, count: int) -> Iterator[ModuleSpec]:
-    """Return copies of a module, named by number."""
-    return (replace(part, name=f"{part.name}{number}") for number in range(count))
+def numbered_copies(original: ModuleSpec, count: int) -> Iterator[ModuleSpec]:
+    """Return copies of a module with a number at the end of the name."""
+    return (replace(original, name=f"{original.name}{number}") for number in range(count))
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides the shapes of a GPT-NeoX model."""
+    """Settings that determine the shapes of a GPT-NeoX model."""
 
     layers: int  # transformer layers
     hidden: int  # hidden size
     vocabulary: int  # rows of the embedding, with padding
     tied: bool = False  # whether the head uses the embedding's matrix
     tensor: int = 1
-    """Ranks that share the model: each has a part of the vocabulary, of the heads and of the inner layers."""
+    """Tensor-parallel ranks: each has a part of the vocabulary, the heads and the MLP's inner dimension."""
     experts: int = 1  # experts of a layer that has several
-    experts_here: int = 1  # experts of one rank
-    expert_interval: int = 1  # one layer in so many has experts, beginning with the first
+    experts_here: int = 1  # experts on one rank
+    expert_interval: int = 1  # every n-th layer has experts, beginning with the first
     keys: int = 0  # width of all heads' keys, and of their values; 0: the hidden size
-    inner: tuple[int, int] = (0, 0)  # rows of the MLP's first matrix, columns of its second; 0: 4 hidden sizes
+    inner: tuple[int, int] = (0, 0)  # rows of the MLP's first matrix, columns of its second; 0: 4 times the hidden size
     attention_bias: bool = True  # whether the linear layers of attention have biases
-    mlp_bias: bool = True  # whether those of the MLP have
+    mlp_bias: bool = True  # whether the linear layers of the MLP have biases
     norm: str = "layernorm"  # a key of NORMS
     positions: int = 0  # learned positions
 
 
 def gpt_neox_model(shape: ModelShape) -> ModuleSpec:
-    """Return the model of `examples.gpt_neox`, whose parameters are those of GPT-NeoX.
+    """Return the model of `examples.gpt_neox`, which has the parameters of GPT-NeoX.
 
-    It has 2Vh + L(12h^2 + 13h) + 2h parameters, less Vh where embeddings are tied. A rank of t tensor-parallel ones has
-    a t-th of the matrices and of the biases of column-parallel ones, and all of the others.
+    It has 2Vh + L(12h^2 + 13h) + 2h parameters, less Vh if embeddings are tied. Each of t tensor-parallel ranks has 1/t
+    of the matrices and of the biases of column-parallel layers, and all other parameters in full.
     """
     first, block, last_norm, head = gpt_neox_layers(shape)
     if shape.tied:
         head = ModuleSpec("head", shared="layers.embedding.weight")
     blocks = []
     for number in range(shape.layers):
-        *parts, mlp = block.children
+        *others, mlp = block.children
         has_experts = shape.experts > 1 and number % shape.expert_interval == 0
-        layer_parts = (*parts, _experts(mlp, shape) if has_experts else mlp)
-        blocks.append(replace(block, name=f"{block.name}{number}", children=layer_parts))
+        children = (*others, _experts(mlp, shape) if has_experts else mlp)
+        blocks.append(replace(block, name=f"{block.name}{number}", children=children))
     return module("", module_list("layers", first, *blocks, last_norm, head))
 
 
 def gpt_neox_layers(shape: ModelShape) -> tuple[ModuleSpec, ModuleSpec, ModuleSpec, ModuleSpec]:
     """Return the embedding, a transformer layer without experts, the last norm, and a head with its own matrix."""
-    size, part = shape.hidden, shape.hidden // shape.tensor
-    keys, (rows, columns) = shape.keys or size, (width // shape.tensor or 4 * part for width in shape.inner)
+    size, shard = shape.hidden, shape.hidden // shape.tensor
+    keys, (rows, columns) = shape.keys or size, (width // shape.tensor or 4 * shard for width in shape.inner)
     queries_keys_values = linear("query_key_value", size, (size + 2 * keys) // shape.tensor, bias=shape.attention_bias)
-    attention = module("attention", queries_keys_values, linear("dense", part, size, bias=shape.attention_bias))
+    attention = module("attention", queries_keys_values, linear("dense", shard, size, bias=shape.attention_bias))
     mlp = module(
         "mlp",
         linear("dense_h_to_4h", size, rows, bias=shape.mlp_bias),
@@ -114,16 +114,16 @@ def gpt_neox_layers(shape: ModelShape) -> tuple[ModuleSpec, ModuleSpec, ModuleSp
     norms = [_norm(name, shape) for name in ("input_layernorm", "post_attention_layernorm", "final_norm")]
     block = module("block_", norms[0], attention, norms[1], mlp)
     vocabulary = shape.vocabulary // shape.tensor
-    words = embedding("embedding", vocabulary, size)
+    first = embedding("embedding", vocabulary, size)
     if shape.positions:
-        words = replace(words, parameters=(*words.parameters, ("positions", (shape.positions, size))))
-    return words, block, norms[2], linear("head", size, vocabulary, bias=False)
+        first = replace(first, parameters=(*first.parameters, ("positions", (shape.positions, size))))
+    return first, block, norms[2], linear("head", size, vocabulary, bias=False)
 
 
 NORMS: Final[dict[str, tuple[str, ...]]] = {
     "layernorm": ("weight", "bias"), "rmsnorm": ("scale",), "scalenorm": ("g",), "non_parametric_layernorm": (),
 }  # fmt: skip
-"""Parameters of GPT-NeoX's norms, of the hidden size each; scalenorm's is one number."""
+"""Parameters of GPT-NeoX's norms. Each has the hidden size, except scalenorm's, which is one number."""
 
 
 def _norm(name: str, shape: ModelShape) -> ModuleSpec:
@@ -137,9 +137,9 @@ GATED: Final = ("geglu", "reglu", "bilinear", "swiglu", "glu")
 
 @rule("megatron.model.transformer.ParallelMLP.__init__", GPT_NEOX)
 def mlp_widths(settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Return rows of the MLP's first matrix and columns of its second.
+    """Return the rows of the MLP's first matrix and the columns of its second.
 
-    With a gate the two halves of the first have two thirds of the width together; both widths are rounded up.
+    With a gate, the two halves of the first matrix together have two thirds of the width. Both results are rounded up.
     """
     hidden, multiple = int(settings["hidden_size"]), int(settings.get("mlp_multiple_of") or 1)
     expansion = settings.get("expansion_factor")
@@ -154,7 +154,7 @@ def mlp_widths(settings: Mapping[str, Any]) -> tuple[int, int]:
 @rule("megatron.model.transformer.ParallelSelfAttention.__init__; megatron.model.norms.get_norm; "
       "megatron.model.word_embeddings.Embedding.__init__", GPT_NEOX)  # fmt: skip
 def neox_shape(settings: Mapping[str, Any], tensor: int = 1) -> ModelShape:
-    """Return the shape of a model by GPT-NeoX's settings (`neox_args`), cut for `tensor` ranks."""
+    """Return the shape of a model with GPT-NeoX's settings (`neox_args`) on `tensor` tensor-parallel ranks."""
     hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
     experts = int(settings.get("moe_num_experts") or 1)
     return ModelShape(
@@ -176,7 +176,7 @@ def neox_shape(settings: Mapping[str, Any], tensor: int = 1) -> ModelShape:
 
 
 def _experts(mlp: ModuleSpec, shape: ModelShape) -> ModuleSpec:
-    """Return DeepSpeed's layer of experts in place of an MLP: a gate, and the experts of one rank."""
+    """Return DeepSpeed's MoE layer, which replaces an MLP: a gate, and the experts of one rank."""
     gate = module("gate", linear("wg", shape.hidden, shape.experts, bias=False))
     copies = (replace(mlp, name=str(number), expert=True) for number in range(shape.experts_here))
     experts = module("experts", module_list("deepspeed_experts", *copies))
@@ -188,48 +188,48 @@ def _experts(mlp: ModuleSpec, shape: ModelShape) -> ModuleSpec:
 
 @dataclass(frozen=True)
 class ModelLists:
-    """Lists about a model in a row of the `job` table."""
+    """Lists that describe a model in a row of the `job` table."""
 
     parameters: list[dict[str, Any]] = field(default_factory=list)
-    """Name, shape, dtype and whether it is trained, of each parameter."""
+    """Name, shape and dtype of each parameter, and whether it is trained."""
     buffers: list[dict[str, Any]] = field(default_factory=list)  # name, shape and dtype of each buffer
     modules: list[dict[str, Any]] = field(default_factory=list)  # name and parameter numbers of each module that runs
     decaying: list[int] = field(default_factory=list)
-    """Numbers of the parameters that decay: matrices, which are neither biases nor of norms."""
+    """Numbers of the parameters with weight decay: all except biases and those of norms."""
     plain: list[int] = field(default_factory=list)  # numbers of the other parameters
 
 
 def count_elements(parameters: Iterable[Mapping[str, Any]]) -> int:
-    """Return the elements of rows of parameters."""
+    """Return the total number of elements of parameters, which are rows of `ModelLists.parameters`."""
     return sum(prod(parameter["shape"]) for parameter in parameters)
 
 
 def model_lists(root: ModuleSpec, dtype: str) -> ModelLists:
-    """Return the lists of a model whose parameters have this element type."""
+    """Return the lists of a model with parameters of a dtype."""
     lists = ModelLists()
     numbers: dict[str, int] = {}
-    for prefix, part in _walk(root, ""):
+    for prefix, spec in _walk(root, ""):
         own = []
-        mark = {"expert": True} if part.expert else {}
-        for name, shape in part.parameters:
+        mark = {"expert": True} if spec.expert else {}
+        for name, shape in spec.parameters:
             number = numbers[prefix + name] = len(lists.parameters)
             row = {"name": prefix + name, "shape": [*shape], "dtype": dtype, "trainable": True}
             lists.parameters.append({**row, **mark})
-            (lists.plain if part.norm or name.endswith("bias") else lists.decaying).append(number)
+            (lists.plain if spec.norm or name.endswith("bias") else lists.decaying).append(number)
             own.append(number)
-        if part.shared:
-            own.append(numbers[part.shared])
+        if spec.shared:
+            own.append(numbers[spec.shared])
         lists.buffers.extend(
-            {"name": prefix + name, "shape": [*shape], "dtype": kind} for name, shape, kind in part.buffers
+            {"name": prefix + name, "shape": [*shape], "dtype": kind} for name, shape, kind in spec.buffers
         )
-        if part.runs:
+        if spec.runs:
             lists.modules.append({"name": prefix.rstrip("."), "parameters": own})
     return lists
 
 
-def _walk(part: ModuleSpec, prefix: str) -> Iterator[tuple[str, ModuleSpec]]:
+def _walk(spec: ModuleSpec, prefix: str) -> Iterator[tuple[str, ModuleSpec]]:
     """Yield each module, parents first, with the prefix of its parameters' names."""
-    inner = f"{prefix}{part.name}." if part.name else prefix
-    yield inner, part
-    for child in part.children:
-        yield from _walk(replace(child, expert=True) if part.expert else child, inner)
+    inner = f"{prefix}{spec.name}." if spec.name else prefix
+    yield inner, spec
+    for child in spec.children:
+        yield from _walk(replace(child, expert=True) if spec.expert else child, inner)

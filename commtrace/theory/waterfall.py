@@ -1,4 +1,4 @@
-"""Waterfall bars: what leads from a closed form to the wire bytes of the expected calls, exactly."""
+"""Waterfall bars: the exact differences between a closed form and the wire bytes of the expected calls."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .expected_calls import ExpectedCall, WaterfallBar, total_wire_bytes
 
 
 def level_bars(start: Fraction, levels: Mapping[str, Fraction]) -> list[WaterfallBar]:
-    """Return a bar for each level, with its difference to the level before; the first one's is to `start`."""
+    """Return a bar for each level: its difference from the previous level (from `start` for the first)."""
     before = (start, *levels.values())
     return [WaterfallBar(label, level - below) for (label, level), below in zip(levels.items(), before, strict=False)]
 
 
 def cause_bars(calls: Iterable[ExpectedCall], ranks: int, *counted: str, prefix: str = "") -> list[WaterfallBar]:
-    """Return a bar for each cause of calls, except causes that a closed form or a level has `counted`."""
+    """Return a bar for each cause of calls, except `counted` causes, which a closed form or a level includes."""
     totals: dict[str, Fraction] = {}
     for call in calls:
         if call.cause not in counted:

@@ -1,1 +1,1 @@
-"""Hooks of DeepSpeed: `hook` is the pair of `install` and `uninstall`, the other modules read its engines."""
+"""Hooks of DeepSpeed: `hook` has `install` and `uninstall`; the other modules read its engines."""

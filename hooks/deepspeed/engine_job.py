@@ -1,6 +1,6 @@
-"""The job row of a DeepSpeed engine: everything that decides what it communicates.
+"""The job row of a DeepSpeed engine: everything that determines what it communicates.
 
-Read once, when the engine is built. The theory derives the expected calls from it alone.
+It is read once, when the engine is built. `commtrace.theory` derives the expected calls from it alone.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch.nn import Embedding
 from commtrace.hooks.torch.model_facts import dtype_name, grouped, known, model_row, modules
 from commtrace.patching import record_before_call
 
-from .pipeline import stages
+from .pipeline import describe_stage
 
 arguments: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
-"""The program's arguments of each engine (`args` of `deepspeed.initialize`)."""
+"""The program's arguments for each engine (`args` of `deepspeed.initialize`)."""
 
-# By engine with ZeRO-3: indices of the parameters that were not yet partitioned when it broadcast its model.
+# For each engine with ZeRO-3: indices of the parameters that were not yet partitioned when it broadcast its model.
 _partitioned_later: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
 
 def _unpartitioned(engine: Any) -> list[int]:
-    """Return indices of the parameters that are not partitioned yet. Raises LookupError with other stages."""
+    """Return indices of the parameters that are not partitioned yet. Raises LookupError for other stages."""
     if int(engine.zero_optimization_stage()) != 3:
         raise LookupError
     states = (getattr(parameter, "ds_status", None) for _, parameter in engine.module.named_parameters())
@@ -34,8 +34,8 @@ note_partitioned: Final = record_before_call(_partitioned_later, _unpartitioned)
 """Wrapper of `DeepSpeedEngine._broadcast_model`."""
 
 
-# What DeepSpeed did before it had these settings of `zero_optimization`, and the version that has them.
-_BEFORE: Final = {
+# Behaviour of DeepSpeed before it had these settings of `zero_optimization`, and the first version that has them.
+_OLD_BEHAVIOUR: Final = {
     "enable_sanity_checks": False,  # 0.17
     "allgather_sequential": False,  # 0.18
     "parameter_alignment": False,  # 0.19
@@ -44,23 +44,23 @@ _BEFORE: Final = {
 
 
 def describe(engine: Any) -> dict[str, Any]:
-    """Return a row of the `job` table, without settings that this DeepSpeed does not have."""
+    """Return a row of the `job` table, without settings that this version of DeepSpeed does not have."""
     return {
         "source": "deepspeed",
         "engine": type(engine).__name__,
         **known(
             {
                 "zero_stage": lambda: int(engine.zero_optimization_stage()),
-                "zero": lambda: {**_BEFORE, **_plain(engine._config.zero_config)},
+                "zero": lambda: {**_OLD_BEHAVIOUR, **_json_settings(engine._config.zero_config)},
                 "partitioned_by_engine": lambda: _partitioned_later[engine],
                 "world_size": lambda: engine.world_size,
-                "data_parallel_size": lambda: _data_parallel(engine),
+                "data_parallel_size": lambda: _data_parallel_size(engine),
                 "sequence_data_parallel_size": lambda: engine.seq_dp_world_size,
                 "sequence_parallel_size": lambda: engine.sequence_parallel_size,
                 "tensor_parallel_size": lambda: _tensor_parallel_size(engine),
                 "tensor_parallel_rank": lambda: _tensor_parallel_rank(engine),
                 "pipeline_stages": lambda: getattr(engine, "num_stages", 1),
-                "pipeline": lambda: stages(engine),
+                "pipeline": lambda: describe_stage(engine),
                 "micro_batch_size": lambda: engine.train_micro_batch_size_per_gpu(),
                 "gradient_accumulation_steps": lambda: engine.gradient_accumulation_steps(),
                 "train_batch_size": lambda: engine.train_batch_size(),
@@ -73,7 +73,7 @@ def describe(engine: Any) -> dict[str, Any]:
                 "sparse_gradients": lambda: engine._config.sparse_gradients_enabled,
                 "optimizer": lambda: type(engine.optimizer).__name__,
                 "basic_optimizer": lambda: type(engine.basic_optimizer).__name__,
-                "optimizer_groups": lambda: _groups(engine),
+                "optimizer_groups": lambda: _optimizer_groups(engine),
                 "check_grad_overflow": lambda: _checks_overflow(engine.optimizer),
                 "norm_dtype": lambda: _norm_dtype(),
                 "moe": lambda: engine.has_moe_layers,
@@ -97,14 +97,14 @@ def _tensor_parallel_rank(engine: Any) -> int:
     return int(engine.mpu.get_model_parallel_rank() if grid is None else grid.get_slice_parallel_rank())
 
 
-def _data_parallel(engine: Any) -> int:
+def _data_parallel_size(engine: Any) -> int:
     """Return the data-parallel size, which an mpu with sequence parallelism only (parallel_state_sp) does not have."""
     size: int | None = engine.dp_world_size
     return engine.seq_dp_world_size // engine.sequence_parallel_size if size is None else size
 
 
-def _groups(engine: Any) -> list[list[int]]:
-    """Return indices of the parameters in each of the optimizer's groups; with ZeRO-3, of its sub-groups."""
+def _optimizer_groups(engine: Any) -> list[list[int]]:
+    """Return indices of the parameters in each of the optimizer's groups or, with ZeRO-3, sub-groups."""
     optimizer = engine.optimizer
     names = ("bit16_groups", "fp16_groups", "bf16_groups")
     groups = next((values for name in names if (values := getattr(optimizer, name, None))), None)
@@ -112,7 +112,7 @@ def _groups(engine: Any) -> list[list[int]]:
 
 
 def _checks_overflow(optimizer: Any) -> bool:
-    """Return the setting of the optimizer of ZeRO-1 or ZeRO-2; before DeepSpeed 0.17 its type decides."""
+    """Return check_grad_overflow of an optimizer of ZeRO-1 or ZeRO-2; before DeepSpeed 0.17, the dtype decides."""
     if not hasattr(optimizer, "check_grad_overflow"):
         return dtype_name(optimizer.dtype) == "float16"
     return bool(optimizer.check_grad_overflow)
@@ -121,12 +121,12 @@ def _checks_overflow(optimizer: Any) -> bool:
 def _norm_dtype() -> str:
     from deepspeed.runtime.zero import utils
 
-    # Before DeepSpeed 0.19, norms are of double precision on every device.
+    # Before DeepSpeed 0.19, norms have double precision on every device.
     return dtype_name(utils.get_norm_dtype()) if hasattr(utils, "get_norm_dtype") else "float64"
 
 
 def _modules(engine: Any) -> list[dict[str, Any]]:
-    """Return the modules at which ZeRO-3 gathers parameters. Raises LookupError with other stages."""
+    """Return the modules at which ZeRO-3 gathers parameters. Raises LookupError for other stages."""
     if int(engine.zero_optimization_stage()) < 3:
         raise LookupError
     from deepspeed.utils.z3_leaf_module import z3_leaf_module
@@ -135,7 +135,7 @@ def _modules(engine: Any) -> list[dict[str, Any]]:
 
 
 def _embeddings(engine: Any) -> list[int]:
-    """Return the modules, by their place in `_modules`, that take indices: such an input has no gradient."""
+    """Return the positions of embeddings in `_modules`. Their input is indices, which have no gradient."""
     named = dict(engine.module.named_modules())
     return [number for number, row in enumerate(_modules(engine)) if isinstance(named[row["name"]], Embedding)]
 
@@ -152,6 +152,6 @@ def _precision(engine: Any) -> str:
     return "bf16" if engine.bfloat16_enabled() else "fp32"
 
 
-def _plain(config: Any) -> dict[str, Any]:
-    """Return a pydantic model's settings as JSON values."""
+def _json_settings(config: Any) -> dict[str, Any]:
+    """Return a pydantic model's settings as JSON values, without None."""
     return {name: value for name, value in config.model_dump(mode="json").items() if value is not None}

@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch.distributed as dist
 
 Role = tuple[Any, str, str]
-"""(group or None, role, source of the role)"""
+"""Group or None, role, and source of the role."""
 
-# Global of `deepspeed.utils.groups` -> role. Globals that this DeepSpeed does not have are skipped.
+# Global of `deepspeed.utils.groups` -> role. Globals that this version of DeepSpeed does not have are skipped.
 _GROUPS: Final = (
     ("_DATA_PARALLEL_GROUP", "data"),
     ("_ZERO_PARAM_INTRA_PARALLEL_GROUP", "data"),
@@ -22,7 +22,7 @@ _GROUPS: Final = (
 )
 _SEQUENCE: Final = (("_SEQUENCE_DATA_PARALLEL_GROUP", "data"), ("_SEQUENCE_PARALLEL_GROUP", "sequence"))
 _ENGINE: Final = ("seq_data_parallel_group", "data_parallel_group")
-# Method of a Megatron-style mpu -> role; a pipeline's grid is one, too.
+# Method of a Megatron-style mpu -> role. A pipeline's grid is such an mpu.
 _MPU: Final = (
     ("get_data_parallel_group", "data"),
     ("get_pipe_parallel_group", "pipeline"),
@@ -31,28 +31,28 @@ _MPU: Final = (
     ("get_tensor_model_parallel_group", "tensor"),
     ("get_sequence_parallel_group", "sequence"),
 )
-# Only of an mpu without the other names for it: elsewhere this group contains the pipeline's stages as well.
+# Only for an mpu without any of the methods below: in other mpus, this group also contains the pipeline's stages or,
+# in DeepSpeed's parallel_state_sp (which has the last one), consists of the ranks that share a sequence.
 _MODEL_PARALLEL: Final = ("get_model_parallel_group", "tensor")
-# In DeepSpeed's parallel_state_sp (which has the last one) these are the ranks that share a sequence.
-_OTHER_NAMES: Final = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "initialize_sequence_parallel")
+_OTHER_METHODS: Final = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "initialize_sequence_parallel")
 
 
 def roles(engine: Any) -> Iterator[Role]:
     """Yield the roles of an engine's groups; later ones take precedence."""
     from deepspeed.utils import groups
 
-    yield from _partitioned(engine)
+    yield from _zero_roles(engine)
     for name in _ENGINE:
         yield getattr(engine, name, None), "data", f"DeepSpeedEngine.{name}"
-    yield from _registered(groups, _GROUPS)
+    yield from _registry_roles(groups, _GROUPS)
     try:
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
     except ImportError:
         pass  # a DeepSpeed without sequence parallelism
     else:
-        yield from _registered(parallel_state_sp, _SEQUENCE)
-    yield from _of_mpu(getattr(engine, "mpu", None))
-    yield from _pipeline(engine)
+        yield from _registry_roles(parallel_state_sp, _SEQUENCE)
+    yield from _mpu_roles(getattr(engine, "mpu", None))
+    yield from _pipeline_roles(engine)
 
 
 def message_roles(engine: Any) -> Iterator[Role]:
@@ -61,7 +61,7 @@ def message_roles(engine: Any) -> Iterator[Role]:
         yield dist.group.WORLD, "pipeline", "deepspeed.runtime.pipe.p2p"
 
 
-def _pipeline(engine: Any) -> Iterator[Role]:
+def _pipeline_roles(engine: Any) -> Iterator[Role]:
     """Yield the roles of a pipeline's groups; its "model parallel" group holds one replica of the model."""
     grid = getattr(engine, "grid", None)
     if grid is None:
@@ -73,27 +73,27 @@ def _pipeline(engine: Any) -> Iterator[Role]:
         yield tied["group"], "pipeline", f"{type(engine.module).__name__}.tied_comms"
 
 
-def _partitioned(engine: Any) -> Iterator[Role]:
-    """Yield the roles of ZeRO-3's groups, of which torch's default group is in no registry."""
+def _zero_roles(engine: Any) -> Iterator[Role]:
+    """Yield the roles of ZeRO's groups. If one is torch's default group, no registry has it."""
     yield getattr(engine.optimizer, "dp_process_group", None), "data", "ZeROOptimizer.dp_process_group"
     groups = (getattr(parameter, "ds_process_group", None) for parameter in engine.module.parameters())
     for group in {id(group): group for group in groups}.values():
         yield group, "data", "Parameter.ds_process_group"
 
 
-def _registered(registry: ModuleType, names: tuple[tuple[str, str], ...]) -> Iterator[Role]:
+def _registry_roles(registry: ModuleType, names: tuple[tuple[str, str], ...]) -> Iterator[Role]:
     for name, role in names:
         value = getattr(registry, name, None)
         for group in value.values() if isinstance(value, dict) else (value,):
             yield group, role, registry.__name__
 
 
-def _of_mpu(mpu: Any) -> Iterator[Role]:
-    model_parallel = () if any(hasattr(mpu, name) for name in _OTHER_NAMES) else (_MODEL_PARALLEL,)
+def _mpu_roles(mpu: Any) -> Iterator[Role]:
+    model_parallel = () if any(hasattr(mpu, name) for name in _OTHER_METHODS) else (_MODEL_PARALLEL,)
     for name, role in (*model_parallel, *_MPU):
         getter = getattr(mpu, name, None)
         if getter is not None:
             try:
                 yield getter(), role, f"{getattr(mpu, '__name__', type(mpu).__name__)}.{name}"
             except Exception:
-                continue  # not set up
+                continue  # the mpu has not made this group

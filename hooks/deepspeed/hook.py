@@ -1,6 +1,6 @@
 """The hook of DeepSpeed: steps, micro-batches and phases of its engines, roles of its groups, and its job.
 
-Its communication is recorded at torch's operators, except for the all_reduce through shared memory, hooked here.
+Communication is recorded at torch's operators, except the all_reduce through shared memory, which is hooked here.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def install() -> None:
     _patches.wrap(PipelineEngine, "train_batch", _train_batch)
     _patches.wrap(PipelineEngine, "eval_batch", progress.wrapper(Phase.EVALUATION, in_micro_batch=False))
     _patches.wrap(PipelineModule, "_synchronize_tied_weights", note_dtypes)
-    _patches.wrap(TorchBackend, "__init__", _backend)
+    _patches.wrap(TorchBackend, "__init__", _backend_init)
     # The engine looks up its instructions in this table, not on the class.
-    _patches.replace(PipelineEngine, "_INSTRUCTION_MAP", _traced)
+    _patches.replace(PipelineEngine, "_INSTRUCTION_MAP", _traced_instructions)
     _patches.include(_engines, _passes)
     _patches.on_undo(torch_training.steps.reset)
 
 
 uninstall = _patches.undo
-"""Restore everything but the kernels, which from here on only pass calls on."""
+"""Restore everything except the kernels, which then only pass calls on."""
 
 
 @around
@@ -147,11 +147,11 @@ class _Buffers:
         return self._micro_batches.get(buffer, -1)
 
 
-def _traced(instructions: Mapping[type, Callable[..., Any]]) -> dict[type, Callable[..., Any]]:
-    return {instruction: _instruction(instruction, execute) for instruction, execute in instructions.items()}
+def _traced_instructions(instructions: Mapping[type, Callable[..., Any]]) -> dict[type, Callable[..., Any]]:
+    return {instruction: _traced_instruction(instruction, execute) for instruction, execute in instructions.items()}
 
 
-def _instruction(instruction: type, execute: Callable[..., Any]) -> Callable[..., Any]:
+def _traced_instruction(instruction: type, execute: Callable[..., Any]) -> Callable[..., Any]:
     name = instruction.__name__
     phase = _PHASES.get(name, Phase.OTHER)
 
@@ -169,7 +169,7 @@ def _instruction(instruction: type, execute: Callable[..., Any]) -> Callable[...
 
 
 @around
-def _backend(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
+def _backend_init(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     operator = shared_memory_all_reduce()
     if operator is not None and not _kernels:

@@ -1,1 +1,1 @@
-"""Hooks of Megatron-LM, Megatron-Core and GPT-NeoX: dimensions of their groups, their steps, Megatron-Core's job."""
+"""Hooks of Megatron-LM, Megatron-Core and GPT-NeoX: roles of their groups, their steps, and Megatron-Core's job."""

@@ -1,4 +1,4 @@
-"""The hook of Megatron-Core's optimizers: they end the steps, with what they communicate around torch's optimizers."""
+"""The hook of Megatron-Core's optimizers, which communicate around torch's optimizers and end the training step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _patches = Patches()
 
 @around
 def _step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    if torch_training.steps.engine_decides:  # within the step of an optimizer that has several
+    if torch_training.steps.engine_decides:  # within the step of an optimizer that consists of several
         return original(*args, **kwargs)
     progress.activity()
     progress.micro_batch = -1

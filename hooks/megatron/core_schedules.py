@@ -1,8 +1,8 @@
 """The hook of Megatron-Core's schedules: steps, phases and micro-batches, and the job.
 
 A schedule makes the forward and backward passes of one step on every stage of a pipeline, so it begins the step on all
-ranks. What it does apart from forward steps and messages belongs to backward: it reduces the gradients. Where it runs
-a forward and a backward pass together (overlap_moe_expert_parallel_comm), autograd and the frames show the phase.
+ranks. Apart from forward steps and messages, its calls belong to backward: they reduce the gradients. If it runs a
+forward and a backward pass together (overlap_moe_expert_parallel_comm), autograd and the stack frames show the phase.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _rows: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionar
 _models = Jobs(lambda model: _rows[model], lambda model: iter(()))
 _backward_numbers: Iterator[int] = itertools.repeat(-1)
 _batch: Sequence[Phase] = ()
-"""Phases of the messages of a batch that serves both directions, in their order."""
+"""Phases of the messages, in order, of a batch that serves both directions."""
 
 
 @_patches.installer
@@ -66,10 +66,10 @@ def _schedule(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any
             return original(*args, **kwargs)
     _note_model(kwargs)
     progress.activity()
-    # Which micro-batch an interleaved schedule propagates backward is not seen.
+    # The micro-batch of a backward pass in an interleaved schedule is not observed.
     _backward_numbers = itertools.repeat(-1) if "with_interleaving" in original.__name__ else itertools.count()
-    runs_together = getattr(getattr(_chunks(kwargs)[0], "config", None), "overlap_moe_expert_parallel_comm", False)
-    with contextlib.nullcontext() if runs_together else progress.within(Phase.BACKWARD):
+    overlaps_passes = getattr(getattr(_chunks(kwargs)[0], "config", None), "overlap_moe_expert_parallel_comm", False)
+    with contextlib.nullcontext() if overlaps_passes else progress.within(Phase.BACKWARD):
         return original(*args, **kwargs)
 
 
@@ -103,18 +103,18 @@ def _communicate(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     phases = list(_phases(kwargs))
     if not phases:
         return original(*args, **kwargs)
-    together = len({*phases}) > 1
-    _batch = phases if together else ()
+    both_directions = len({*phases}) > 1
+    _batch = phases if both_directions else ()
     try:
-        # Messages of both directions that are no batch cannot be told apart.
-        with progress.within(Phase.OTHER if together else phases[0]):
+        # Messages in both directions that are not sent as a batch cannot be distinguished.
+        with progress.within(Phase.OTHER if both_directions else phases[0]):
             return original(*args, **kwargs)
     finally:
         _batch = ()
 
 
 def _phases(exchange: Any) -> Iterator[Phase]:
-    """Yield the phases of the messages of an exchange in the order of Megatron's batches."""
+    """Yield the phases of an exchange's messages, in the order of Megatron's batches."""
     if exchange.get("tensor_send_prev") is not None:
         yield Phase.BACKWARD
     if exchange.get("recv_prev"):
@@ -125,8 +125,8 @@ def _phases(exchange: Any) -> Iterator[Phase]:
         yield Phase.BACKWARD
 
 
-class _Marking(list[Any]):
-    """The operations of a batch: each is of its own phase while torch begins it."""
+class _MarkedOperations(list[Any]):
+    """The operations of a batch. Iteration marks the phase of each while torch starts it."""
 
     def __init__(self, operations: Sequence[Any], phases: Sequence[Phase]) -> None:
         super().__init__(operations)
@@ -141,7 +141,7 @@ class _Marking(list[Any]):
 @around
 def _batch_isend_irecv(original: Callable[..., Any], /, p2p_op_list: Any) -> Any:
     marks = len(_batch) > 0 and isinstance(p2p_op_list, list) and len(p2p_op_list) == len(_batch)
-    return original(_Marking(p2p_op_list, _batch) if marks else p2p_op_list)
+    return original(_MarkedOperations(p2p_op_list, _batch) if marks else p2p_op_list)
 
 
 # ---- the job ---------------------------------------------------------------------------------------------------------
@@ -159,18 +159,17 @@ def _note_model(arguments: Any) -> None:
 
 
 def _chunks(arguments: Any) -> Sequence[Any]:
-    """Return the parts of the model on this rank: several in an interleaved schedule."""
+    """Return the model chunks on this rank: several in an interleaved schedule."""
     model = arguments.get("model")
     return model if isinstance(model, list | tuple) and model else [model]
 
 
 def _describe(chunks: Sequence[Any], arguments: Any) -> dict[str, Any]:
     state: Any = sys.modules["megatron.core.parallel_state"]
-    whole = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
+    model = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
     innermost = chunks[0]
-    while isinstance(
-        getattr(innermost, "module", None), torch.nn.Module
-    ):  # within DistributedDataParallel, Float16Module
+    # DistributedDataParallel and Float16Module wrap the model.
+    while isinstance(getattr(innermost, "module", None), torch.nn.Module):
         innermost = innermost.module
     return {
         "source": "megatron",
@@ -187,5 +186,5 @@ def _describe(chunks: Sequence[Any], arguments: Any) -> dict[str, Any]:
                 "micro_batch_size": lambda: int(arguments["micro_batch_size"]),
             }
         ),
-        **model_row(whole),
+        **model_row(model),
     }

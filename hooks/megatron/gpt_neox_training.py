@@ -1,6 +1,6 @@
 """The hook of GPT-NeoX's training loop: where steps begin, forward passes with their batches and losses, evaluations.
 
-DeepSpeed's engine without a pipeline is called after the batch was broadcast, and returns before the loss is computed.
+Without a pipeline, DeepSpeed's engine is called after the batch is broadcast, and returns before the loss is computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _train_step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 
 @_patches.installer
 def install() -> None:
-    """Hook `megatron.training`, where it has the functions (Megatron-LM's has not)."""
+    """Hook the functions of `megatron.training` in GPT-NeoX. Megatron-LM's module does not have them."""
     module = sys.modules["megatron.training"]
     _patches.wrap(module, "train_step", _train_step)
     _patches.wrap(module, "forward_step", progress.wrapper(Phase.FORWARD))

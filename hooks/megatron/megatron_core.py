@@ -1,6 +1,6 @@
 """The hook of Megatron-LM: roles of the groups of `megatron.core.parallel_state`.
 
-Groups that span data and another dimension have no role.
+Groups of several dimensions that are not listed here have no role.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rules: which calls a library makes for a job, one sub-package per library.
 
-`registry` lists all rules and the library versions that they were written against; `schemes` selects those of a job.
+`registry` lists all rules and the library versions that they were written against; `schemes` selects those for a job.
 A rule's docstring says what it returns. To add a library, write its rules in a sub-package with a function
-`predict(job)`, and add that to `schemes.SCHEMES`.
+`predict(job)`, and add the function to `schemes.SCHEMES`.
 """

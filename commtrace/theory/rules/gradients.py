@@ -1,6 +1,6 @@
 """Gradients in a backward pass: the order in which they become ready, and the buckets that frameworks put them into.
 
-Sizes and limits of buckets are in one unit, which the caller chooses (elements or bytes).
+The sizes and limits of buckets are in the unit that the caller chooses, elements or bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def gradient_order(parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
     "torch/csrc/autograd/engine.cpp Engine::evaluate_function; torch/csrc/autograd/functions/accumulate_grad.h", TORCH
 )
 def autograd_order(order: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """Return an order with the bias first, changed for modules whose weight autograd's engine delivers first.
+    """Return `order`, which has biases first, with the weight first in modules where autograd accumulates it first.
 
     A gradient that a node returns for a parameter is accumulated before any other node runs, in the order of the
     node's inputs. Norms and convolutions have (input, weight, bias): the weight is first. A linear layer has (bias,
@@ -47,7 +47,7 @@ def backward_order(job: Job, parameters: Sequence[ModelTensor]) -> list[ModelTen
 
 @rule("examples.gpt_neox.layers.Block", WORKLOAD)
 def parallel_residual_order(job: Job, order: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """Return an order with attention's bias after that of the MLP, if one all_reduce sums both (gpt_j_residual).
+    """Return `order` with attention's bias after the MLP's, if one all_reduce sums both outputs (gpt_j_residual).
 
     Tensor-parallel layers then add both biases after that all_reduce, so that their gradients become ready together.
     """
@@ -64,23 +64,23 @@ def parallel_residual_order(job: Job, order: Sequence[ModelTensor]) -> list[Mode
 
 
 @rule("deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3.backward", DEEPSPEED)
-def zero3_linear_order(parameters: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """Return `gradient_order` where ZeRO-3 has replaced linear layers by its own (memory_efficient_linear).
+def zero3_linear_order(order: Sequence[ModelTensor]) -> list[ModelTensor]:
+    """Return `gradient_order` changed for ZeRO-3's own linear layers (memory_efficient_linear).
 
     Their backward pass returns the weight's gradient before the bias's.
     """
-    return _weight_first(parameters, _is_linear)
+    return _weight_first(order, _is_linear)
 
 
 def _weight_first(
     order: Sequence[ModelTensor], condition: Callable[[ModelTensor, ModelTensor], bool]
 ) -> list[ModelTensor]:
-    """Return an order with weight before bias in modules for which a condition holds of (weight, bias)."""
+    """Return `order` with the weight before the bias in modules for which condition(weight, bias) is true."""
     result = list(order)
     for position in range(len(result) - 1):
         bias, weight = result[position], result[position + 1]
-        are_of_one_module = weight.name.endswith("weight") and bias.name == weight.name.removesuffix("weight") + "bias"
-        if are_of_one_module and condition(weight, bias):
+        in_same_module = weight.name.endswith("weight") and bias.name == weight.name.removesuffix("weight") + "bias"
+        if in_same_module and condition(weight, bias):
             result[position], result[position + 1] = weight, bias
     return result
 
@@ -95,7 +95,7 @@ def buckets_reaching_limit(sizes: Iterable[int], limits: Sequence[int]) -> list[
 
     Args:
         sizes: Sizes of the gradients in order.
-        limits: Limits of the first buckets; the last one is that of all later buckets.
+        limits: Limits of the first buckets; the last one applies to all later buckets.
     """
     buckets: list[list[int]] = []
     bucket: list[int] = []
@@ -108,7 +108,7 @@ def buckets_reaching_limit(sizes: Iterable[int], limits: Sequence[int]) -> list[
 
 
 def max_buckets_reaching_limit(total: int, limits: Sequence[int]) -> int:
-    """Return the most buckets of `buckets_reaching_limit` for any order: each but the last holds its limit or more."""
+    """Return the most buckets that `buckets_reaching_limit` makes in any order: all but the last reach their limit."""
     count, remaining = 1, total
     while remaining > limits[min(count - 1, len(limits) - 1)]:
         remaining -= limits[min(count - 1, len(limits) - 1)]
@@ -122,7 +122,7 @@ def max_buckets_reaching_limit(total: int, limits: Sequence[int]) -> int:
       "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads",
       DEEPSPEED)  # fmt: skip
 def buckets_within_limit(sizes: Iterable[int], limit: int) -> list[list[int]]:
-    """Return the positions in each bucket, where a bucket is emptied before it would exceed the limit.
+    """Return the positions of the sizes in each bucket, where a bucket is closed before it would exceed the limit.
 
     A size above the limit has a bucket of its own.
     """
@@ -140,7 +140,7 @@ def buckets_within_limit(sizes: Iterable[int], limit: int) -> list[list[int]]:
 
 
 def max_buckets_within_limit(total: int, limit: int, count: int) -> int:
-    """Return the most buckets of `buckets_within_limit` for any order of `count` sizes.
+    """Return the most buckets that `buckets_within_limit` makes of `count` sizes in any order.
 
     Any two neighbouring buckets together exceed the limit.
     """

@@ -4,8 +4,8 @@
     def broadcast_model(job: Job) -> list[ExpectedCall]: ...
 
 The constants are the library versions that rules were written against. With another version in the log,
-reports and `commtrace check` predict by the same rules and name both versions. A rule that knows what older versions
-do differently follows the log's version (`Job.is_older`), and names them in `mirrors`.
+reports and `commtrace check` predict with the same rules and name both versions. A rule that also covers older
+versions follows the log's version (`Job.is_older`), and names the older ones in `mirrors`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Final, TypeVar
 TORCH: Final = ("torch", "2.13.0")
 DEEPSPEED: Final = ("deepspeed", "0.19.8")
 GPT_NEOX: Final = ("gpt-neox", "ea7aefd8")
-"""GPT-NeoX by its commit: it has no releases that its users run. Tests compare the calls of `examples.gpt_neox`, which
-is modelled on it."""
+"""Commit of GPT-NeoX, because its users do not run releases. Tests compare the calls of `examples.gpt_neox`, which is
+modelled on it."""
 WORKLOAD: Final = ("commtrace", "0.1.0")
-"""`examples.gpt_neox`, where it does itself what GPT-NeoX leaves to DeepSpeed."""
+"""`examples.gpt_neox`, for what it does itself and GPT-NeoX leaves to DeepSpeed."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -40,7 +40,7 @@ RULES: Final[list[Rule]] = []
 
 
 def rule(mirrors: str, library: tuple[str, str]) -> Callable[[Function], Function]:
-    """Return a decorator that adds a function to RULES, and returns it unchanged; arguments as in `Rule`."""
+    """Return a decorator that adds a function to RULES. `library` is the library's name and version."""
 
     def register(function: Function) -> Function:
         RULES.append(Rule(function.__module__, function.__name__, mirrors, *library))

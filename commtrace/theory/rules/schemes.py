@@ -1,4 +1,4 @@
-"""Rules by kind of job: which module predicts which job, and what extends the prediction for other dimensions."""
+"""Selection of rules: which module predicts a job, and which one adds the calls of another parallel dimension."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] =
     ("deepspeed", "PipelineEngine", 0): pipeline.predict,
     ("deepspeed", "PipelineEngine", 1): pipeline.predict,
 }
-"""Predictions by source, engine and ZeRO stage of the job."""
+"""Functions that predict a job, by its source, engine and ZeRO stage."""
 
 
 EXTENSIONS: Final[dict[str, Callable[[Job, Prediction], Prediction]]] = {
     "tensor and sequence": sequence_parallel.extend_prediction,
     "tensor": tensor_parallel.extend_prediction,
 }
-"""Functions that extend the data-parallel prediction of a job by the calls of another parallel dimension.
+"""Functions that add the calls of another parallel dimension to the data-parallel prediction of a job.
 
-The other dimensions have rules for single programs, which add them here, as `examples.gpt_neox.theory` does.
+The remaining dimensions have rules only for particular programs, which add them here, as `examples.gpt_neox.theory`
+does.
 """
 
-
-_ORACLE: Final = "compare with a dry run (commtrace check DIR --against DRYRUN) or with a baseline"
+_HINT: Final = "compare with a dry run (commtrace check DIR --against DRYRUN) or with a baseline"
 
 
 def extended_dimension(job: Job) -> str | None:
-    """Return the key of EXTENSIONS for a job, or None. Several dimensions together have no rules, or are one key."""
+    """Return a job's key in EXTENSIONS, or None. A combination of dimensions has a key of its own, or no rules."""
     if job.row.get("source") == "fsdp" and "tensor_plan" in job.row:
         return "DTensor"
     if job.row.get("source") in ("fsdp", "dtensor") or job.row.get("engine") == "PipelineEngine":
@@ -65,7 +65,7 @@ def predict(row: Mapping[str, Any]) -> Prediction:
     source, engine_name = str(row.get("source")), str(row.get("engine"))
     if (source, engine_name, stage) not in SCHEMES:
         zero = "" if stage is None else f" with ZeRO stage {stage}"
-        raise NotPredictedError(f"there are no rules for {source} {engine_name}{zero}; {_ORACLE}")
+        raise NotPredictedError(f"there are no rules for {source} {engine_name}{zero}; {_HINT}")
     try:
         job = Job(row)
         if job.is_gpt_neox:
@@ -74,9 +74,9 @@ def predict(row: Mapping[str, Any]) -> Prediction:
         dimension = extended_dimension(job)
         if dimension is not None:
             if dimension not in EXTENSIONS:
-                raise NotPredictedError(f"there are no rules for {dimension} parallelism; {_ORACLE}")
+                raise NotPredictedError(f"there are no rules for {dimension} parallelism; {_HINT}")
             if prediction.has_special_steps:
-                raise NotPredictedError(f"steps that differ have no rules for {dimension} parallelism; {_ORACLE}")
+                raise NotPredictedError(f"steps that differ have no rules for {dimension} parallelism; {_HINT}")
             prediction = EXTENSIONS[dimension](job, prediction)
         return gpt_neox.extend_prediction(job, prediction) if job.is_gpt_neox else prediction
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration) as error:

@@ -33,8 +33,8 @@ def check(job: Job) -> None:
     stages, optimizer = job.fact("pipeline_stages"), job.fact("basic_optimizer")
     refuse(
         (int(job.fact("sequence_parallel_size")) != 1 and is_zero_3, "ZeRO-3 with Ulysses has no rules yet"),
-        (int(stages) != 1, f"pipeline stages {stages} has no rules yet"),
-        (job.row.get("sparse_gradients"), "sparse gradients have no rules yet"),  # no setting from DeepSpeed 0.19 on
+        (int(stages) != 1, f"{stages} pipeline stages have no rules yet"),
+        (job.row.get("sparse_gradients"), "sparse gradients have no rules yet"),  # DeepSpeed 0.19 has no such setting
         (job.fact("moe") and is_zero_3, "ZeRO-3 with mixtures of experts has no rules yet"),
         (optimizer not in _KNOWN_OPTIMIZERS, f"the optimizer {optimizer} has no rules yet"),
         (job.ranks < 2 and job.tensor < 2, "one data-parallel rank has nothing to communicate"),
@@ -55,7 +55,7 @@ def predict(job: Job) -> Prediction:
 def gradient_levels(job: Job, passes: int = 1) -> dict[str, Fraction]:
     """Return the waterfall levels of trained parameters, of the dtype in which gradients are reduced, and of experts.
 
-    They are the bytes that a rank sends in a reduce_scatter, or with two `passes` in an all_reduce.
+    They are the bytes that a rank sends in a reduce_scatter or, with two `passes`, in an all_reduce.
     """
     dtype = communication_dtype(job)
     size = element_size(dtype)
@@ -67,7 +67,7 @@ def gradient_levels(job: Job, passes: int = 1) -> dict[str, Fraction]:
 
 
 def ring_bytes(job: Job, elements: int, size: int) -> Fraction:
-    """Return the bytes that a rank sends in a reduce_scatter or all_gather of elements of a size in bytes."""
+    """Return the bytes that a rank sends in a reduce_scatter or all_gather of elements of `size` bytes."""
     return all_gather_volume(elements, job.ranks) * size
 
 
@@ -89,7 +89,7 @@ def broadcast_model(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._reduce_expert_gradients; "
       "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._configure_moe_settings", DEEPSPEED)  # fmt: skip
 def among_copies(job: Job, parameter: ModelTensor, call: ExpectedCall) -> ExpectedCall:
-    """Return a call about a parameter, among the ranks that have the parameter if it is an expert's."""
+    """Return a parameter's call, among the ranks that have the parameter if it belongs to an expert."""
     return call.among(job.copies(parameter)) if parameter.expert else call
 
 
@@ -115,6 +115,6 @@ def fallback_gradients(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._take_model_step; deepspeed.runtime.utils.clip_grad_norm_", DEEPSPEED)
 def fallback_norm(job: Job) -> list[ExpectedCall]:
-    """Return the all_reduce of a 32-bit norm to clip fp32 gradients; 16-bit gradients have a norm without calls."""
+    """Return the all_reduce of a 32-bit norm to clip fp32 gradients; the norm of 16-bit gradients needs no call."""
     clips = float(job.fact("gradient_clipping")) > 0 and job.fact("precision") == "fp32"
     return [ExpectedCall("all_reduce", 4, NORM)] if clips else []

@@ -1,8 +1,8 @@
 """DeepSpeed's pipeline of GPT-NeoX's model, alone or with tensor and data parallelism: calls of a stage's ranks.
 
-The rules of the data-parallel group are those of `engine` and `zero12`, for the stage's parameters; of the
-tensor-parallel group those of `tensor_parallel`, for the stage's layers; among stages those of `pipeline_calls`. A job
-row describes one stage, and so does the prediction. Assumptions are those of `tensor_parallel`. Evaluation is not
+Calls of the data-parallel group follow the rules of `engine` and `zero12`, for the stage's parameters; those of the
+tensor-parallel group follow `tensor_parallel`, for the stage's layers; those among stages follow `pipeline_calls`. A
+job row describes one stage, and so does the prediction. Assumptions are those of `tensor_parallel`. Evaluation is not
 predicted.
 """
 
@@ -78,16 +78,16 @@ def check(job: Job, stage: PipelineStage) -> None:
         (facts["dynamic_shape"], "a pipeline with shapes that change has no rules yet"),
         (facts["bool_tensors"], "a pipeline with bool tensors has no rules yet"),
         (not known.issuperset(stage.layers),
-         f"layers of other kinds than GPT-NeoX's: {sorted({*stage.layers} - known)}"),
+         f"layers other than GPT-NeoX's have no rules yet: {sorted({*stage.layers} - known)}"),
         (stage.last != ("_post_transformer_block" in stage.layers),
-         "stages that are cut behind the last transformer layer cannot pass anything on"),
-        (sizes[0] != sizes[1], f"the model is cut for {sizes[0]} ranks and the grid for {sizes[1]}"),
+         "a pipeline that is split after the last transformer layer cannot send its activations"),
+        (sizes[0] != sizes[1], f"the model has {sizes[0]} tensor-parallel ranks, but the grid has {sizes[1]}"),
         (job.tensor > 1 and facts["grad_partitioned"] != facts["pipe_partitioned"],
-         f"DeepSpeed {DEEPSPEED[1]} cannot send activations partitioned and their gradients not, or vice versa"),
+         f"DeepSpeed {DEEPSPEED[1]} cannot send partitioned activations but whole gradients, or vice versa"),
         (optimizer not in _OPTIMIZERS and job.fact("precision") != "fp32",
          f"the optimizer {optimizer} in a pipeline has no rules yet"),
         (optimizer == "DeepSpeedZeroOptimizer" and accumulates_otherwise,
-         "ZeRO-1 in a pipeline whose gradients are summed in another type has no rules yet"),
+         "ZeRO-1 in a pipeline with gradients accumulated in another dtype has no rules yet"),
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def _waterfalls(
     job: Job, stage: PipelineStage, prediction: Prediction, stage_calls: Sequence[ExpectedCall]
 ) -> tuple[list[WaterfallBar], list[WaterfallBar]]:
     """Return the closed forms of the paper by role, and the bars from them to this rank's steady step."""
-    data_form = prediction.closed_form  # of one stage, which has the whole model
+    data_form = prediction.closed_form  # for this stage's parameters, as if they were the whole model
     waterfalls: list[FormAndBars] = [(data_form, list(prediction.bars))]
     if stage.stages > 1:
         form = WaterfallBar(data_form.label, 2 * engine.ring_bytes(job, model_parameters(job), job.parameter_size))
@@ -114,7 +114,7 @@ def _waterfalls(
         waterfalls.append(_tensor_waterfall(job, stage, stage_calls))
     bars = [bar for _, role_bars in waterfalls for bar in role_bars]
     for role in sorted({call.role for call in stage_calls}):
-        # Several groups make norms and overflow checks: these bars name theirs.
+        # Several groups compute norms and check for overflow, so these bars name their group.
         calls = [
             replace(call, cause=f"{call.cause}, over the whole model") if call.cause in (NORM, OVERFLOW) else call
             for call in stage_calls
@@ -133,10 +133,10 @@ def model_parameters(job: Job) -> int:
 def _pipeline_waterfall(job: Job, stage: PipelineStage, stage_calls: Sequence[ExpectedCall]) -> FormAndBars:
     batch, length, hidden = tensor_parallel.batch_dimensions(job)
     form = Fraction(pipeline_form(batch, length, hidden, stage.stages) * job.parameter_size)
-    of_this_stage = Fraction(stage.neighbours * pipeline_calls.hidden_bytes(job))
+    stage_bytes = Fraction(stage.neighbours * pipeline_calls.hidden_bytes(job))
     levels = {
-        "pipeline: equation 4 is of all stages together": of_this_stage,
-        f"pipeline: in each of {job.micro_batches} micro-batches": of_this_stage * job.micro_batches,
+        "pipeline: equation 4 is of all stages together": stage_bytes,
+        f"pipeline: in each of {job.micro_batches} micro-batches": stage_bytes * job.micro_batches,
         "pipeline: each tensor-parallel rank sends its part": total_wire_bytes(stage_calls, 1, ACTIVATIONS),
     }
     bars = [replace(bar, role=ROLE) for bar in level_bars(form, levels)]

@@ -61,7 +61,7 @@ class PipelineStage:
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer (overlap_comm in a pipeline)", DEEPSPEED)
 def overlap_comm() -> bool:
-    """Return overlap_comm as in a pipeline: gradients are reduced after backward, whatever the configuration says."""
+    """Return False: in a pipeline, gradients are reduced after backward, whatever the configuration says."""
     return False
 
 
@@ -80,8 +80,8 @@ def start_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
 def step_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     """Return the calls of every step, except the optimizer's."""
     messages = _neighbour_calls(stage, forward=activation_messages(job, stage), backward=gradient_messages(job, stage))
-    of_micro_batches = [call.times(job.micro_batches) for call in messages]
-    return [*of_micro_batches, *tied_gradients(job), *loss_calls(job, stage), *_tensor_calls(job, stage)]
+    all_messages = [call.times(job.micro_batches) for call in messages]
+    return [*all_messages, *tied_gradients(job), *loss_calls(job, stage), *_tensor_calls(job, stage)]
 
 
 # --- among stages ---------------------------------------------------------------------------------------------------
@@ -103,8 +103,9 @@ def parameter_counts(job: Job) -> list[ExpectedCall]:
 def model_role(job: Job) -> str:
     """Return the role of the group of ranks that hold one copy of the model: stages, tensor parallelism, or both."""
     has_stages, has_tensor = int(job.fact("pipeline_stages")) > 1, job.tensor > 1
-    both = "model" if has_tensor else ROLE
-    return both if has_stages else tensor_parallel.ROLE if has_tensor else "self"
+    if has_stages:
+        return "model" if has_tensor else ROLE
+    return tensor_parallel.ROLE if has_tensor else "self"
 
 
 @rule("deepspeed.runtime.pipe.module.PipelineModule._synchronize_tied_weights", DEEPSPEED)
@@ -125,7 +126,7 @@ def tied_gradients(job: Job) -> list[ExpectedCall]:
 
 
 def _among_tied(job: Job, tied: dict[str, Any], call: ExpectedCall) -> ExpectedCall:
-    """Scale a call from one element to all of a tied weight, and return it among the stages that have the weight."""
+    """Return a call for one element scaled to a tied weight, among the stages that have the weight."""
     elements = next(parameter.elements for parameter in job.parameters if parameter.name == tied["parameter"])
     return replace(call, payload=call.payload * elements, role=ROLE).among(int(tied["ranks"]))
 
@@ -137,7 +138,7 @@ def metadata(stage: PipelineStage) -> list[ExpectedCall]:
 
 
 MessageSizes: TypeAlias = list[tuple[int, str]]
-"""Payload in bytes and cause of messages in one direction."""
+"""Payload in bytes and cause of each message in one direction."""
 
 
 def _neighbour_calls(
@@ -160,7 +161,7 @@ def _neighbour_calls(
 
 @rule(_ENGINE + "_exec_send_activations, _exec_recv_activations", DEEPSPEED)
 def activation_messages(job: Job, stage: PipelineStage) -> MessageSizes:
-    """Return the messages of activations: hidden states, sent like their gradients, then the mask, which has none."""
+    """Return the messages of activations: hidden states, sent like their gradients, then the attention mask."""
     return [*gradient_messages(job, stage), (mask_bytes(job), MASK)]
 
 
@@ -195,7 +196,7 @@ def mask_bytes(job: Job) -> int:
 def layout_bytes(job: Job) -> int:
     """Return the bytes of a shard's metadata, which are 64-bit numbers.
 
-    They are the number of dimensions and three dimensions, the number of shards and the index of this one, the begin of
+    They are the number of dimensions and three dimensions, the number of shards and the index of this one, the start of
     each shard and the end of the last.
     """
     return 8 * (1 + 3 + 2 + job.tensor + 1)
@@ -231,9 +232,10 @@ def _tensor_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
 
 @rule("deepspeed.runtime.pipe.module.PipelineModule.forward, _is_checkpointable", DEEPSPEED)
 def recomputed_all_reduces(job: Job, stage: PipelineStage) -> int:
-    """Return the number of all_reduces that recomputed segments repeat, which have transformer layers only.
+    """Return the number of all_reduces that recomputed segments repeat.
 
-    Segments are counted from the stage's first layer. DeepSpeed's own non-reentrant recomputation does not stop early.
+    Segments are counted from the stage's first layer, and recomputed if they consist of transformer layers only.
+    DeepSpeed's own non-reentrant recomputation does not stop early.
     """
     return tensor_parallel.forward_all_reduces(job, sum(recomputed_segments(stage)))
 

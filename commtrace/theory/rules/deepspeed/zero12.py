@@ -50,7 +50,7 @@ def predict(job: Job) -> Prediction:
 
 
 def _bars(job: Job, step: tuple[ExpectedCall, ...], half: Fraction) -> Iterator[WaterfallBar]:
-    """Yield the bars from half of equation 2 each to the gradients' reduce_scatter and the parameters' all_gather."""
+    """Yield the bars from one half of equation 2 to the gradients' calls, and from the other to the all_gathers."""
     levels = engine.gradient_levels(job)
     each_time = f"gradients reduced in each of {job.micro_batches} micro-batches"
     levels[each_time] = levels[engine.AMONG_COPIES] * reductions_per_step(job)
@@ -69,25 +69,25 @@ def _bars(job: Job, step: tuple[ExpectedCall, ...], half: Fraction) -> Iterator[
 class FlatGroup:
     """Flat buffer of an optimizer group: offsets of its parameters by number, and the length of a rank's shard.
 
-    All in elements.
+    Offsets and length are in elements.
     """
 
     offsets: dict[int, int]
-    part: int
+    shard: int
 
 
 @rule(_ZERO + "_round_robin_reorder", DEEPSPEED)
 def group_order(job: Job, group: tuple[int, ...]) -> list[int]:
-    """Return a group's parameters in the order of its flat buffer; round_robin_gradients changes it, rank by rank."""
+    """Return a group's parameters in flat-buffer order; round_robin_gradients assigns them to ranks in turn."""
     if not job.zero("round_robin_gradients"):
         return list(group)
     ranks = job.copies(job.parameters[group[0]])
-    return [parameter for part in range(ranks) for parameter in group[part::ranks]]
+    return [parameter for rank in range(ranks) for parameter in group[rank::ranks]]
 
 
 @rule(_ZERO + "__init__, flatten_dense_tensors_aligned", DEEPSPEED)
 def flat_group(job: Job, group: tuple[int, ...]) -> FlatGroup:
-    """Return a group's flat buffer, padded to multiples of 2d elements; parameter_alignment aligns each parameter."""
+    """Return a group's flat buffer, padded to a multiple of 2d elements; parameter_alignment aligns each parameter."""
     order = group_order(job, group)
     size = job.parameters[order[0]].size
     alignment = 16 // gcd(16, size) if job.zero("parameter_alignment") else 1
@@ -102,36 +102,36 @@ def flat_group(job: Job, group: tuple[int, ...]) -> FlatGroup:
 
 @rule("deepspeed.runtime.utils.all_gather_into_tensor_dp_groups", DEEPSPEED)
 def parameter_all_gathers(job: Job) -> list[ExpectedCall]:
-    """Return the all_gather of each optimizer group, whatever allgather_bucket_size says; none with one rank."""
+    """Return the all_gather of each optimizer group with several ranks, whatever allgather_bucket_size says."""
     calls = []
     for group in job.groups:
         first = job.parameters[group[0]]
         if job.copies(first) > 1:
-            payload = flat_group(job, group).part * job.copies(first) * first.size
+            payload = flat_group(job, group).shard * job.copies(first) * first.size
             calls.append(engine.among_copies(job, first, ExpectedCall("all_gather", payload, PARAMETERS)))
     return calls
 
 
 @rule(_ZERO + "process_gradients, reduce_ready_partitions_and_remove_grads", DEEPSPEED)
 def reductions_per_step(job: Job) -> int:
-    """Return how often a step reduces gradients: ZeRO-2 those of each micro-batch, ZeRO-1 the sum of all once."""
+    """Return how often a step reduces gradients: under ZeRO-2 in each micro-batch, under ZeRO-1 once."""
     return job.micro_batches if int(job.fact("zero_stage")) == 2 else 1
 
 
 @rule(_ZERO + "reduce_gradients, create_gradient_handling_hooks", DEEPSPEED)
 def reduction_order(job: Job) -> list[int]:
-    """Return parameters in reduction order: that of backward; in ZeRO-1 without overlap_comm group by group."""
+    """Return parameters in reduction order: that of backward, or group by group (ZeRO-1 without overlap_comm)."""
     grouped = [number for group in job.groups for number in group]
     if int(job.fact("zero_stage")) == 1 and not job.zero("overlap_comm"):
         return grouped
-    places = {parameter.name: number for number, parameter in enumerate(job.parameters)}
+    numbers = {parameter.name: number for number, parameter in enumerate(job.parameters)}
     tensors: list[ModelTensor] = [job.parameters[number] for number in sorted(grouped)]
-    return [places[parameter.name] for parameter in gradients.backward_order(job, tensors)]
+    return [numbers[parameter.name] for parameter in gradients.backward_order(job, tensors)]
 
 
 @rule(_ZERO + "average_tensor", DEEPSPEED)
 def reductions(job: Job) -> list[ExpectedCall]:
-    """Return the all_reduces of buckets; without use_multi_rank_bucket_allreduce the reduces to shards' owners."""
+    """Return the all_reduces of buckets; without use_multi_rank_bucket_allreduce, the reduces to the shards' owners."""
     order, limit = reduction_order(job), int(job.zero("reduce_bucket_size"))
     elements = [job.parameters[number].elements for number in order]
     calls = [
@@ -164,7 +164,7 @@ def bucket_calls(job: Job, bucket: list[int], limit: int) -> list[ExpectedCall]:
     reduces_together = bool(job.zero("use_multi_rank_bucket_allreduce"))
     op = "all_reduce" if reduces_together else "reduce"
     counts: dict[tuple[int | None, bool], list[int]] = {}
-    examples: dict[bool, ModelTensor] = {}  # an expert's parameter, and another: they are reduced in different groups
+    examples: dict[bool, ModelTensor] = {}  # a parameter of an expert (True) and another (False): their groups differ
     for (owner, expert), same_owner in groupby(pieces, key=lambda piece: (piece[0], piece[1].expert)):
         neighbours = [*same_owner]
         examples[expert] = neighbours[0][1]
@@ -179,14 +179,14 @@ def bucket_calls(job: Job, bucket: list[int], limit: int) -> list[ExpectedCall]:
 
 @rule(_ZERO + "initialize_gradient_partition", DEEPSPEED)
 def owners(job: Job, number: int) -> list[tuple[int, int]]:
-    """Return the pieces of a parameter: for each the rank whose shard contains it, and its number of elements."""
+    """Return the pieces of a parameter: for each, the rank whose shard contains it and its number of elements."""
     group = next(group for group in job.groups if number in group)
     flat = flat_group(job, group)
     begin, end = flat.offsets[number], flat.offsets[number] + job.parameters[number].elements
     pieces = []
     while begin < end:
-        owner = begin // flat.part
-        piece_end = min(end, (owner + 1) * flat.part)
+        owner = begin // flat.shard
+        piece_end = min(end, (owner + 1) * flat.shard)
         pieces.append((owner, piece_end - begin))
         begin = piece_end
     return pieces
@@ -196,7 +196,7 @@ def owners(job: Job, number: int) -> list[tuple[int, int]]:
       "deepspeed.runtime.pipe.engine.PipelineEngine._bf16_reduce_grads", DEEPSPEED)  # fmt: skip
 def flat_reductions(job: Job) -> list[ExpectedCall]:
     """Return BF16_Optimizer's all_reduces of the groups' flat gradients, with padding, in the communication dtype."""
-    elements = [flat_group(job, group).part * job.ranks for group in job.groups]
+    elements = [flat_group(job, group).shard * job.ranks for group in job.groups]
     size = element_size(engine.communication_dtype(job))
     buckets = gradients.buckets_exceeding_limit(elements, engine.FALLBACK_BUCKET)
     return [ExpectedCall("all_reduce", held * size, GRADIENTS) for held in buckets]

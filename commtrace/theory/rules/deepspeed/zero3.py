@@ -44,16 +44,16 @@ def predict(job: Job) -> Prediction:
     refuse(
         (job.tensor > 1, "ZeRO-3 with tensor parallelism has no rules yet"),
         *((job.zero(name), f"{name} has no rules yet") for name in NOT_PREDICTED),
-        (optimizer != "DeepSpeedZeroOptimizer_Stage3", f"{optimizer} with these partitions has no rules yet"),
+        (optimizer != "DeepSpeedZeroOptimizer_Stage3", f"the optimizer {optimizer} under ZeRO-3 has no rules yet"),
     )
     evaluations = recorded_evaluations(job)
     state = _coordinator(job)
-    is_old = any(evaluations.values()) and state.resets_after_backward
-    refuse((is_old, "evaluations with DeepSpeed before 0.15.4 have no rules yet"))
+    old_evaluations = any(evaluations.values()) and state.resets_after_backward
+    refuse((old_evaluations, "evaluations with DeepSpeed before 0.15.4 have no rules yet"))
     evaluated = tuple(_evaluate(job, state, evaluations[-1]))
     start = (*zero3_calls.initial_broadcasts(job), *zero3_calls.barriers(job), *zero3_calls.initial_all_gathers(job))
     recorded = [run_step(state, job.micro_batches) for _ in range(STEPS)]
-    steps = tuple(_step(job, parts) for parts in recorded)
+    steps = tuple(_step(job, calls) for calls in recorded)
     form = WaterfallBar("equation 3: 3 P (d-1)/d", zero_3(job.elements, job.ranks) * job.parameter_size)
     persistent_gathers = zero3_calls.all_gathers(job, recorded[-1][-1].all_gathers, zero3_calls.PERSISTENT)
     skipped = ((*zero3_calls.norms(job), *persistent_gathers), tuple(persistent_gathers))
@@ -65,7 +65,7 @@ def predict(job: Job) -> Prediction:
 
 
 def recorded_evaluations(job: Job) -> dict[int, int]:
-    """Return the number of evaluation passes after steps, by the first of equal steps, from -1 on."""
+    """Return the number of evaluation passes after each step, keyed by the first of equal steps, from -1 on."""
     # GPT-NeoX's evaluations follow from its arguments.
     rows = [] if job.is_gpt_neox else sorted(job.row.get("passes", ()), key=lambda row: int(row["step"]))
     by_step = {int(row["step"]): _count_evaluations(row["passes"], int(row["step"])) for row in rows}
@@ -76,8 +76,8 @@ def recorded_evaluations(job: Job) -> dict[int, int]:
 def _count_evaluations(passes: list[Mapping[str, Any]] | None, step: int) -> int:
     if passes is None:
         raise NotPredictedError(f"the log does not have the evaluations from step {step} on")
-    is_within = any(entry["kind"] != "evaluation" for entry in passes)
-    refuse((is_within, f"a forward pass without gradients within step {step} has no rules yet"))
+    interrupts = any(entry["kind"] != "evaluation" for entry in passes)
+    refuse((interrupts, f"a forward pass without gradients within step {step} has no rules yet"))
     return sum(int(entry["times"]) for entry in passes)
 
 
@@ -92,9 +92,9 @@ def _with_evaluations(job: Job, regular: Prediction, evaluations: dict[int, int]
 
 
 class SimulatedSteps:
-    """Simulation of steps of a job. States are numbers; 0 is the state before the first step.
+    """Simulation of a job's steps. States are numbers; 0 is the state before the first step.
 
-    Steps with equal states at their begin and equal passes are simulated once.
+    Steps with equal passes that start in the same state are simulated once.
     """
 
     def __init__(self, job: Job) -> None:
@@ -102,11 +102,11 @@ class SimulatedSteps:
         self._states = [_coordinator(job)]
         self._known: dict[tuple[int, int, bool], tuple[tuple[ExpectedCall, ...], int]] = {}
 
-    def run(self, begin: int, passes: int, *, trains: bool) -> tuple[tuple[ExpectedCall, ...], int]:
+    def run(self, start: int, passes: int, *, trains: bool) -> tuple[tuple[ExpectedCall, ...], int]:
         """Return the calls of a training step (if `trains`) and of evaluation passes after it, and the final state."""
-        key = begin, passes, trains
+        key = start, passes, trains
         if key not in self._known:
-            state = deepcopy(self._states[begin])
+            state = deepcopy(self._states[start])
             step = _step(self._job, run_step(state, self._job.micro_batches)) if trains else ()
             calls = (*step, *_evaluate(self._job, state, passes))
             if state not in self._states:
@@ -116,7 +116,7 @@ class SimulatedSteps:
 
     def evaluation(self, steps: int, passes: int) -> tuple[tuple[ExpectedCall, ...], tuple[ExpectedCall, ...]]:
         """Return the calls of an evaluation's passes after a number of steps, and those of the next step."""
-        if self._job.is_older("deepspeed", 0, 15, 4):  # which has a separate coordinator for evaluations
+        if self._job.is_older("deepspeed", 0, 15, 4):  # these versions have a separate coordinator for evaluations
             raise NotPredictedError("evaluations under ZeRO-3 of DeepSpeed before 0.15.4 have no rules yet")
         state = 0
         for _ in range(steps):
@@ -137,7 +137,7 @@ def _evaluate(job: Job, state: Coordinator, passes: int) -> Iterator[ExpectedCal
         yield from (call.times(repetitions) for call in calls)
         passes, before = passes - repetitions, held
     if passes:
-        raise NotPredictedError("what an evaluation gathers does not become the same in each pass")
+        raise NotPredictedError("the passes of an evaluation do not converge to the same calls")
 
 
 def _coordinator(job: Job) -> Coordinator:
@@ -164,11 +164,11 @@ def _parameter_all_gathers(job: Job, recorded: CoordinatorCalls) -> list[Expecte
     ]
 
 
-def _step(job: Job, parts: list[CoordinatorCalls]) -> tuple[ExpectedCall, ...]:
-    *passes, optimizer = parts
+def _step(job: Job, recorded: list[CoordinatorCalls]) -> tuple[ExpectedCall, ...]:
+    *micro_batches, optimizer = recorded
     return (
-        *(call for part in passes for call in zero3_calls.comparisons(part)),
-        *(call for part in passes for call in _parameter_all_gathers(job, part)),
+        *(call for micro_batch in micro_batches for call in zero3_calls.comparisons(micro_batch)),
+        *(call for micro_batch in micro_batches for call in _parameter_all_gathers(job, micro_batch)),
         *(call.times(job.micro_batches) for call in zero3_calls.reductions(job)),
         *zero3_calls.overflow_check(job),
         *zero3_calls.norms(job),
@@ -176,20 +176,20 @@ def _step(job: Job, parts: list[CoordinatorCalls]) -> tuple[ExpectedCall, ...]:
     )
 
 
-def _bars(job: Job, parts: list[CoordinatorCalls], step: tuple[ExpectedCall, ...]) -> Iterator[WaterfallBar]:
-    """Yield the bars from 2/3 of equation 3 to the parameters' all_gathers, and from 1/3 to the reduce_scatter."""
+def _bars(job: Job, recorded: list[CoordinatorCalls], step: tuple[ExpectedCall, ...]) -> Iterator[WaterfallBar]:
+    """Yield the bars from 2/3 of equation 3 to the parameters' all_gathers, and from 1/3 to the gradients' calls."""
     size = job.parameter_size
     third = engine.ring_bytes(job, job.elements, size)
     passes = 2 * job.micro_batches
     persistent_elements = sum(job.parameters[number].elements for number in zero3_calls.persistent_parameters(job))
     fetched = sum(
         job.parameters[number].elements
-        for part in parts
-        for numbers in (*part.all_gathers, *part.hpz_all_gathers)
+        for calls in recorded
+        for numbers in (*calls.all_gathers, *calls.hpz_all_gathers)
         for number in numbers
     )
     once_per_pass = passes * (job.elements - persistent_elements) + persistent_elements
-    less_or_more = (
+    fetched_label = (
         "parameters that are still gathered"
         if fetched <= once_per_pass
         else "parameters gathered more than twice (recomputation, shared weights)"
@@ -199,7 +199,7 @@ def _bars(job: Job, parts: list[CoordinatorCalls], step: tuple[ExpectedCall, ...
     levels = {
         f"parameters pass twice in each of {job.micro_batches} micro-batches": third * passes,
         "small parameters gathered once (persistence threshold)": engine.ring_bytes(job, once_per_pass, size),
-        less_or_more: engine.ring_bytes(job, fetched, size),
+        fetched_label: engine.ring_bytes(job, fetched, size),
         "padding of parameters to equal parts": total_wire_bytes(among_all_ranks, job.ranks, *causes),
         "gathered from fewer ranks (hpZ)": total_wire_bytes(step, job.ranks, *causes),
     }
@@ -238,6 +238,6 @@ def checkpointed_segments(job: Job, root: ModuleNode) -> list[CheckpointedSegmen
         layers = [position for position, child in enumerate(children) if _LAYER.search(names[child.number])]
         count = int(job.model("num_layers"))
         if len(layers) != count or layers != [*range(layers[0], layers[0] + count)]:
-            raise NotPredictedError("the modules in the log are not the layers that the model says it has")
+            raise NotPredictedError("the modules in the log are not the layers that the model declares")
         segments = [(first, min(first + interval, layers[-1] + 1)) for first in layers[::interval]]
     return [CheckpointedSegment(first, end, reentrant, masked) for first, end in segments]

@@ -1,4 +1,4 @@
-"""Calls of ZeRO-3: at start-up, of the parameters that the coordinator gathers, and of gradients and the optimizer."""
+"""Calls of ZeRO-3: at start-up, for the parameters that the coordinator gathers, for gradients, in the optimizer."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def padded_elements(job: Job, tensor: ModelTensor) -> int:
 def initial_broadcasts(job: Job) -> list[ExpectedCall]:
     """Return the broadcasts of rank 0, one per parameter, as uint8, before the parameter is partitioned.
 
-    Parameters that are not yet partitioned when the engine is made are also broadcast with the model. A job row that
-    does not list these has none: its model was made under `deepspeed.zero.Init`.
+    Parameters that are not yet partitioned when the engine is built are also broadcast with the model. A job row that
+    does not list them has none: its model was built under `deepspeed.zero.Init`.
     """
     partitioned = "first parameters, one broadcast each, as uint8"
     with_model = "parameters not yet partitioned when the engine is made, once more"
@@ -84,10 +84,10 @@ def all_gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[E
     calls = []
     ranks, is_sequential = job.ranks if hpz_ranks(job) else None, job.zero("allgather_sequential")
 
-    def call_of(number: int) -> int | str:
+    def call_key(number: int) -> int | str:
         return number if is_sequential else job.parameters[number].dtype
 
-    for numbers in (numbers for together in sets for numbers in grouped(together, call_of)):
+    for numbers in (numbers for parameter_set in sets for numbers in grouped(parameter_set, call_key)):
         elements = sum(padded_elements(job, job.parameters[number]) for number in numbers)
         most = None if cause == PERSISTENT else len(numbers)
         payload = elements * job.parameters[numbers[0]].size
@@ -97,7 +97,7 @@ def all_gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[E
 
 @rule(_INIT + "_convert_to_deepspeed_param.all_gather_coalesced (use_secondary_tensor)", DEEPSPEED)
 def hpz_all_gathers(job: Job, sets: Iterable[tuple[int, ...]]) -> list[ExpectedCall]:
-    """Return all_gathers of the same bytes among the ranks that share the secondary partition (hpZ)."""
+    """Return `all_gathers` with the same payloads among the ranks that share a secondary partition (hpZ)."""
     return [replace(call, ranks=hpz_ranks(job)) for call in all_gathers(job, sets, PARAMETERS)]
 
 
@@ -110,7 +110,7 @@ def hpz_ranks(job: Job) -> int:
 
 @rule("deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks, get_lst_from_rank0", DEEPSPEED)
 def comparisons(recorded: CoordinatorCalls) -> list[ExpectedCall]:
-    """Return the broadcasts of rank 0 for the lists that ranks compare, in int64. They lack modules that do not run."""
+    """Return rank 0's broadcasts of the lists (int64) that ranks compare. Modules that never run are not in them."""
     return [
         ExpectedCall("broadcast", _INT64 * most, COMPARED, least=_INT64 * least if least < most else None)
         for most, least in recorded.compared
@@ -158,5 +158,5 @@ def norms(job: Job) -> list[ExpectedCall]:
 
 @rule(_STAGE_3 + "checkpoint_event_epilogue", DEEPSPEED)
 def saved_state(job: Job) -> list[ExpectedCall]:
-    """Return the all_gathers of persistent parameters after a checkpoint, for which all parameters were released."""
+    """Return the all_gathers of persistent parameters after a checkpoint, which releases all parameters."""
     return all_gathers(job, [(number,) for number in sorted(persistent_parameters(job))], PERSISTENT)

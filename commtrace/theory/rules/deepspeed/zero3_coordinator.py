@@ -1,10 +1,10 @@
 """Simulation of DeepSpeed's ZeRO-3 coordinator on the tree of modules: which parameters are gathered when.
 
-Mirrors `deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator` of DeepSpeed
-(`registry.DEEPSPEED`), a function for each method, without tensors. In the first micro-batch every module fetches its
-parameters when it runs, forward and backward, and the order of modules is recorded as a trace. From the second on the
-trace is known: parameters are prefetched up to prefetch_bucket_size and max_live_parameters, and stay gathered if they
-are used again within max_reuse_distance.
+It mirrors `deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator` of DeepSpeed
+(`registry.DEEPSPEED`), one function for each method, without tensors. In the first micro-batch, every module fetches
+its parameters when it runs, in forward and backward, and the order of modules is recorded as a trace. From the second
+on, parameters are prefetched in the order of the trace, up to prefetch_bucket_size and max_live_parameters, and stay
+gathered if they are used again within max_reuse_distance.
 
 `zero3_passes` calls it for each module, in the order in which modules run.
 """
@@ -19,7 +19,7 @@ from typing import Final
 from commtrace.theory.job import ModuleNode, NotPredictedError
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 
-_WHERE: Final = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator."
+_COORDINATOR: Final = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator."
 _NEVER: Final = -(10**10)
 
 
@@ -34,13 +34,13 @@ class CoordinatorLimits:
 
 @dataclass(frozen=True)
 class CheckpointedSegment:
-    """Children of the root from `first` to before `end` that are recomputed together (torch.utils.checkpoint)."""
+    """Children of the root that are recomputed together (torch.utils.checkpoint): from `first` to before `end`."""
 
     first: int
     end: int
     reentrant: bool
     masked: bool = False
-    """Whether an operation after the last module keeps a tensor for backward (dropout's mask): recomputed up to it."""
+    """Whether an operation after the last module (dropout) keeps a tensor for backward, and so is recomputed too."""
 
 
 @dataclass
@@ -55,15 +55,15 @@ class CoordinatorCalls:
 
 @dataclass
 class Coordinator:
-    """State between calls. Parameters are represented by their numbers."""
+    """State of the coordinator. Parameters are represented by their numbers."""
 
     root: ModuleNode  # the model
     elements: dict[int, int]  # elements of each parameter
     persistent: frozenset[int]  # parameters that are not released
     limits: CoordinatorLimits
     segments: Sequence[CheckpointedSegment] = ()  # recomputed children of the root
-    resets_after_backward: bool = False  # DeepSpeed before 0.15.4; later ones reset before forward
-    compares_lengths: bool = True  # not DeepSpeed before 0.17.6
+    resets_after_backward: bool = False  # DeepSpeed before 0.15.4; later versions reset before forward
+    compares_lengths: bool = True  # DeepSpeed from 0.17.6 on
     secondary: frozenset[int] | None = None
     """Parameters whose secondary partition (hpZ) an optimizer step makes stale; None: there is none."""
     has_run: set[int] = field(default_factory=set)  # numbers of the modules that have run
@@ -96,12 +96,12 @@ class Coordinator:
         return recorded
 
 
-@rule(_WHERE + "reset_step", DEEPSPEED)
+@rule(_COORDINATOR + "reset_step", DEEPSPEED)
 def reset_step(state: Coordinator) -> None:
     """Start a forward pass: the first starts the trace of modules, the second completes it, and ranks compare it.
 
     DeepSpeed before 0.15.4 records from the start, and resets after each backward pass.
-    A micro-batch uses all that was prefetched; an evaluation does not.
+    A micro-batch uses all prefetched parameters; an evaluation does not.
     """
     release_inflight(state)
     if not state.complete:
@@ -121,7 +121,7 @@ def reset_step(state: Coordinator) -> None:
     state.position = state.live = 0
 
 
-@rule(_WHERE + "trace_prologue, _invalidate_trace", DEEPSPEED)
+@rule(_COORDINATOR + "trace_prologue, _invalidate_trace", DEEPSPEED)
 def check_order(state: Coordinator, module: ModuleNode) -> None:
     """Invalidate the trace if a module is not the next one in it, as in backward if an evaluation was traced."""
     if state.complete and not (state.position < len(state.order) and state.order[state.position] is module):
@@ -131,7 +131,7 @@ def check_order(state: Coordinator, module: ModuleNode) -> None:
         release_inflight(state)
 
 
-@rule(_WHERE + "_clean_inflight_param_registry", DEEPSPEED)
+@rule(_COORDINATOR + "_clean_inflight_param_registry", DEEPSPEED)
 def release_inflight(state: Coordinator) -> None:
     """Release parameters that were prefetched and not used."""
     for number in sorted(state.inflight):
@@ -155,7 +155,7 @@ def used_parameters(state: Coordinator, module: ModuleNode) -> set[int]:
     return {*module.parameters, *(module.borrowed if module.number in state.has_run else ())}
 
 
-@rule(_WHERE + "fetch_sub_module", DEEPSPEED)
+@rule(_COORDINATOR + "fetch_sub_module", DEEPSPEED)
 def fetch(state: Coordinator, module: ModuleNode) -> None:
     """Gather the missing parameters of a module before it runs, then prefetch those of later modules."""
     check_order(state, module)
@@ -174,9 +174,9 @@ def fetch(state: Coordinator, module: ModuleNode) -> None:
     state.position += 1
 
 
-@rule(_WHERE + "_fetch_sub_module_impl (the fetch queue)", DEEPSPEED)
+@rule(_COORDINATOR + "_fetch_sub_module_impl (the fetch queue)", DEEPSPEED)
 def advance_queue(state: Coordinator, module: ModuleNode) -> None:
-    """Remove a module's parameters from the queue, unless a prefetch has removed them before."""
+    """Remove a module's parameters from the queue, unless a prefetch has already removed them."""
     needed = {number for number in used_parameters(state, module) if state.latest.get(number, _NEVER) < state.position}
     taken: set[int] = set()
     while state.queue and len(taken) < len(needed):
@@ -184,10 +184,10 @@ def advance_queue(state: Coordinator, module: ModuleNode) -> None:
         state.latest[number] = last
         taken.add(number)
     if taken != needed:
-        raise NotPredictedError("the modules in the log do not fit together")
+        raise NotPredictedError("the modules in the log are inconsistent")
 
 
-@rule(_WHERE + "_fetch_sub_module_impl (prefetching)", DEEPSPEED)
+@rule(_COORDINATOR + "_fetch_sub_module_impl (prefetching)", DEEPSPEED)
 def prefetch(state: Coordinator) -> None:
     """Gather the next parameters of the queue in one call, up to the limits."""
     max_elements = min(state.limits.live - state.live, state.limits.prefetch)
@@ -201,9 +201,9 @@ def prefetch(state: Coordinator) -> None:
     all_gather_parameters(state, numbers)
 
 
-@rule(_WHERE + "__all_gather_params_", DEEPSPEED)
+@rule(_COORDINATOR + "__all_gather_params_", DEEPSPEED)
 def all_gather_parameters(state: Coordinator, numbers: Iterable[int]) -> None:
-    """Record an all_gather of missing parameters; with hpZ another of those whose secondary partition is valid."""
+    """Record an all_gather of missing parameters; with hpZ, a separate one from valid secondary partitions."""
     missing = tuple(sorted(set(numbers) - state.available - state.inflight))
     state.live += sum(state.elements[number] for number in missing)
     state.inflight.update(missing)
@@ -215,7 +215,7 @@ def all_gather_parameters(state: Coordinator, numbers: Iterable[int]) -> None:
         state.recorded.all_gathers.append(from_primary)
 
 
-@rule(_WHERE + "release_sub_module", DEEPSPEED)
+@rule(_COORDINATOR + "release_sub_module", DEEPSPEED)
 def release(state: Coordinator, module: ModuleNode) -> None:
     """Release parameters of a module after it ran: all while the trace is recorded, else the releasable ones."""
     state.has_run.add(module.number)
@@ -227,7 +227,7 @@ def release(state: Coordinator, module: ModuleNode) -> None:
             release_parameter(state, number)
 
 
-@rule(_WHERE + "__params_to_release", DEEPSPEED)
+@rule(_COORDINATOR + "__params_to_release", DEEPSPEED)
 def releasable(state: Coordinator, module: ModuleNode) -> frozenset[int]:
     """Return a module's parameters that are not persistent, prefetched for later, or used within the reuse distance."""
     key = module.number, state.position  # DeepSpeed caches its first result (lru_cache)
@@ -245,7 +245,7 @@ def releasable(state: Coordinator, module: ModuleNode) -> frozenset[int]:
     return state.released[key]
 
 
-@rule(_WHERE + "__release_param", DEEPSPEED)
+@rule(_COORDINATOR + "__release_param", DEEPSPEED)
 def release_parameter(state: Coordinator, number: int) -> None:
     """Release a parameter, unless a module still uses it."""
     if number in state.available and not state.active[number]:
@@ -267,16 +267,16 @@ def invalidate_secondary(state: Coordinator) -> None:
     state.valid -= state.secondary or frozenset()
 
 
-@rule(_WHERE + "release_backward_leftovers", DEEPSPEED)
+@rule(_COORDINATOR + "release_backward_leftovers", DEEPSPEED)
 def release_leftovers(state: Coordinator, module: ModuleNode) -> None:
-    """Release parameters of a module whose input had no gradient, except persistent ones, after backward."""
+    """Release the non-persistent parameters of a module whose input has no gradient, after the backward pass."""
     for number in used_parameters(state, module):
         state.active[number].discard(module.number)
         if number not in state.persistent | state.borrowed:
             release_parameter(state, number)
 
 
-@rule(_WHERE + "release_and_reset_all", DEEPSPEED)
+@rule(_COORDINATOR + "release_and_reset_all", DEEPSPEED)
 def release_all(state: Coordinator) -> None:
     """Release all parameters before the optimizer step."""
     for number in sorted(state.available):
@@ -286,7 +286,7 @@ def release_all(state: Coordinator) -> None:
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._post_step", DEEPSPEED)
 def gather_persistent(state: Coordinator) -> None:
-    """Gather each persistent parameter in its own call after the optimizer step; it stays until the next one."""
+    """Gather each persistent parameter in its own call after the optimizer step; it stays gathered until the next."""
     for number in sorted(state.persistent):
         if number not in state.available:
             state.available.add(number)

@@ -1,4 +1,4 @@
-"""Order in which ZeRO-3's hooks of modules run: forward, backward, and where activations are recomputed.
+"""Order in which ZeRO-3's hooks of modules run: forward, backward, and when activations are recomputed.
 
 Assumptions that the captured job cannot confirm: modules run once each, in the order in which they were made, nested as
 they are registered; the model's input needs no gradient. Modules whose activations are recomputed
@@ -24,11 +24,11 @@ HookCall: TypeAlias = tuple[Callable[[Coordinator, ModuleNode], None], ModuleNod
 
 @rule(_OFFLOAD + "setup_zero_stage3_hooks (before 0.15.4 DeepSpeedZeroOptimizer_Stage3.backward)", DEEPSPEED)
 def micro_batch(state: Coordinator) -> None:
-    """Run the hooks of all modules for a micro-batch: they fetch and release parameters, forward and backward."""
+    """Run the hooks of all modules for a micro-batch: they fetch and release parameters in forward and backward."""
     if not state.resets_after_backward:
         coordinator.reset_step(state)
-    back = backward(state.root, has_model_input=True, segments=state.segments)
-    for call, module in (*forward(state.root), *back):
+    backward_calls = backward(state.root, has_model_input=True, segments=state.segments)
+    for call, module in (*forward(state.root), *backward_calls):
         call(state, module)
     if state.resets_after_backward:
         coordinator.reset_step(state)
@@ -55,7 +55,7 @@ def backward(
     """Yield the hook calls of a module's backward pass, including those of the modules within it and of recomputation.
 
     It starts at the gradient of each output, and ends at the gradient of the input. The model's own input has no
-    gradient: modules that get it are released after the whole backward pass, in which they come last.
+    gradient: modules that get it come last in the backward pass, and are released after it.
     """
     if not module.outputs:
         return
@@ -81,7 +81,7 @@ def recomputed_backward(modules: Sequence[ModuleNode], segment: CheckpointedSegm
 
     With reentrant autograd, it comes before. Without, it comes when backward first needs what was not kept: at the last
     module that has parameters, whose backward has begun. It stops at that module, because it has then computed all that
-    backward needs, or after it if dropout follows there and keeps a mask.
+    backward needs, or after it if a dropout there keeps a mask.
     """
     if segment.reentrant:
         recomputed = [call for module in modules for call in forward(module)]
@@ -109,7 +109,7 @@ def path_to_last_parameters(module: ModuleNode) -> list[ModuleNode]:
 
 
 def run_step(state: Coordinator, micro_batches: int) -> list[CoordinatorCalls]:
-    """Run a step, and return the calls of each micro-batch and, last, those of its optimizer."""
+    """Run a step. Return the calls of each micro-batch, and last those of the optimizer."""
     recorded = []
     for _ in range(micro_batches):
         micro_batch(state)

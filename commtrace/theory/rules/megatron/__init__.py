@@ -1,1 +1,1 @@
-"""Rules that mirror the Megatron code in GPT-NeoX, of the version `registry.GPT_NEOX`, as in `examples.gpt_neox`."""
+"""Rules that mirror Megatron's code in GPT-NeoX (version `registry.GPT_NEOX`) and in `examples.gpt_neox`."""

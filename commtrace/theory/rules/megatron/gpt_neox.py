@@ -1,6 +1,6 @@
-"""Calls that GPT-NeoX's program (`train.py`) makes itself, besides those of its engine and of its parallel layers.
+"""Calls that GPT-NeoX's program (`train.py`) makes itself, in addition to those of its engine and parallel layers.
 
-It makes them in groups of one rank as well. Loading a checkpoint and resuming from one are not predicted.
+It makes them even in groups of one rank. Loading a checkpoint and resuming from one are not predicted.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
         for bar in cause_bars([call for call in added_calls if call.role == role], extended.ranks_of(role))
     )
     extended = replace(extended, bars=(*prediction.bars, *bars))
-    sharded = zero3.SimulatedSteps(job) if job.fact("zero_stage") == 3 else None
-    return replace(extended, special_step=partial(_special_step, job, extended, sharded))
+    simulation = zero3.SimulatedSteps(job) if job.fact("zero_stage") == 3 else None
+    return replace(extended, special_step=partial(_special_step, job, extended, simulation))
 
 
 def program_calls(job: Job) -> tuple[ExpectedCall, ...]:
@@ -80,11 +80,11 @@ def _with_world_role(calls: Iterable[ExpectedCall]) -> tuple[ExpectedCall, ...]:
 
 
 def _special_step(
-    job: Job, regular: Prediction, sharded: zero3.SimulatedSteps | None, step: int
+    job: Job, regular: Prediction, simulation: zero3.SimulatedSteps | None, step: int
 ) -> tuple[ExpectedCall, ...] | None:
     """Return the calls of a step and of the evaluation or checkpoint after it; None for regular steps.
 
-    Under ZeRO-3 (`sharded`), an evaluation leaves some parameters gathered for the next step.
+    Under ZeRO-3 (`simulation`), an evaluation leaves some parameters gathered for the next step.
     """
     iteration = step + 1
     is_last = iteration == int(job.model("train_iters", 0)) and bool(job.model("save", False))
@@ -92,14 +92,14 @@ def _special_step(
     extra = [call for passes in (*evaluated, *tested) for call in evaluation(job, passes)]
     extra += checkpoint(job) * (saves_checkpoint(job, iteration) + is_last)
     calls = regular.step(step)
-    if sharded is not None:
+    if simulation is not None:
         if any(earlier):
-            _, calls = sharded.evaluation(min(step, zero3.STEPS), sum(map(sum, earlier)))
+            _, calls = simulation.evaluation(min(step, zero3.STEPS), sum(map(sum, earlier)))
             calls = (*_with_world_role(calls), *program_calls(job))
         for passes in (evaluated, tested) if is_last else (evaluated + tested,):
-            all_gathers, _ = sharded.evaluation(min(iteration, zero3.STEPS), sum(passes))
+            all_gathers, _ = simulation.evaluation(min(iteration, zero3.STEPS), sum(passes))
             extra += _with_world_role(all_gathers)
-    return (*calls, *extra) if extra or (sharded and any(earlier)) else None
+    return (*calls, *extra) if extra or (simulation and any(earlier)) else None
 
 
 def _model_group(job: Job, call: ExpectedCall) -> ExpectedCall:
@@ -115,8 +115,8 @@ def _model_group(job: Job, call: ExpectedCall) -> ExpectedCall:
 def data_set_indices(job: Job) -> list[ExpectedCall]:
     """Return the all_reduces (one int64 each) with which ranks wait for the index of each data set.
 
-    There is a data set for training, and one for each kind of evaluation. The group has the ranks that load data: the
-    data-parallel ranks of the first and of the last stage.
+    There is one data set for training and one for each kind of evaluation. The group consists of the ranks that load
+    data: the data-parallel ranks of the first and the last stage.
     """
     if int(job.row.get("tensor_parallel_rank", 0)) > 0 or not loads_batches(job):
         return []
@@ -127,7 +127,7 @@ def data_set_indices(job: Job) -> list[ExpectedCall]:
 
 @rule("megatron.data.data_utils.build_train_valid_test_data_loaders", GPT_NEOX)
 def data_flags(job: Job) -> ExpectedCall:
-    """Return the broadcast of three int64 flags for data sets, without a pipeline in the tensor-parallel group only."""
+    """Return the broadcast of three int64 flags for data sets; without a pipeline, in the tensor-parallel group."""
     call = ExpectedCall("broadcast", 3 * _INT64, "kinds of data sets", role=WORLD)
     return call if job.has_pipeline_engine else _model_group(job, call)
 
@@ -177,7 +177,7 @@ def reduced_losses(number: int) -> ExpectedCall:
 def _optimizer_calls(job: Job) -> list[ExpectedCall]:
     """Return the optimizer's calls in a model-parallel group of one rank: GPT-NeoX always passes its mpu."""
     if job.has_pipeline_engine or job.tensor > 1:
-        return []  # in other rules
+        return []  # other rules return them
     return [replace(call, role="self") for call in tensor_parallel.optimizer_calls(job)]
 
 
@@ -188,9 +188,9 @@ def _optimizer_calls(job: Job) -> list[ExpectedCall]:
 def passes_of_evaluations(job: Job, iteration: int) -> tuple[list[int], list[int]]:
     """Return the forward passes of each evaluation after an iteration: those before and after the last checkpoint.
 
-    Evaluations follow every eval_interval iterations and the last one, if there are data for them. Each has eval_iters
-    times the micro-batches of a step. With a pipeline engine GPT-NeoX's evaluation fails: DeepSpeed's returns a loss,
-    and it expects a pair.
+    Evaluations follow every eval_interval iterations and the last iteration, if there is data for them. Each has
+    eval_iters times the micro-batches of a step. With a pipeline engine, GPT-NeoX's evaluation fails: it expects a
+    pair, but DeepSpeed returns a loss.
     """
     interval, is_last = int(job.model("eval_interval", 0)), iteration == int(job.model("train_iters", 0))
     passes = 0 if job.has_pipeline_engine else int(job.model("eval_iters", 0)) * job.micro_batches
@@ -222,7 +222,7 @@ def saves_checkpoint(job: Job, iteration: int) -> bool:
 
 @rule("megatron.checkpointing.save_checkpoint", GPT_NEOX)
 def checkpoint(job: Job) -> list[ExpectedCall]:
-    """Return the calls of saving a checkpoint, with three barriers of all ranks at the end."""
+    """Return the calls that save a checkpoint, with three barriers of all ranks at the end."""
     sharded = zero3_calls.saved_state(job) if job.fact("zero_stage") == 3 else []
     return [*saved_state(), *sharded, ExpectedCall("barrier", 0, CHECKPOINT, 3, role=WORLD)]
 

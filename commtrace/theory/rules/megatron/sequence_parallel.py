@@ -24,7 +24,7 @@ SHARD_GRADIENTS: Final = "gradients of norms and biases, which see a part of the
 
 
 def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
-    """Add the calls of tensor and sequence parallelism to a prediction. Errors are those of `tensor_parallel`."""
+    """Add the calls of tensor and sequence parallelism to a prediction. Raise errors as `tensor_parallel` does."""
     tensor_parallel.check(job)
     tensor_calls = (*activation_calls(job), *tensor_parallel.optimizer_calls(job))
     scheme = f"{prediction.scheme}, tensor- and sequence-parallel over {job.tensor}"
@@ -67,7 +67,7 @@ def activation_bars(job: Job, tensor_calls: Iterable[ExpectedCall]) -> list[Wate
     """Return the waterfall bars from equation 5 to the wire bytes of a step's activations."""
     without_recomputation = forward_all_gathers(job) + forward_reduce_scatters(job)
     without_recomputation += backward_all_gathers(job) + backward_reduce_scatters(job)
-    without_recomputation += 2 * len(embedding_all_reduce(job))  # with the wire bytes of all_gather and reduce_scatter
+    without_recomputation += 2 * len(embedding_all_reduce(job))  # wire bytes of an all_gather and a reduce_scatter
     recomputed = recomputed_all_gathers(job) + recomputed_all_reduces(job)
     counts = {
         "in each layer four all_gathers and four reduce_scatters": 2 + 8 * num_layers(job),

@@ -1,4 +1,4 @@
-"""Module tree of GPT-NeoX's model without a pipeline as it runs under ZeRO-3, which the log does not record."""
+"""Tree of the modules of GPT-NeoX's model without a pipeline, as they run under ZeRO-3. No log records it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _KNOWN_MODULES: Final = {
     "attention": {"query_key_value", "rotary_emb", "scale_mask_softmax", "attention_dropout", "dense"},
     "mlp": {*_MLP},
 }
-"""Modules with rules: within a layer of the model, within attention, within the MLP."""
+"""Modules with rules: within a layer of the model, within attention, and within the MLP."""
 
 
 @rule("megatron.model.utils.SequentialWrapper.forward; megatron.model.gpt2_model.GPT2ModelPipe.to_sequential", GPT_NEOX)
 def executed_model(job: Job) -> ModuleNode:
-    """Return the model with its layers as children: it calls them itself. A tied head has the embedding's weight."""
+    """Return the model with its layers, which it calls itself, as children. A tied head has the embedding's weight."""
     names, positions = [_name(job, child) for child in job.root.children], job.model("pos_emb")
     refuse(
         (names != ["sequential"], "the modules in the log are not those of GPT-NeoX"),
@@ -39,7 +39,7 @@ def executed_model(job: Job) -> ModuleNode:
 def executed_module(job: Job, module: ModuleNode) -> ModuleNode:
     """Return a module with its children in the order in which they run, which is not that of their construction.
 
-    Flash attention does not run its dropout module. A module uses the biases that its children return without adding.
+    Flash attention does not run its dropout module. A module's `borrowed` parameters are biases that children return.
     """
     order = (*(_LAYER_OF_GPT_J if job.model("gpt_j_residual", False) else _LAYER), *_MLP)
     named = {_name(job, child): executed_module(job, child) for child in module.children}
@@ -61,7 +61,7 @@ def executed_module(job: Job, module: ModuleNode) -> ModuleNode:
 
 @rule("megatron.mpu.layers.ColumnParallelLinear.forward, RowParallelLinear.forward (skip_bias_add)", GPT_NEOX)
 def returned_biases(job: Job, module: ModuleNode) -> tuple[int, ...]:
-    """Return the biases that a module returns instead of adding them: three linear layers, attention and MLP do."""
+    """Return the biases that a module returns instead of adding: three linear layers, attention and the MLP do so."""
     name = _name(job, module)
     if name in ("dense", "linear1", "linear2"):
         return tuple(number for number in module.parameters if job.parameters[number].name.endswith(".bias"))
@@ -74,7 +74,7 @@ def returned_biases(job: Job, module: ModuleNode) -> tuple[int, ...]:
 def checkpointed_segments(job: Job, root: ModuleNode) -> list[tuple[int, int]]:
     """Return (first, end) of each recomputed segment: checkpoint_num_layers layers, all of them transformer layers."""
     interval = int(job.model("checkpoint_num_layers", 1))
-    is_layer = [any(_name(job, part) == "attention" for part in layer.children) for layer in root.children]
+    is_layer = [any(_name(job, child) == "attention" for child in layer.children) for layer in root.children]
     segments = [(first, min(first + interval, len(is_layer))) for first in range(0, len(is_layer), interval)]
     return [(first, end) for first, end in segments if all(is_layer[first:end])]
 

@@ -1,8 +1,8 @@
 """Megatron's tensor parallelism (arXiv 1909.08053) within a data-parallel job: calls of the tensor-parallel group.
 
-All of them are all_reduces, except with partition_activations: of activations (b s h elements: micro-batch, sequence,
-hidden size) where partial results of a layer are summed, of one number per token in the loss, and of scalars in the
-optimizer. Counts are exact: they follow from the architecture, not from the order of modules.
+All except those of partition_activations are all_reduces: of activations (b s h elements: micro-batch, sequence, hidden
+size) where partial results of a layer are summed, of one number per token in the loss, and of scalars in the optimizer.
+Counts are exact: they follow from the architecture, not from the order of modules.
 
 Assumptions that the captured job cannot confirm: every micro-batch has the configured size and length; embedding and
 loss are sharded along the vocabulary as in GPT-NeoX.
@@ -53,7 +53,7 @@ def combine_predictions(
 ) -> Prediction:
     """Return the prediction of a job with another parallel dimension beside data parallelism.
 
-    `calls` are those of a step in the other dimension, and the waterfall `bars` lead from the closed form `form` to
+    `calls` are the other dimension's calls of a step, and the waterfall `bars` lead from the closed form `form` to
     their wire bytes. `others` are the group sizes of other roles; default: those of tensor parallelism.
     """
     data_form = prediction.closed_form
@@ -86,7 +86,7 @@ def check(job: Job) -> None:
     job.require_architecture(f"tensor parallelism over {job.tensor} ranks")
     size = job.model("model_parallel_size", 1)
     refuse(
-        (size != job.tensor, f"the model is cut for {size} ranks and the engine for {job.tensor}"),
+        (size != job.tensor, f"the model has {size} tensor-parallel ranks, but the engine has {job.tensor}"),
         (job.sequence > 1 or job.context > 1 or job.row.get("moe"),
          "tensor parallelism together with shared sequences or experts has no rules yet"),
         (job.row.get("optimizer") == "FP16_Optimizer",
@@ -95,7 +95,7 @@ def check(job: Job) -> None:
 
 
 def with_self_role(job: Job, calls: tuple[ExpectedCall, ...]) -> tuple[ExpectedCall, ...]:
-    """Return calls, with the role "self" if the data-parallel group has one rank and so sends nothing."""
+    """Return calls, with the role "self" if the data-parallel group has one rank, which sends nothing."""
     return calls if job.ranks > 1 else tuple(replace(call, role="self") for call in calls)
 
 
@@ -151,7 +151,7 @@ def activation_bars(
 ) -> list[WaterfallBar]:
     """Return the waterfall bars from the bytes of a closed form to the wire bytes of a step's activations.
 
-    `counts` are the collective calls of a micro-batch up to each level, and `volume` is the closed form of such a call.
+    `counts` are the collective calls per micro-batch at each level, and `volume` is the closed form of such a call.
     """
     call_bytes = volume(activation_elements(job), job.tensor) * job.parameter_size
     levels = {label: count * call_bytes for label, count in counts.items()}
@@ -172,7 +172,7 @@ def form_bytes(job: Job, stages: int = 1) -> Fraction:
 
 
 def batch_dimensions(job: Job) -> tuple[int, int, int]:
-    """Return b, s and h: sequences of a micro-batch, their length, the hidden size."""
+    """Return b, s and h: sequences of a micro-batch, their length, and the hidden size."""
     names = ("train_micro_batch_size_per_gpu", "seq_length", "hidden_size")
     batch, length, hidden = (int(job.model(name)) for name in names)
     return batch, length, hidden
@@ -194,7 +194,7 @@ def activation_bytes(job: Job) -> int:
 @rule("megatron.mpu.layers.VocabParallelEmbedding.forward; megatron.model.transformer.ParallelLinear (the head)",
       GPT_NEOX)  # fmt: skip
 def edge_all_reduces(first: bool = True, last: bool = True) -> int:
-    """Return the number of all_reduces of the first and the last layer for a micro-batch.
+    """Return the number of all_reduces of the first and the last layer per micro-batch.
 
     The first layer, the embedding, all_reduces its output, because each token's row comes from one rank. The last one,
     the head, is column-parallel and all_reduces the gradient of its input.
@@ -205,23 +205,23 @@ def edge_all_reduces(first: bool = True, last: bool = True) -> int:
 @rule("megatron.mpu.layers.RowParallelLinear.forward; megatron.model.transformer.ParallelTransformerLayer.forward",
       GPT_NEOX)  # fmt: skip
 def forward_all_reduces(job: Job, layers: int) -> int:
-    """Return the number of all_reduces of attention and MLP outputs in layers; with gpt_j_residual both share one."""
+    """Return the number of all_reduces of layers' attention and MLP outputs; with gpt_j_residual both share one."""
     return layers * (1 if job.model("gpt_j_residual", False) else 2)
 
 
 @rule("megatron.mpu.layers.ColumnParallelLinear.forward (copy_to_model_parallel_region)", GPT_NEOX)
 def backward_all_reduces(layers: int) -> int:
-    """Return the number of all_reduces of the gradients of attention and MLP inputs in layers."""
+    """Return the number of all_reduces of the gradients of layers' attention and MLP inputs."""
     return layers * 2
 
 
 @rule("torch.utils.checkpoint.CheckpointFunction; "
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (early stop)", TORCH)  # fmt: skip
 def recomputed_all_reduces(job: Job) -> int:
-    """Return the number of all_reduces that the second forward pass of recomputed layers repeats.
+    """Return the number of all_reduces that recomputation repeats.
 
-    Without reentrant autograd it stops as soon as it has what the backward pass needs: before the last all_reduce of
-    each segment of layers, unless dropout after that keeps a mask.
+    Without reentrant autograd, recomputation stops as soon as it has what the backward pass needs: before the last
+    all_reduce of each segment of layers, unless a dropout after that keeps a mask.
     """
     segments = recomputed_segments(job)
     count = forward_all_reduces(job, sum(segments))
@@ -234,8 +234,8 @@ def recomputed_all_reduces(job: Job) -> int:
 def recomputed_segments(job: Job) -> list[int]:
     """Return the number of layers in each segment of the model that is recomputed.
 
-    GPT-NeoX counts segments from the embedding and the function after it, and recomputes segments of layers only. The
-    example counts from the first layer.
+    GPT-NeoX counts segments from the embedding and the function after it, and recomputes those that consist of layers
+    only. The example counts from the first layer.
     """
     if not job.model("checkpoint_activations", False):
         return []
@@ -252,7 +252,7 @@ def layer_segments(is_layer: Sequence[bool], interval: int) -> list[int]:
 
 @rule("deepspeed.runtime.activation_checkpointing.checkpointing.gather_partitioned_activations", DEEPSPEED)
 def segment_all_gathers(job: Job, segments: int) -> list[ExpectedCall]:
-    """Return the all_gathers of inputs of recomputed segments, which ranks keep as shards (partition_activations)."""
+    """Return the all_gathers of the inputs of recomputed segments, kept as shards (partition_activations)."""
     if not job.model("partition_activations", False) or not segments:
         return []
     shards = job.tensor if job.model("sequence_parallel", False) else 1
@@ -269,7 +269,7 @@ def loss_all_reduces(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._model_parallel_all_reduce", DEEPSPEED)
 def model_parallel_all_reduces(job: Job) -> list[ExpectedCall]:
-    """Return ZeRO's all_reduces of overflow check and norms in the model-parallel group, if that has several ranks."""
+    """Return ZeRO's all_reduces for overflow check and norms in the model-parallel group, if it has several ranks."""
     if job.tensor == 1:
         return []
     return [replace(call, role=ROLE) for call in (*zero12.overflow_check(job), *zero12.norms(job))]
@@ -293,7 +293,7 @@ def fallback_norm(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.bf16_optimizer.BF16_Optimizer.step; deepspeed.runtime.utils.get_global_norm_of_tensors",
       DEEPSPEED)  # fmt: skip
 def global_norm() -> list[ExpectedCall]:
-    """Return the all_reduce of BF16_Optimizer's norm (32 bits) in the model-parallel group, clipping or not."""
+    """Return the all_reduce of BF16_Optimizer's norm (32 bits) in the model-parallel group, even without clipping."""
     return [ExpectedCall("all_reduce", 4, NORM, role=ROLE)]
 
 

@@ -1,4 +1,4 @@
 """Rules that mirror PyTorch, of the version `registry.TORCH`: DDP and FSDP2.
 
-DDP's reducer is C++ and not part of a wheel: its rules follow its measured behaviour.
+The source of DDP's reducer (C++) is not in the wheel, so its rules follow its observed behaviour.
 """

@@ -53,7 +53,7 @@ def _step(job: Job, number: int) -> tuple[ExpectedCall, ...]:
 
 @rule("torch/csrc/distributed/c10d/reducer.cpp verify_params_across_processes", TORCH)
 def verification(job: Job) -> list[ExpectedCall]:
-    """Return the calls that verify that number, shapes and strides of trainable parameters are equal on all ranks."""
+    """Return the calls that compare the number, shapes and strides of trainable parameters across ranks."""
     cause = "comparison of the parameters' shapes"
     count = sum(2 * len(parameter.shape) for parameter in _trained(job))
     return [ExpectedCall("all_gather", _INT64 * job.ranks, cause), ExpectedCall("broadcast", _INT64 * count, cause)]
@@ -99,7 +99,7 @@ def rebuilt_bucket_limits(job: Job) -> list[int]:
 
 @rule("torch/csrc/distributed/c10d/reducer.hpp Reducer::should_rebuild_buckets; reducer.cpp push_rebuilt_params", TORCH)
 def rebuild_step(job: Job) -> int | None:
-    """Return the step in which DDP rebuilds its buckets, after it has recorded the gradient order; None: in no step."""
+    """Return the step in which DDP rebuilds its buckets, after it has recorded the gradient order; None: never."""
     if job.fact("static_graph"):
         return 2  # the first backward pass only records the graph
     return None if job.fact("find_unused_parameters") else 1

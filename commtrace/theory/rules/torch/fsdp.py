@@ -1,14 +1,14 @@
 """FSDP2 (`fully_shard`) and HSDP: each rank keeps a shard of every parameter, unit by unit.
 
-A unit consists of the modules of one call of `fully_shard`. One all_gather of its parameters precedes its forward pass,
-and its backward pass if they were resharded. One reduce_scatter of its gradients follows its backward pass (HSDP: and
-one all_reduce among the ranks that hold replicas of the same shard). Nothing is sent at start-up: every rank makes the
-whole model, and keeps its shard.
+A unit consists of the modules of one `fully_shard` call. One all_gather of its parameters precedes its forward pass,
+and its backward pass if they were resharded. One reduce_scatter of its gradients follows its backward pass (HSDP: then
+one all_reduce among the ranks that hold replicas of the same shard). Nothing is sent at start-up: every rank builds the
+whole model and keeps its shard.
 
 Sizes and counts are exact: they do not depend on the order of units. Assumptions that the captured job cannot confirm:
-every unit runs once in each pass, and all of its trained parameters get a gradient. A log has the passes of its steps:
-the micro-batches with their settings, and evaluations. Without them, and for clipping, a step is what the model
-declares (`neox_args`), or else one micro-batch without clipping.
+every unit runs once in each pass, and all of its trained parameters get a gradient. The passes of a step (micro-batches
+with their settings, and evaluations) are those in the log. If it has none, a step has the micro-batches that the model
+declares (`neox_args`), or one. Gradients are clipped if the model declares it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FsdpParameter:
         return prod(self.shape)
 
     def padded_bytes(self, shards: int, dtype: str) -> int:
-        """Return the bytes of its elements in a dtype, with the padding to equal shards."""
+        """Return the bytes of its elements in a dtype, including the padding to equal shards."""
         return padded_elements(self.shape, self.dim, shards) * element_size(dtype)
 
 
@@ -110,7 +110,7 @@ def predict(job: Job) -> Prediction:
 
     @cache
     def calls(before: Pass | None, passes: StepPasses) -> tuple[ExpectedCall, ...]:
-        clipped = clipping(job, units) if any(each.trains for each, _ in passes) else []
+        clipped = clipping(job, units) if any(model_pass.trains for model_pass, _ in passes) else []
         return (*step_calls(units, before, passes), *unused_prefetches(job, units, before, passes), *clipped)
 
     steps = {0: (), **{first: calls(*passes) for first, passes in _timeline(recorded).items()}}
@@ -123,7 +123,7 @@ def predict(job: Job) -> Prediction:
 
 
 def declared_passes(job: Job) -> StepPasses:
-    """Return the passes of a step as the model declares them. The last micro-batch reduces gradients in any case."""
+    """Return the passes of a step as the model declares them. The last micro-batch always reduces gradients."""
     names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
     first, last = Pass(True, *(bool(job.fact(name)) for name in names)), Pass()
     if first == last or job.micro_batches == 1:
@@ -132,7 +132,7 @@ def declared_passes(job: Job) -> StepPasses:
 
 
 def recorded_passes(job: Job) -> dict[int, StepPasses]:
-    """Return the passes of steps in the log, by the first of the steps that have them, ascending; empty without any."""
+    """Return the passes of the log's steps, keyed by the first step that has them, ascending; empty without any."""
     return dict(sorted((int(row["step"]), _read_passes(row)) for row in job.row.get("passes", ())))
 
 
@@ -156,7 +156,7 @@ def _read_pass(entry: Mapping[str, Any], step: int) -> Pass:
 
 
 def _timeline(recorded: dict[int, StepPasses]) -> dict[int, tuple[Pass | None, StepPasses]]:
-    """Return the last pass before a step and the passes of the step, by the first of equal steps."""
+    """Return the last pass before each step and the passes of the step, keyed by the first of equal steps."""
     timeline: dict[int, tuple[Pass | None, StepPasses]] = {}
     before = None
     for step, following in pairwise([*recorded, max(recorded) + 2]):
@@ -169,10 +169,10 @@ def _timeline(recorded: dict[int, StepPasses]) -> dict[int, tuple[Pass | None, S
 
 
 def _regular_passes(recorded: dict[int, StepPasses]) -> StepPasses:
-    """Return the micro-batches of most steps; empty without any."""
+    """Return the most frequent training passes of a step; empty without any."""
     counts = Counter[StepPasses]()
     for step, following in pairwise([*recorded, max(recorded) + 1]):
-        training = tuple((each, times) for each, times in recorded[step] if each.trains)
+        training = tuple((model_pass, times) for model_pass, times in recorded[step] if model_pass.trains)
         counts[training] += (following - step) * bool(training)
     return counts.most_common(1)[0][0]
 
@@ -196,7 +196,7 @@ def _unit(job: Job, row: dict[str, Any]) -> FsdpUnit:
 def _bars(
     job: Job, units: list[FsdpUnit], passes: StepPasses, step: tuple[ExpectedCall, ...]
 ) -> tuple[WaterfallBar, list[WaterfallBar]]:
-    """Return the closed form and the bars: two thirds all_gathers, a third reduce_scatter, and HSDP's all_reduce."""
+    """Return the closed form, and the bars from it to all_gathers (2/3), reduce_scatters (1/3), HSDP's all_reduces."""
     shards, copies = max(unit.shards for unit in units), max(unit.copies for unit in units)
     all_parameters = [parameter for unit in units for parameter in unit.parameters]
     elements, size = sum(parameter.elements for parameter in all_parameters), job.parameter_size
@@ -205,11 +205,12 @@ def _bars(
     third = all_gather_volume(elements, shards) * size
     parameter_bytes = sum(parameter.elements * element_size(parameter.dtype) for parameter in all_parameters)
     padded = sum((all_gather_volume(all_gather_bytes(unit), unit.shards) for unit in units), Fraction(0))
-    parts = sum(times for _, times in passes)
+    micro_batches = sum(times for _, times in passes)
+    gathers = 2 * micro_batches
     gather_levels = {
-        f"parameters pass twice in each of {parts} micro-batches": 2 * parts * third,
-        f"parameters travel as {all_parameters[0].dtype}": 2 * parts * all_gather_volume(parameter_bytes, shards),
-        "padding of parameters to equal parts": 2 * parts * padded,
+        f"parameters pass twice in each of {micro_batches} micro-batches": gathers * third,
+        f"parameters travel as {all_parameters[0].dtype}": gathers * all_gather_volume(parameter_bytes, shards),
+        "padding of parameters to equal parts": gathers * padded,
         "parameters that are still gathered, or gathered from fewer ranks": total_wire_bytes(step, shards, PARAMETERS),
     }
     trained = [(parameter.elements, element_size(unit.gradient_dtype)) for unit in units for parameter in unit.trained]
@@ -219,7 +220,7 @@ def _bars(
         "padding of gradients to equal parts": sum(unit.gradient_bytes for unit in units),
     }
     reduce_levels = {label: all_gather_volume(held, shards) for label, held in gradient_bytes.items()}
-    reduce_scatters = sum(times for each, times in passes if each.reduces)
+    reduce_scatters = sum(times for model_pass, times in passes if model_pass.reduces)
     reduce_levels[f"gradients reduced {reduce_scatters} times a step"] = total_wire_bytes(step, shards, GRADIENTS)
     bars = [*level_bars(2 * third, gather_levels), *level_bars(third, reduce_levels)]
     if copies > 1:
@@ -227,43 +228,43 @@ def _bars(
             f"among replicas: {label.removesuffix(' to equal parts')}": all_reduce(held, copies) / shards
             for label, held in gradient_bytes.items()
         }
-        all_reduces = sum(times for each, times in passes if each.reduces and each.among_copies)
+        all_reduces = sum(times for model_pass, times in passes if model_pass.reduces and model_pass.among_copies)
         replica_levels[f"among replicas: reduced {all_reduces} times a step"] = total_wire_bytes(step, copies, COPIES)
         bars += level_bars(form.bytes - 3 * third, replica_levels)
     return form, [*bars, *cause_bars(step, shards, PARAMETERS, GRADIENTS, COPIES)]
 
 
-_WHERE: Final = "torch.distributed.fsdp._fully_shard."
+_FSDP: Final = "torch.distributed.fsdp._fully_shard."
 
 
-@rule(_WHERE + "_fsdp_param.FSDPParam._init_sharded_param; " + _WHERE + "_fsdp_common._get_dim0_padded_size", TORCH)
+@rule(_FSDP + "_fsdp_param.FSDPParam._init_sharded_param; " + _FSDP + "_fsdp_common._get_dim0_padded_size", TORCH)
 def padded_elements(shape: tuple[int, ...], dim: int, shards: int) -> int:
-    """Return the elements of a parameter whose sharded dimension is padded to a multiple of the ranks."""
+    """Return the elements of a parameter with its sharded dimension padded to a multiple of the ranks."""
     return prod(ceil(size / shards) * shards if axis == dim else size for axis, size in enumerate(shape))
 
 
-@rule(_WHERE + "_fsdp_collectives.foreach_all_gather", TORCH)
+@rule(_FSDP + "_fsdp_collectives.foreach_all_gather", TORCH)
 def all_gather_bytes(unit: FsdpUnit) -> int:
     """Return the payload in bytes of a unit's all_gather, which contains parameters of all dtypes."""
     return sum(parameter.padded_bytes(unit.shards, parameter.dtype) for parameter in unit.parameters)
 
 
 def step_calls(units: Sequence[FsdpUnit], before: Pass | None, passes: StepPasses) -> list[ExpectedCall]:
-    """Return the calls of a step's passes; `before` is the last pass of the step before it, None without any."""
+    """Return the calls of a step's passes; `before` is the last pass before the step, None without any."""
     calls: list[ExpectedCall] = []
-    for each, times in passes:
+    for model_pass, times in passes:
         for unit in units:
-            repeated = all_gathers(unit, each, each) if times > 1 else []
-            calls += [*all_gathers(unit, before, each), *(call.times(times - 1) for call in repeated)]
-            calls += [call.times(times) for call in reductions(unit, each)]
-        before = each
-    # Passes whose settings differ may have the same calls: those are one entry.
+            repeated = all_gathers(unit, model_pass, model_pass) if times > 1 else []
+            calls += [*all_gathers(unit, before, model_pass), *(call.times(times - 1) for call in repeated)]
+            calls += [call.times(times) for call in reductions(unit, model_pass)]
+        before = model_pass
+    # Passes with different settings may have the same calls, which become one entry.
     return [call.times(count) for call, count in count_calls(calls).items()]
 
 
-@rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.unshard, reshard; "
-      + _WHERE + "_fsdp_state.FSDPState._lazy_init (the root stays whole)", TORCH)  # fmt: skip
-def all_gathers(unit: FsdpUnit, before: Pass | None, each: Pass) -> list[ExpectedCall]:
+@rule(_FSDP + "_fsdp_param_group.FSDPParamGroup.unshard, reshard; "
+      + _FSDP + "_fsdp_state.FSDPState._lazy_init (the root stays whole)", TORCH)  # fmt: skip
+def all_gathers(unit: FsdpUnit, before: Pass | None, model_pass: Pass) -> list[ExpectedCall]:
     """Return the all_gathers of a unit: before forward if it is sharded, before backward if forward resharded it.
 
     Prefetching and recomputed activations change when a unit is gathered, not how often.
@@ -273,41 +274,43 @@ def all_gathers(unit: FsdpUnit, before: Pass | None, each: Pass) -> list[Expecte
         ranks_before = unit.shards if before is None or before.reshards else 1
     else:
         ranks_before = after_forward
-    groups = (ranks_before, *([after_forward] * each.trains))
+    groups = (ranks_before, *([after_forward] * model_pass.trains))
     payload = all_gather_bytes(unit)
     return [ExpectedCall("all_gather", payload, PARAMETERS, ranks=ranks) for ranks in groups if ranks > 1]
 
 
-@rule(_WHERE + "_fsdp_param_group.FSDPParamGroup._backward_prefetch, finalize_backward", TORCH)
+@rule(_FSDP + "_fsdp_param_group.FSDPParamGroup._backward_prefetch, finalize_backward", TORCH)
 def unused_prefetches(
     job: Job, units: Sequence[FsdpUnit], before: Pass | None, passes: StepPasses
 ) -> Iterator[ExpectedCall]:
-    """Yield all_gathers that are prefetched and not used: of the last unit, in the backward pass after an evaluation.
+    """Yield prefetched all_gathers that are not used: of the last unit, in the backward pass after an evaluation.
 
-    The first unit's backward prefetches the unit that ran before its forward, which is the last one of the evaluation.
-    A root with parameters runs last, and is unsharded at that time.
+    The first unit's backward prefetches the unit that ran before its forward, which is the evaluation's last unit. A
+    root with parameters runs last, and is unsharded at that time.
     """
     if len(units) < 2 or any(row["name"] == "" and row["parameters"] for row in job.fact("units")):
         return
     last = units[-1]
-    for each, _ in passes:
-        if not each.is_last:
+    for model_pass, _ in passes:
+        if not model_pass.is_last:
             raise NotPredictedError("set_is_last_backward of a root without parameters has no rules yet")
-        if each.trains and before is not None and not before.trains and each.reshards and last.shards > 1:
+        is_after_evaluation = before is not None and not before.trains
+        if model_pass.trains and is_after_evaluation and model_pass.reshards and last.shards > 1:
             yield ExpectedCall("all_gather", all_gather_bytes(last), PARAMETERS, ranks=last.shards)
-        before = each
+        before = model_pass
 
 
-@rule(_WHERE + "_fsdp_param_group.FSDPParamGroup.post_backward; " + _WHERE + "_fsdp_collectives.foreach_reduce", TORCH)
-def reductions(unit: FsdpUnit, each: Pass) -> list[ExpectedCall]:
+@rule(_FSDP + "_fsdp_param_group.FSDPParamGroup.post_backward; " + _FSDP + "_fsdp_collectives.foreach_reduce", TORCH)
+def reductions(unit: FsdpUnit, model_pass: Pass) -> list[ExpectedCall]:
     """Return a unit's reduce_scatter of gradients, and HSDP's all_reduce of the shard among replicas.
 
-    Only passes that synchronize gradients (set_requires_gradient_sync) have them. Padding is that of the parameters.
+    Only passes that synchronize gradients (set_requires_gradient_sync) have them. Gradients are padded like parameters.
     """
     calls: list[ExpectedCall] = []
-    if each.trains and each.reduces and unit.shards > 1:
+    reduces = model_pass.trains and model_pass.reduces
+    if reduces and unit.shards > 1:
         calls.append(ExpectedCall("reduce_scatter", unit.gradient_bytes, GRADIENTS, ranks=unit.shards))
-    if each.trains and each.reduces and each.among_copies and unit.copies > 1:
+    if reduces and model_pass.among_copies and unit.copies > 1:
         calls.append(ExpectedCall("all_reduce", unit.gradient_bytes // unit.shards, COPIES, ranks=unit.copies))
     return calls
 
