@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 
 class Element(NamedTuple):
-    """A datatype: bytes that are sent of each element, bytes from one to the next, and its name."""
+    """A datatype: bytes sent per element, bytes from one element to the next, and its name."""
 
     size: int
     extent: int
@@ -40,18 +40,18 @@ class Blocks(NamedTuple):
     dtype: str | None
 
 
-# PEP 3118 formats by their letter -> numpy's names, which are torch's too.
+# PEP 3118 format -> numpy's name of the type, which is torch's as well.
 _FORMATS: Final = {letter: np.dtype(letter).name for letter in "?bBhHiIlLqQefdgFDG"}
 _FORMATS.update((f"Z{letter.lower()}", _FORMATS[letter]) for letter in "FDG")
 
 predefined: Final[dict[int, tuple[Any, Element]]] = {}
-"""The datatypes that mpi4py names, by id of mpi4py's object, which is kept so that the id stays its own."""
+"""The datatypes that mpi4py names, by the id of their object, kept so that the id is not reused."""
 
 
 def simple(message: Any, blocks: int = 1) -> Block:
-    """Return the share of one rank of a message with `blocks` equal shares.
+    """Return one rank's share of a message with `blocks` equal shares.
 
-    A message that mpi4py rejects has no bytes, or raises.
+    For a message that mpi4py rejects, return no bytes or raise an exception.
     """
     if type(message) is np.ndarray:
         return Block(message.nbytes // blocks, _numpy_name(message.dtype))
@@ -93,7 +93,7 @@ def vector_of_types(message: Any, blocks: int) -> Blocks:
 
 
 def element_of(datatype: Any) -> Element:
-    """Return the element of a datatype, or of a string that mpi4py accepts for one."""
+    """Return the element of a datatype, or of a string that mpi4py accepts in its place."""
     known = predefined.get(id(datatype))
     if known is not None:
         return known[1]
@@ -102,7 +102,7 @@ def element_of(datatype: Any) -> Element:
     return Element(datatype.Get_size(), datatype.Get_extent()[1], _type_name(datatype))
 
 
-def learn_predefined() -> None:
+def fill_predefined() -> None:
     """Fill `predefined` once MPI is initialized: these datatypes are never freed."""
     for datatype in vars(MPI).values():
         if isinstance(datatype, MPI.Datatype) and datatype != MPI.DATATYPE_NULL:

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from commtrace.hooks.groups import Group, GroupDescription, Groups
 from commtrace.recording.table_writer import TableWriter
 
-# Default names of Open MPI, which contain a number that may differ between ranks.
+# Open MPI's default names, which contain a number that may differ between ranks.
 _NO_NAME: Final = re.compile(
     r"MPI[ _](COMMUNICATOR|COMM|WIN)\b.*\d.*(FROM|DUP|SPLIT).*|MPI (COMMUNICATOR|WIN) \d+", re.I
 )
@@ -31,9 +31,10 @@ class MpiGroup(Group):
         rank: int,
         remote: Sequence[int] | None,
     ) -> None:
-        """Describe a group of mpi4py, row `number` of the groups table, where this process is `rank` in `local`.
+        """Describe an mpi4py group with row `number` of the groups table.
 
-        `remote` are the global ranks of an intercommunicator's other side, -1 if not known; None: no intercommunicator.
+        `local` and `remote` are lists of global ranks (-1: in another world); this process is `rank`
+        in `local`. `remote` is the remote group of an intercommunicator; None: not one.
         """
         super().__init__(members, number, row.ranks, rank)
         self.local = local
@@ -42,15 +43,15 @@ class MpiGroup(Group):
         self.own = local[rank]
         self._others = local if remote is None else remote
         self.blocks = len(self._others)
-        """Number of shares of a collective: one per rank; with an intercommunicator, per rank of the other side."""
+        """Number of shares of a collective: one per rank of the remote group, if any, or of the group."""
         topology = isinstance(members, MPI.Topocomm)
         self.sources: int = members.indegree if topology else 0
         """Number of neighbours that this rank receives from in a neighbourhood collective."""
         self.destinations: int = members.outdegree if topology else 0
-        """Number of neighbours that it sends to."""
+        """Number of neighbours that this rank sends to in a neighbourhood collective."""
 
     def peer(self, rank: int) -> int:
-        """Return the global rank of a source, destination, target or root; -1: none, any, or of another world."""
+        """Return the global rank of a source, destination, target or root; -1: none, any, or in another world."""
         return self._others[rank] if 0 <= rank < len(self._others) else -1
 
     def counter(self, peer: int, tag: int, sends: bool) -> Iterator[int]:
@@ -67,10 +68,10 @@ class MpiGroup(Group):
 
 
 class MpiGroups(Groups[MpiGroup]):
-    """The groups in one recorder's tables, by Python's object, or by MPI's handle if several objects have one."""
+    """The groups in one recorder's tables, by Python object, and by handle for objects that share one."""
 
     def __init__(self, tables: TableWriter, world: Sequence[int]) -> None:
-        """Write to these tables; `world` are the global ranks of MPI.COMM_WORLD."""
+        """Write to these tables; `world` holds the global ranks of MPI.COMM_WORLD."""
         super().__init__(tables)
         self._world = world
         self._by_handle: dict[tuple[type, int], MpiGroup] = {}
@@ -81,21 +82,22 @@ class MpiGroups(Groups[MpiGroup]):
         group = self._by_handle.get(key)
         if group is None:
             group = self._by_handle[key] = self._new(members)
-        same = copy.copy(group)  # with the same row and counters, for another object of the same handle
-        same.ref = weakref.ref(members)
-        return same
+        alias = copy.copy(group)  # another object with the same handle has the same row and counters
+        alias.ref = weakref.ref(members)
+        return alias
 
     def _new(self, members: Any) -> MpiGroup:
         local, rank = self._ranks(members.Get_group())
         inter = isinstance(members, MPI.Comm) and members.Is_inter()
         remote = self._ranks(members.Get_remote_group())[0] if inter else None
         # Both sides of an intercommunicator write the same row.
-        known = local if remote is None else sorted({*local, *remote})
-        row = GroupDescription([each for each in known if each >= 0], _name(members), _describe(members), self._backend)
+        global_ranks = local if remote is None else sorted({*local, *remote})
+        known = [global_rank for global_rank in global_ranks if global_rank >= 0]
+        row = GroupDescription(known, _name(members), _describe(members), self._backend)
         return MpiGroup(members, self._number(row), row, local, rank, remote)
 
     def _ranks(self, group: Any) -> tuple[list[int], int]:
-        """Return an MPI group's global ranks, -1 for processes of another world, and the own rank. Frees the group."""
+        """Return an MPI group's global ranks (-1: in another world) and this process's rank. Free the group."""
         world = MPI.COMM_WORLD.Get_group()
         translated = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world)
         ranks, own = [self._world[rank] if rank >= 0 else -1 for rank in translated], group.Get_rank()

@@ -1,9 +1,10 @@
-"""Reversible replacement of methods of extension types, whose attributes `setattr` refuses to set.
+"""Reversible replacement of methods of extension types, whose attributes cannot be set by `setattr`.
 
-CPython looks up methods in a class's own dict, of which the class shows a read-only view. The garbage collector gives
-the dict behind the view. It may be changed if the interpreter's method cache is invalidated (PyType_Modified, as
-`setattr` does). The class stays the same object: all its instances are covered, and `isinstance`, `type`, equality and
-pickling do not change.
+CPython looks up methods in a class's own dict, which the class exposes only as a read-only view.
+The garbage collector gives access to the dict behind the view. The dict may be changed if the
+interpreter's method cache is then invalidated (PyType_Modified, as `setattr` does). The class stays
+the same object: all its instances are covered, and `isinstance`, `type`, equality and pickling do
+not change.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from commtrace.patching import Patches, Wrapper
 
 def namespace(cls: type) -> dict[str, Any]:
     """Return the dict behind `vars(cls)`. Raises RuntimeError if this Python does not give access to it."""
-    dicts = [each for each in gc.get_referents(vars(cls)) if type(each) is dict]
+    dicts = [referent for referent in gc.get_referents(vars(cls)) if type(referent) is dict]
     if len(dicts) != 1:
         raise RuntimeError(f"the methods of {cls.__name__} cannot be replaced in this Python")
     return cast(dict[str, Any], dicts[0])
 
 
 class ExtensionPatches(Patches):
-    """What a hook has replaced in extension types, to restore it."""
+    """The attributes of extension types that a hook has replaced, to restore them."""
 
     @staticmethod
     def attributes(owner: type) -> dict[str, Any]:
-        """Return what is defined on `owner` itself, which may be changed."""
+        """Return the attributes defined on `owner` itself, as a dict that may be changed."""
         return namespace(owner)
 
     @staticmethod
@@ -45,7 +46,7 @@ class ExtensionPatches(Patches):
         Args:
             owner: The class.
             name: Name of the method.
-            wrapper: Returns the replacement. The original of a class method takes the class first, so must its result.
+            wrapper: Returns the replacement. For a class method, both take the class first.
             instead: Returns what to install for (original, replacement); None: the replacement.
 
         Returns:
@@ -55,7 +56,7 @@ class ExtensionPatches(Patches):
         def make(original: Any) -> Any:
             kind = type(original) if isinstance(original, (classmethod, staticmethod)) else None
             function: Callable[..., Any] = original if kind is None else original.__func__
-            replacement: Any = _alike(wrapper(function), function)
+            replacement: Any = _copy_metadata(wrapper(function), function)
             if kind is not None:
                 replacement = kind(replacement)
             return replacement if instead is None else instead(original, replacement)
@@ -63,7 +64,7 @@ class ExtensionPatches(Patches):
         return self.replace(owner, name, make)
 
 
-def _alike(replacement: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _copy_metadata(replacement: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """Give a replacement the original's name, documentation and signature."""
     functools.update_wrapper(replacement, function)
     signature = getattr(function, "__text_signature__", None)

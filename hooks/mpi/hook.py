@@ -1,8 +1,8 @@
-"""The hook of mpi4py: replaces every method that communicates, on its own class.
+"""The hook of mpi4py: replaces every method that communicates, on the class that defines it.
 
-mpi4py's classes are immutable extension types. Replacing their methods anyway (`extension_types`) covers every object,
-whenever and by whom it is made, without subclasses or wrapper objects. mpi4py calls MPI from C and not its own methods,
-so a call that pickles is recorded once.
+mpi4py's classes are immutable extension types. Replacing their methods (`extension_types`) covers
+every object, no matter when and by whom it is created, without subclasses or wrapper objects.
+mpi4py's methods call MPI from C, not each other, so a call that pickles is recorded once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .methods import METHODS
 _BLIND_SPOTS = (
     "MPI calls of C or Fortran code, file input and output, and programs that use MPI sessions without initializing "
     "MPI are not observed",
-    "a Request that is copied, or made from a handle, shows no end to the call that it stands for",
+    "a copied Request, or one made from a handle, does not show the end of its call",
 )
 
 _patches = ExtensionPatches()
@@ -43,9 +43,9 @@ def install() -> None:
     if in_c:
         recorder_setup.compiled.add("mpi4py")
         _patches.on_undo(recorder_setup.compiled.discard, "mpi4py")
-        _patches.on_undo(native.ends)
-        _patches.append(mpi_tracer.started, native.begins)
-        _patches.append(mpi_tracer.ended, native.ends)
+        _patches.on_undo(native.stop_recording)
+        _patches.append(mpi_tracer.started, native.start_recording)
+        _patches.append(mpi_tracer.ended, native.stop_recording)
     for owner, names, wrapper in (
         (MPI.Request, ("Cancel", "cancel"), wrappers.wrap_cancel),
         (MPI.Request, ("Free",), wrappers.wrap_request_free),

@@ -18,7 +18,7 @@ from .communicators import MpiGroup
 
 
 class Size(NamedTuple):
-    """Payload in bytes, bytes of it that are this rank's own share, whether shares differ, element type."""
+    """Payload and this rank's own share of it in bytes, whether shares differ, and element type."""
 
     payload: int
     local: int = 0
@@ -34,7 +34,7 @@ Arguments = Mapping[str, Any]
 Rule = Callable[[Arguments, MpiGroup, int], Size]
 
 
-def _whole(block: Block) -> Size:
+def _size_of(block: Block) -> Size:
     return Size(block.nbytes, dtype=block.dtype)
 
 
@@ -43,37 +43,37 @@ def _equal(block: Block, ranks: int, own: bool) -> Size:
 
 
 def _unequal(shares: Sequence[int], dtype: str | None, group: MpiGroup | None) -> Size:
-    """Return the size of these shares; `group`: the group of which one share is this rank's own."""
+    """Return the size of these shares; if `group` is given, one of them may be this rank's own."""
     own = len(shares) if group is None or group.remote is not None else group.rank
     return Size(sum(shares), shares[own] if own < len(shares) else 0, len(set(shares)) > 1, dtype)
 
 
 def _argument(arguments: Arguments, name: str) -> Any:
-    """Return a buffer; the receive buffer where the send buffer is in place."""
+    """Return a buffer, or the receive buffer if that one is MPI.IN_PLACE."""
     buffer = arguments[name]
     return arguments["recvbuf"] if buffer is MPI.IN_PLACE else buffer
 
 
 def nothing(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    """Return no bytes."""
+    """Return the size of a call without data."""
     return NOTHING
 
 
 def _buffer(name: str) -> Rule:
-    return lambda arguments, group, root: _whole(simple(arguments[name]))
+    return lambda arguments, group, root: _size_of(simple(arguments[name]))
 
 
 def _reduced(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    """Return the size of a reduction, whose buffers have one size on all ranks."""
+    """Return the size of a reduction, whose buffers have the same size on all ranks."""
     sent = arguments["sendbuf"]
     received = sent is None or sent is MPI.IN_PLACE or root == MPI.ROOT
-    return _whole(simple(arguments["recvbuf"] if received else sent))
+    return _size_of(simple(arguments["recvbuf"] if received else sent))
 
 
 def _rooted(full: str, share: str, uneven: bool = False) -> Rule:
-    """Make the rule of gather and scatter: the root's buffer has all shares, every other rank's has its own.
+    """Make the rule of gather and scatter: the root's buffer has all shares, any other rank's only its own.
 
-    If shares may differ, a rank other than the root knows only its own, which is then the payload.
+    If shares may differ, any other rank can measure only its own, which is then the payload.
     """
 
     def rule(arguments: Arguments, group: MpiGroup, root: int) -> Size:
@@ -88,7 +88,7 @@ def _rooted(full: str, share: str, uneven: bool = False) -> Rule:
 
 
 def _shares(buffer: str, ranks: str = "blocks") -> Rule:
-    """Make the rule of a buffer with equal shares of as many ranks as this attribute of the group counts."""
+    """Make the rule of a buffer with equal shares; attribute `ranks` of the group is their number."""
 
     def rule(arguments: Arguments, group: MpiGroup, root: int) -> Size:
         count = getattr(group, ranks)
@@ -122,8 +122,8 @@ def _reduce_scatter(arguments: Arguments, group: MpiGroup, root: int) -> Size:
 
 
 def _fetched(arguments: Arguments, group: MpiGroup, root: int) -> Size:
-    """Return the size of what is sent to the target or, if nothing is (NO_OP), of what it returns."""
-    return _whole(simple(arguments["result" if arguments.get("op") == MPI.NO_OP else "origin"]))
+    """Return the size of the data sent to the target or, for NO_OP, of the data it returns."""
+    return _size_of(simple(arguments["result" if arguments.get("op") == MPI.NO_OP else "origin"]))
 
 
 class Message(NamedTuple):
@@ -147,7 +147,7 @@ class Method:
     messages: tuple[Message, ...] = ()  # messages that the method carries; a Sendrecv has two
     root: str | None = None  # name of the argument with the root, or the target of a one-sided operation
     objects: bool = False  # whether it pickles Python objects
-    returns: str = ""  # "request": returns before the end, with a Request; "prequest": begins nothing yet; "": blocks
+    returns: str = ""  # "request": returns a Request at once; "prequest": returns a Prequest, not started; "": blocks
 
     @cached_property
     def reduces(self) -> bool:
@@ -219,7 +219,7 @@ def _collectives() -> Iterator[Method]:
         yield Method(owner, f"{name}_init", op, (*parameters, "info"), rule, root=root, returns="prequest")
         if not name.endswith(("v", "w")) and not name.startswith("Reduce_scatter"):
             first = "obj" if op == "broadcast" else "sendobj"
-            others = (each for each in parameters if each in ("op", "root"))
+            others = (parameter for parameter in parameters if parameter in ("op", "root"))
             pickled = (first, *others) if parameters else ()
             yield Method(owner, name.lower(), op, pickled, root=root, objects=op != "barrier")
 
@@ -287,4 +287,4 @@ def _one_sided() -> Iterator[Method]:
 
 
 METHODS: Final[tuple[Method, ...]] = (*_collectives(), *_messages(), *_one_sided())
-"""Every method that is recorded. One that this mpi4py does not have is left out."""
+"""Every method that is recorded. The hook skips those that the installed mpi4py lacks."""

@@ -1,7 +1,8 @@
 """Sizes of the objects that mpi4py pickles, measured where it calls its pickler, so that nothing is pickled twice.
 
-mpi4py keeps the functions that pickle and unpickle in `MPI.pickle`, where a program may set its own by calling its
-`__init__`. The hook wraps whichever are set, by the same method, and notes sizes while a recorded call is under way.
+`MPI.pickle` holds the functions that pickle and unpickle. A program may replace them by calling
+`MPI.pickle.__init__`. The hook wraps the current ones in the same way, and notes sizes during
+recorded calls.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mpi4py import MPI
 from commtrace.hooks.recorder_setup import fault
 
 from .extension_types import ExtensionPatches, namespace
-from .tracer import pickling
+from .tracer import current_sizes
 
 _patches = ExtensionPatches()
 
@@ -29,13 +30,13 @@ class _Measured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.function(*args, **kwargs)
-        objects = pickling()
-        if objects is not None:
+        sizes = current_sizes()
+        if sizes is not None:
             try:
                 if self.loads:
-                    objects.loaded.append(len(args[0]))
+                    sizes.loaded.append(len(args[0]))
                 else:
-                    objects.dumped.append(len(result))
+                    sizes.dumped.append(len(result))
             except Exception:
                 fault()
         return result
@@ -72,8 +73,8 @@ uninstall = _patches.undo
 
 def _unwrap(initialize: Callable[..., None]) -> None:
     dumps, loads, protocol, threshold = _functions(MPI.pickle)
-    own = [each.function if isinstance(each, _Measured) else each for each in (dumps, loads)]
-    initialize(MPI.pickle, *own, protocol, threshold)
+    originals = [function.function if isinstance(function, _Measured) else function for function in (dumps, loads)]
+    initialize(MPI.pickle, *originals, protocol, threshold)
 
 
 def _wrap(initialize: Callable[..., None]) -> None:
@@ -82,14 +83,14 @@ def _wrap(initialize: Callable[..., None]) -> None:
 
 
 def _functions(pickle: Any) -> tuple[Any, Any, Any, Any]:
-    """Return (dumps, loads, protocol, threshold), found by the garbage collector: mpi4py does not export them.
+    """Return (dumps, loads, protocol, threshold), found through the garbage collector: mpi4py does not export them.
 
     Raises:
         RuntimeError: This version of mpi4py stores them in another way.
     """
-    kept = [each for each in gc.get_referents(pickle) if each is not type(pickle)]
+    referents = [referent for referent in gc.get_referents(pickle) if referent is not type(pickle)]
     protocol, threshold = pickle.PROTOCOL, pickle.THRESHOLD
-    functions = [each for each in kept if callable(each)]
+    functions = [referent for referent in referents if callable(referent)]
     if len(functions) != 2:
         raise RuntimeError("this version of mpi4py stores its pickler in an unknown way")
     return functions[0], functions[1], protocol, threshold

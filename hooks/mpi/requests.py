@@ -16,10 +16,10 @@ from .communicators import MpiGroup
 
 
 class Receipt(NamedTuple):
-    """A message to receive. Its size is known when it has arrived; so are sender and tag, if any were accepted."""
+    """A message to receive. Its size, and its sender and tag if any are accepted, are known on arrival."""
 
     group: MpiGroup
-    peer: int  # that the call accepts; -1: any
+    peer: int  # accepted by the call; -1: any
     tag: int
 
     def arrived(self, recorder: Recorder, slot_or_call: int | PendingCall, status: Any) -> None:
@@ -37,7 +37,7 @@ Ends = Sequence[tuple[PendingCall | None, Receipt | None]]
 
 
 class PendingRequest(weakref.ref[Any]):
-    """A weak reference to the Request that ends these calls: a Request that is kept alive pins its buffers."""
+    """A weak reference to the Request that ends these calls; a strong one would pin its buffers."""
 
     __slots__ = ("cancelled", "ends", "key")
 
@@ -71,7 +71,7 @@ class Requests:
     def ended(self, pending: PendingRequest, t_wait: int, t_end: int, clock: Clock, status: Any) -> None:
         """Record the end of these calls, shown by a wait or, with `t_wait` 0, by a poll."""
         if self._pending.pop(pending.key, None) is not pending:
-            return  # another thread's wait returned before
+            return  # another thread's wait returned first
         recorder = self._recorder
         cancelled = pending.cancelled and status is not None and status.Is_cancelled()
         for call, receipt in pending.ends:
@@ -86,7 +86,7 @@ class Requests:
             recorder.ended(call, t_wait, t_end, clock)
 
     def failed(self, pending: PendingRequest) -> None:
-        """Record that these calls failed, as a wait has raised an exception."""
+        """Record that these calls failed, because a wait raised an exception."""
         if self._pending.pop(pending.key, None) is pending:
             for call, _ in pending.ends:
                 if call is not None:
@@ -115,7 +115,7 @@ class Requests:
     # ---- values by object ------------------------------------------------------------------------------------------
 
     def keep(self, holder: Any, value: Any) -> None:
-        """Keep a value for a persistent request or a matched message while it lives."""
+        """Keep a value for a persistent request or a matched message until that is deallocated."""
         key, kept = id(holder), self._kept
 
         def died(reference: weakref.ref[Any]) -> None:
@@ -125,11 +125,11 @@ class Requests:
         kept[key] = weakref.ref(holder, died), value
 
     def kept(self, holder: Any) -> Any:
-        """Return the value of `keep`; None if there is none."""
+        """Return the value kept for this object; None if there is none."""
         known = self._kept.get(id(holder))
         return known[1] if known is not None and known[0]() is holder else None
 
     def forget(self) -> None:
-        """Drop everything, when the session has ended."""
+        """Drop everything when the session has ended."""
         self._pending = {}
         self._kept = {}

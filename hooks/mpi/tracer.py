@@ -19,7 +19,7 @@ from commtrace.recording.recorder import Recorder
 from commtrace.recording.session import session
 from commtrace.schema import Clock, Flag
 
-from .buffers import learn_predefined, simple
+from .buffers import fill_predefined, simple
 from .communicators import MpiGroup, MpiGroups
 from .methods import NOTHING, Arguments, Message, Method, Size
 from .requests import Receipt, Requests
@@ -31,21 +31,21 @@ SAMPLE_MASK: Final = 15  # the cost of one call in sixteen is measured
 _ASYNC, _COALESCED, _OBJECT, _UNEVEN = (int(flag) for flag in (Flag.ASYNC, Flag.COALESCED, Flag.OBJECT, Flag.UNEVEN))
 _PREDEFINED_OPS: Final = {name: op for name, op in vars(MPI).items() if isinstance(op, MPI.Op) and op != MPI.OP_NULL}
 _REDUCE_OPS: Final = {id(op): name for name, op in _PREDEFINED_OPS.items()}
-_OBJECT_SIZE: Final = Size(0, dtype="object")  # until mpi4py has pickled
-_pickled: Final = threading.local()
-# Whether the status of an Isendrecv request is that of its receive. MPICH 5.0.2 leaves numbers of other messages in it.
+_OBJECT_SIZE: Final = Size(0, dtype="object")  # until mpi4py has pickled the object
+_thread: Final = threading.local()
+# Whether the status of an Isendrecv describes its receive. MPICH 5.0.2 leaves the values of other messages in it.
 _EXCHANGE_HAS_STATUS: Final = MPI.get_vendor()[0] == "Open MPI"
 
 
 def identity_in_world() -> RankIdentity | None:
-    """Return the process's rank in MPI.COMM_WORLD; None if that has one process only (started by torchrun, say)."""
+    """Return the process's rank in MPI.COMM_WORLD; None if that has only one process (as under torchrun)."""
     if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.Get_size() > 1:
         return RankIdentity(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), _agree)
     return None
 
 
 def _agree(proposal: str) -> str:
-    """Return a run name on which all ranks agree without a message: MPI has no store, and a collective may not end."""
+    """Return a run name that all ranks agree on without a message: MPI has no store, and a collective may never end."""
     size = str(MPI.COMM_WORLD.Get_size())
     if size in (os.environ.get("MPI_LOCALNRANKS"), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")):
         starter = identity.mpi_starter()  # the parent of all ranks, as all are on this host
@@ -54,11 +54,11 @@ def _agree(proposal: str) -> str:
 
 
 ended: list[Callable[[], None]] = []
-"""Called when a tracer's session has ended."""
+"""Functions to call when a tracer's session has ended."""
 
 
 def begin() -> MpiTracer | None:
-    """Return the tracer of this process, made with the first call; None if tracing is off or MPI is not initialized."""
+    """Return this process's tracer, created by the first call; None if tracing is off or MPI is not initialized."""
     if session.settings is None and session.recorder is None:
         return None
     if MPI.Is_finalized() or not MPI.Is_initialized():
@@ -67,61 +67,61 @@ def begin() -> MpiTracer | None:
     return None if recorder is None else _tracers.start(recorder)
 
 
-class CallPart(NamedTuple):
+class CallRecord(NamedTuple):
     """One record of a call: most calls have one, a Sendrecv has two."""
 
     slot: int
-    receipt: Receipt | None  # of a message that is received
+    receipt: Receipt | None  # None unless a message is received
 
 
-class Objects:
-    """The bytes of each object that was pickled and unpickled in one call."""
+class PickledSizes:
+    """The bytes of each object that one call has pickled or unpickled."""
 
     __slots__ = ("dumped", "loaded", "outer")
 
     def __init__(self) -> None:
         self.dumped: list[int] = []
         self.loaded: list[int] = []
-        self.outer: Objects | None = None
+        self.outer: PickledSizes | None = None
 
 
-def pickling() -> Objects | None:
-    """Return the objects of the call in which this thread pickles; None outside of a call."""
-    return getattr(_pickled, "objects", None)
+def current_sizes() -> PickledSizes | None:
+    """Return the sizes of this thread's running call; None outside a call that pickles."""
+    return getattr(_thread, "sizes", None)
 
 
 class MethodPlan(NamedTuple):
-    """What is known before a call; for a persistent request, before every start."""
+    """What is known about a call before it begins; for a persistent request, before every start."""
 
     method: Method
     group: MpiGroup
     flags: int
-    parts: list[tuple[int, int, int, int, int, bool]]  # (kind, payload, local, peer, tag, whether it receives)
+    records: list[tuple[int, int, int, int, int, bool]]  # (kind, payload, local, peer, tag, whether it receives)
 
 
 class MpiEntry:
-    """A call that has begun and not returned yet."""
+    """A call that has begun but not yet returned."""
 
-    __slots__ = ("first", "objects", "parts", "plan", "status", "tracer")
+    __slots__ = ("first", "pickled", "plan", "records", "status", "tracer")
 
-    def __init__(self, tracer: MpiTracer, plan: MethodPlan, parts: list[CallPart]) -> None:
-        self.tracer, self.plan, self.parts = tracer, plan, parts
+    def __init__(self, tracer: MpiTracer, plan: MethodPlan, records: list[CallRecord]) -> None:
+        self.tracer, self.plan, self.records = tracer, plan, records
         self.first = False  # something was looked up for the first time
         self.status: Any = None
-        self.objects: Objects | None = None
+        self.pickled: PickledSizes | None = None
 
     @property
     def sampled(self) -> bool:
         """Whether the cost of this call is measured."""
-        return self.parts[0].slot & SAMPLE_MASK == 0
+        return self.records[0].slot & SAMPLE_MASK == 0
 
     def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return the arguments to call the method with: a new status if one is needed and the program passes none."""
+        """Return the arguments for the method, with a new status if one is needed and the program passes none."""
         method = self.plan.method
         if method.objects:
-            self.objects = Objects()
-            self.objects.outer = pickling()
-            _pickled.objects = self.objects
+            self.pickled = PickledSizes()
+            self.pickled.outer = current_sizes()
+            _thread.sizes = self.pickled
         at = method.status_at
         if at is None or not method.receives:
             return args, kwargs
@@ -133,68 +133,69 @@ class MpiEntry:
 
     def exit(self) -> None:
         """Note that the method has returned or raised."""
-        if self.objects is not None:
-            _pickled.objects = self.objects.outer
+        if self.pickled is not None:
+            _thread.sizes = self.pickled.outer
 
     def failed(self, t_return: int) -> None:
         """Record that the method raised an exception."""
-        for part in self.parts:
-            self.tracer.recorder.failed(part.slot, t_return)
+        for record in self.records:
+            self.tracer.recorder.failed(record.slot, t_return)
 
     def lost(self, t_return: int) -> None:
-        """Record that the end of this call cannot be observed, as the hook failed."""
-        for part in self.parts:
-            self.tracer.recorder.lost(part.slot, t_return)
+        """Record that the end of this call cannot be observed, because the hook failed."""
+        for record in self.records:
+            self.tracer.recorder.lost(record.slot, t_return)
 
     def after(self, result: Any, t_return: int) -> None:
         """Record that the method returned `result`: a Request if it does not block."""
         tracer, method = self.tracer, self.plan.method
-        if self.objects is not None:
-            self._measure_objects(self.objects)
+        if self.pickled is not None:
+            self._measure_objects(self.pickled)
         if self.status is not None:
-            for slot, receipt in self.parts:
+            for slot, receipt in self.records:
                 if receipt is not None:
                     receipt.arrived(tracer.recorder, slot, self.status)
-        calls = [tracer.recorder.returned(part.slot, t_return, observable=True) for part in self.parts]
+        calls = [tracer.recorder.returned(record.slot, t_return, observable=True) for record in self.records]
         if method.returns:
-            tracer.requests.add(result, [(call, part.receipt) for call, part in zip(calls, self.parts, strict=True)])
+            ends = [(call, record.receipt) for call, record in zip(calls, self.records, strict=True)]
+            tracer.requests.add(result, ends)
         elif method.one_sided:
-            tracer.windows.add(self.plan.group, self.plan.parts[0][3], calls[0])
+            tracer.windows.add(self.plan.group, self.plan.records[0][3], calls[0])
         else:
             for call in calls:
                 if call is not None:
                     tracer.recorder.ended(call, 0, t_return, Clock.RETURN)
 
-    def _measure_objects(self, objects: Objects) -> None:
+    def _measure_objects(self, sizes: PickledSizes) -> None:
         if self.plan.method.messages:
-            for slot, receipt in self.parts:
+            for slot, receipt in self.records:
                 if receipt is None:
-                    self.tracer.recorder.measured(slot, sum(objects.dumped))
+                    self.tracer.recorder.measured(slot, sum(sizes.dumped))
         else:
-            payload, local = object_size(self.plan.method.op, self.plan.group, objects)
-            self.tracer.recorder.measured(self.parts[0].slot, payload, local)
+            payload, local = object_size(self.plan.method.op, self.plan.group, sizes)
+            self.tracer.recorder.measured(self.records[0].slot, payload, local)
 
 
-def object_size(op: str, group: MpiGroup, objects: Objects) -> tuple[int, int]:
-    """Return payload and own share of a collective that pickled and unpickled these."""
-    dumped, loaded = objects.dumped, objects.loaded
+def object_size(op: str, group: MpiGroup, sizes: PickledSizes) -> tuple[int, int]:
+    """Return payload and own share of a collective, from the sizes of its objects."""
+    dumped, loaded = sizes.dumped, sizes.loaded
     sent, received = sum(dumped), sum(loaded)
     if op in ("all_gather", "gather"):
-        payload = received if loaded else sent  # in a gather, all ranks but the root see only their own share
+        payload = received if loaded else sent  # in a gather, only the root has more than its own share
         return payload, sent if group.remote is None and not group.sources else 0
     if op == "scatter":
         return sent if dumped else received, received
     if op == "all_to_all":
         own = group.rank if group.remote is None and not group.destinations else -1
         return sent, dumped[own] if 0 <= own < len(dumped) else 0
-    return max(dumped + loaded, default=0), 0  # all of one size; partial results of a reduction nearly so
+    return max(dumped + loaded, default=0), 0  # all have the same size, or almost (partial results)
 
 
 class MpiTracer:
     """The state of the hook of mpi4py for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
-        learn_predefined()
+        fill_predefined()
         self.recorder = recorder
         self.groups = MpiGroups(recorder.tables, _world(recorder.rank_identity))
         self.requests = Requests(recorder)
@@ -212,7 +213,7 @@ class MpiTracer:
                 listener()
 
     def plan(self, method: Method, members: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MethodPlan | None:
-        """Return what a call is about to do; None for one without a communicator."""
+        """Return the plan of a call; None for a call without a communicator."""
         if not members:
             return None
         arguments = method.bind(args, kwargs)
@@ -223,9 +224,12 @@ class MpiTracer:
             group, arguments["source"], arguments["tag"] = matched
         else:
             group = self.groups.of(members)
-        return self._messages(method, group, arguments) if method.messages else self._shared(method, group, arguments)
+        if method.messages:
+            return self._plan_messages(method, group, arguments)
+        return self._plan_operation(method, group, arguments)
 
-    def _shared(self, method: Method, group: MpiGroup, arguments: Arguments) -> MethodPlan:
+    def _plan_operation(self, method: Method, group: MpiGroup, arguments: Arguments) -> MethodPlan:
+        """Return the plan of a collective or a one-sided operation."""
         root = 0 if method.root is None else arguments.get(method.root, 0)
         if method.objects:
             size = _OBJECT_SIZE
@@ -233,30 +237,30 @@ class MpiTracer:
             size = NOTHING if root == MPI.PROC_NULL else method.measure(arguments, group, root)
         peer = -1 if method.root is None else group.root(root)
         op = arguments.get("op", MPI.SUM) if method.reduces else None
-        part = self._kind(method, method.op, size.dtype, op), size.payload, size.local, peer, -1, False
-        return MethodPlan(method, group, _UNEVEN if size.uneven else 0, [part])
+        record = self._kind(method, method.op, size.dtype, op), size.payload, size.local, peer, -1, False
+        return MethodPlan(method, group, _UNEVEN if size.uneven else 0, [record])
 
-    def _messages(self, method: Method, group: MpiGroup, arguments: Arguments) -> MethodPlan:
-        parts = []
+    def _plan_messages(self, method: Method, group: MpiGroup, arguments: Arguments) -> MethodPlan:
+        records = []
         for message in method.messages:
             receives = message.op == "recv"
             peer = arguments.get(message.peer, MPI.ANY_SOURCE)
             tag = arguments.get(message.tag, MPI.ANY_TAG if receives else 0)
             nbytes, dtype = _message_size(message, arguments, peer)
             kind = self._kind(method, message.op, dtype, None)
-            parts.append((kind, nbytes, 0, group.peer(peer), max(tag, -1), receives))
-        return MethodPlan(method, group, _COALESCED if len(parts) > 1 else 0, parts)
+            records.append((kind, nbytes, 0, group.peer(peer), max(tag, -1), receives))
+        return MethodPlan(method, group, _COALESCED if len(records) > 1 else 0, records)
 
     def start(self, plan: MethodPlan, depth: int = 2) -> MpiEntry | None:
-        """Record that a call begins; None if the ring is full."""
+        """Record that a call begins. Return None if the ring is full."""
         method, group, recorder = plan.method, plan.group, self.recorder
         site, phase, seen = self.context.find(depth)
         flags = plan.flags | (_OBJECT if method.objects or seen & call_site.OBJECT else 0)
         if method.returns:
             flags |= _ASYNC
-        batch = next(self._batches) & 0xFFFFFFFF if len(plan.parts) > 1 else 0
-        parts = []
-        for kind, payload, local, peer, tag, receives in plan.parts:
+        batch = next(self._batches) & 0xFFFFFFFF if len(plan.records) > 1 else 0
+        records = []
+        for kind, payload, local, peer, tag, receives in plan.records:
             seq = self._seq(method, group, peer, tag, receives)
             slot = recorder.begin(
                 kind, group.number, seq, payload, local, peer, tag,
@@ -264,19 +268,19 @@ class MpiTracer:
             )  # fmt: skip
             if slot >= 0:
                 has_status = receives and (not batch or not method.returns or _EXCHANGE_HAS_STATUS)
-                parts.append(CallPart(slot, Receipt(group, peer, tag) if has_status else None))
-        return MpiEntry(self, plan, parts) if parts else None
+                records.append(CallRecord(slot, Receipt(group, peer, tag) if has_status else None))
+        return MpiEntry(self, plan, records) if records else None
 
     @staticmethod
     def _seq(method: Method, group: MpiGroup, peer: int, tag: int, receives: bool) -> int:
         if not method.messages and method.root != "target_rank":
             return next(group.collectives)
         if receives and (peer < 0 or tag < 0):
-            return 0  # known when the message has arrived
+            return 0  # not known until the message has arrived
         return next(group.counter(peer, tag, not receives))
 
     def kind_of(self, method: Method, message: Any, op: Any) -> int:
-        """Return the row of a call with this buffer (None: it has none) and reduction, for the wrappers in C."""
+        """Return the row of a call with this buffer (None: no buffer) and reduction, for the C++ wrappers."""
         dtype = None if message is None else simple(message).dtype
         reduce_op = (MPI.SUM if op is None else op) if method.reduces else None
         return self._kind(method, method.op, dtype, reduce_op)
@@ -305,7 +309,7 @@ def _message_size(message: Message, arguments: Arguments, peer: int) -> tuple[in
     if message.buffer is None:
         return 0, "object"
     if peer == MPI.PROC_NULL:
-        return 0, None  # mpi4py does not look at the buffer
+        return 0, None  # mpi4py ignores the buffer
     partitions = arguments.get("partitions", 1)
     nbytes, dtype = simple(arguments[message.buffer], partitions)
     return nbytes * partitions, dtype

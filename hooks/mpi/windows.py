@@ -21,7 +21,7 @@ class Windows:
             self._open.setdefault(group.number, []).append((target, call))
 
     def synchronized(self, group: MpiGroup, target: int | None, t_wait: int, t_end: int) -> None:
-        """Record the end of the operations on this target (None: on all)."""
+        """Record the end of the operations on this target (None: on all targets)."""
         calls = self._open.get(group.number)
         if not calls:
             return
@@ -31,5 +31,5 @@ class Windows:
                 self._recorder.ended(call, t_wait, t_end, Clock.WAIT)
 
     def forget(self) -> None:
-        """Drop all operations, when the session has ended."""
+        """Drop all operations when the session has ended."""
         self._open = {}

@@ -82,7 +82,7 @@ def _return(entry: MpiEntry, result: Any, cost: int) -> None:
 
 
 def wrap_persistent_init(method: Method) -> Wrapper:
-    """Wrap a method that creates a persistent request, whose every start is recorded."""
+    """Wrap a method that creates a persistent request. Each start of the request is recorded."""
 
     @around
     def init(original: Original, self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def wrap_start(original: Original) -> Original:
 def wrap_startall(original: Original) -> Original:
     """Wrap Prequest.Startall."""
     return lambda cls, requests, *args, **kwargs: _started(
-        _listed(requests), partial(original, cls, requests, *args, **kwargs)
+        _as_sequence(requests), partial(original, cls, requests, *args, **kwargs)
     )
 
 
@@ -167,10 +167,10 @@ def wrap_completion(name: str) -> Wrapper:
             raise
         t_end = now()
         try:
-            for place, number in enumerate(_complete(which, waits, result, len(all_pending))):
-                pending = all_pending[number]
+            for position, index in enumerate(_complete(which, waits, result, len(all_pending))):
+                pending = all_pending[index]
                 if pending is not None:
-                    own_status = status[place] if isinstance(status, list) else status
+                    own_status = status[position] if isinstance(status, list) else status
                     clock = Clock.WAIT if waits else Clock.TEST
                     tracer.requests.ended(pending, t_begin if waits else 0, t_end, clock, own_status)
         except Exception:
@@ -198,10 +198,10 @@ def wrap_completion(name: str) -> Wrapper:
 
 
 def _complete(which: str, waits: bool, result: Any, count: int) -> Sequence[int]:
-    """Return indices of the requests that are complete by the result of a method that waits for them, or tests them."""
+    """Return the indices of the requests that are complete, from the result of a wait or a test."""
     if waits and which in ("", "all"):
         return range(count)
-    first = result[0] if isinstance(result, tuple) else result  # with objects: (index, indices or flag; objects)
+    first = result[0] if isinstance(result, tuple) else result  # a tuple begins with the index, the indices or the flag
     if which == "some":
         return () if first is None else first
     if which == "any":
@@ -211,20 +211,20 @@ def _complete(which: str, waits: bool, result: Any, count: int) -> Sequence[int]
 
 def _pending(tracer: MpiTracer, requests: Any) -> list[PendingRequest | None]:
     try:
-        return [tracer.requests.find(request) for request in _listed(requests)]
+        return [tracer.requests.find(request) for request in _as_sequence(requests)]
     except Exception:
         fault()
         return []
 
 
-def _listed(requests: Any) -> Sequence[Any]:
+def _as_sequence(requests: Any) -> Sequence[Any]:
     if isinstance(requests, (list, tuple)):
         return requests
     return [requests[i] for i in range(len(requests))]  # as mpi4py does
 
 
 def _needs_status(pending: PendingRequest | None) -> bool:
-    """Return whether records of these calls are completed from a status."""
+    """Return whether the records of these calls are completed from a status."""
     return pending is not None and (pending.cancelled or any(receipt is not None for _, receipt in pending.ends))
 
 
@@ -252,20 +252,20 @@ wrap_request_free: Final = _followed_by(lambda tracer, request: tracer.requests.
 
 @around
 def wrap_handle_free(original: Original, self: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Wrap Free and Disconnect of communicators and windows, because MPI may use the same handle again."""
+    """Wrap Free and Disconnect of communicators and windows, because MPI may reuse the handle."""
     tracer = current()
     if tracer is not None:
         try:
             if self:
                 tracer.groups.forget(self)
-                native.forget()
+                native.forget_communicators()
         except Exception:
             fault()
     return original(self, *args, **kwargs)
 
 
 def wrap_probe(original: Original) -> Original:
-    """Wrap Mprobe and Improbe: they return a Message, which has no attribute for its source."""
+    """Wrap Mprobe and Improbe: the Message that they return has no attribute for its source."""
 
     def probe(self: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None) -> Any:
         tracer: MpiTracer | None = None
@@ -275,11 +275,12 @@ def wrap_probe(original: Original) -> Original:
             fault()
         if tracer is None:
             return original(self, source, tag, status)
-        seen = MPI.Status() if status is None else status
-        message = original(self, source, tag, seen)
+        probe_status = MPI.Status() if status is None else status
+        message = original(self, source, tag, probe_status)
         if message is not None and message != MPI.MESSAGE_NO_PROC:
             try:
-                tracer.requests.keep(message, (tracer.groups.of(self), seen.Get_source(), seen.Get_tag()))
+                matched = tracer.groups.of(self), probe_status.Get_source(), probe_status.Get_tag()
+                tracer.requests.keep(message, matched)
             except Exception:
                 fault()
         return message
@@ -288,11 +289,11 @@ def wrap_probe(original: Original) -> Original:
 
 
 def wrap_message_probe(original: Original) -> Original:
-    """Wrap as `wrap_probe` the class methods of Message, which take the communicator first."""
+    """Wrap the probing class methods of Message, which take the communicator first."""
     return lambda cls, comm, *args, **kwargs: wrap_probe(partial(original, cls))(comm, *args, **kwargs)
 
 
-# Method of Win after which one-sided operations are complete -> whether its argument names the only target.
+# Method of Win after which one-sided operations are complete -> whether its argument names a single target.
 SYNCHRONIZATIONS: Final = {
     **dict.fromkeys(("Fence", "Complete", "Unlock_all", "Flush_all", "Flush_local_all"), False),
     **dict.fromkeys(("Unlock", "Flush", "Flush_local"), True),

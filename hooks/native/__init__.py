@@ -3,21 +3,21 @@
 Everything above the kernels is shared with the Python recorder: settings, session, ring, tables, drain, log. Python
 still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C++ looks up each row once.
 
-    libraries, recorder         the two compiled libraries, and the installation of the recorder of torch
-    rows, slots                 table rows that C++ looks up, and the slots of the ring
-    mpi_recorder, mpi.cpp       the compiled wrappers of mpi4py's methods, a library of their own without torch
+    libraries, recorder    the two compiled libraries; installation of the recorder of torch.distributed
+    rows, slots            table rows that C++ looks up; the slots of the ring
+    mpi_recorder, mpi.cpp  compiled wrappers of mpi4py's methods, in a separate library without torch
 
-    module.cpp     the functions that Python calls
-    recording_kernels.h  the kernels, and ends of calls by futures
-    waits.h        waits and coalesced calls that Python makes
-    recording.h    one recording: groups, kinds, counters
-    plan.h         the arguments of an operator, and its payload
-    callsites.h    call sites; frames.* read a thread's frames without the GIL
-    works.h        the calls that a wait ends
-    device.h       times of calls on a device (docs/explanation/device-times.md): events, and when they are read
-    device_events.h  a device: streams, capture, events
-    device_clock.h   conversion of its times to the host's clock
-    slots.h        the records of a ring, and exclusive access to them
-    progress.h     step, micro-batch and phase, shared with Python
-    python.h       row lookups in Python
+    module.cpp             the functions that Python calls
+    recording_kernels.h    the kernels; ends of calls shown by futures
+    waits.h                waits and coalesced calls that Python makes
+    recording.h            one recording: groups, kinds, counters
+    plan.h                 the arguments of an operator, and its payload
+    callsites.h            call sites; frames.* read a thread's frames without the GIL
+    works.h                the calls that a wait ends
+    device.h               times of calls on a device (docs/explanation/device-times.md)
+    device_events.h        a device: streams, capture, events
+    device_clock.h         conversion of a device's times to the host's clock
+    slots.h                the records of a ring, and exclusive access to them
+    progress.h             step, micro-batch and phase, shared with Python
+    python.h               row lookups in Python
 """

@@ -77,7 +77,7 @@ class DeviceTimes {
     }
   }
 
-  // Counts a further call of a batch for whose beginning no event was free.
+  // Counts another call of a batch without an event for its beginning.
   void count_untimed() { untimed_.fetch_add(1, std::memory_order_relaxed); }
 
   // Call this when the calls, in state kReturned, have returned without a Work: they run and end in the current stream.
@@ -99,7 +99,7 @@ class DeviceTimes {
     }
   }
 
-  // Call this when they have returned with a Work: the program's wait for it ends them. False if no end will be
+  // Call this when the calls have returned with a Work: the program's wait for it ends them. False if no end will be
   // observed.
   bool runs(c10::ArrayRef<Handle> calls, DeviceStart begun) noexcept {
     if (!begun) return false;
@@ -125,10 +125,10 @@ class DeviceTimes {
       {
         std::lock_guard<std::mutex> held(mutex_);
         for (Handle call : calls) {
-          const auto found = open_.find(call.bits);
-          if (found == open_.end()) continue;
-          waited.calls.emplace_back(call, std::move(found->second));
-          open_.erase(found);
+          const auto entry = open_.find(call.bits);
+          if (entry == open_.end()) continue;
+          waited.calls.emplace_back(call, std::move(entry->second));
+          open_.erase(entry);
         }
       }
       if (waited.calls.empty()) return waited;
@@ -163,14 +163,14 @@ class DeviceTimes {
 
   // ---- called by the drain thread -----------------------------------------------------------------------------------
 
-  // Records the times of calls that the device has completed. Queries events, and blocks only now and then, for at most
-  // two milliseconds, to see an event just when it completes.
+  // Records the times of calls that the device has completed. Queries events, and blocks only occasionally, for at most
+  // two milliseconds, to query an event just after it completes.
   void resolve() noexcept {
     if (!wanted_) return;
     try {
       give_up_old();
       collect_arrivals();
-    } catch (const std::exception&) {  // no memory: retried at the next turn
+    } catch (const std::exception&) {  // no memory: retried at the next drain
       return;
     }
     int64_t error = 0;
@@ -207,7 +207,7 @@ class DeviceTimes {
     resolvers_.clear();
   }
 
-  // Number of calls so far for which no event was free.
+  // Number of calls so far without a free event.
   uint64_t untimed() const { return untimed_.load(std::memory_order_relaxed); }
 
   // Largest error of device times on the host's clock, in ns; 0 if there are none.
@@ -244,17 +244,17 @@ class DeviceTimes {
   struct Resolver {  // the drain thread's state of a device
     std::map<c10::StreamId, std::deque<Pending>> streams;  // each in the order in which the device completes it
     DeviceClock clock;
-    EventRef reference;  // an event with a known time, relative to which others are measured
+    EventRef reference;  // an event with a known time; others are measured relative to it
     int64_t reference_at = 0;
     std::unordered_map<uint32_t, Ended> ended;  // by group: backends run a group's asynchronous calls in order
   };
 
-  static constexpr int64_t kMaxAge = 60'000'000'000;  // ns after which no wait for a call is expected any more
+  static constexpr int64_t kMaxAge = 60'000'000'000;  // ns after which no wait for a call is expected
   static constexpr size_t kMostOpen = Device::kMostEvents / 4;
   // Most ns that an idle stream needs for a wait that is already over, and for an event.
   static constexpr int64_t kIdleWait = 5'000, kIdleEvent = 20'000;
   static constexpr int64_t kLooseClock = 200'000, kSampling = 2'000'000;
-  static constexpr int64_t kFar = 4'000'000'000;  // most ns of an elapsed time in single precision
+  static constexpr int64_t kFar = 4'000'000'000;  // most ns between two events: elapsed times have single precision
 
   DeviceStart record_event(Device& device) {
     const c10::Stream stream = device.stream();
@@ -287,18 +287,18 @@ class DeviceTimes {
     for (auto& [device, stream, pending] : arrived) resolvers_[device].streams[stream].push_back(std::move(pending));
   }
 
-  // Gives up calls without an observed wait, such as DDP's.
+  // Gives up the ends of calls without an observed wait, such as DDP's.
   void give_up_old() {
     const int64_t since = now() - kMaxAge;
     std::vector<std::pair<uint64_t, StartRef>> old;
     {
       std::lock_guard<std::mutex> held(mutex_);
       while (!order_.empty()) {
-        const auto found = open_.find(order_.front());
-        if (found != open_.end()) {
-          if (open_.size() <= kMostOpen && found->second->point.submitted > since) break;
-          old.emplace_back(found->first, std::move(found->second));
-          open_.erase(found);
+        const auto entry = open_.find(order_.front());
+        if (entry != open_.end()) {
+          if (open_.size() <= kMostOpen && entry->second->point.submitted > since) break;
+          old.emplace_back(entry->first, std::move(entry->second));
+          open_.erase(entry);
         }
         order_.pop_front();
       }
@@ -320,7 +320,7 @@ class DeviceTimes {
     }
     if (done.empty()) return;
     update_reference(resolver, done.front());
-    // All of them before any time is written: each sample bounds the clock for the others as well.
+    // All are sampled before any time is written: each sample bounds the clock for the others, too.
     for (Pending& pending : done) {
       pending.begin_at = device_time(resolver, pending.begin.event);
       pending.end_at = device_time(resolver, pending.end.event);
@@ -385,8 +385,8 @@ class DeviceTimes {
         if (record.state != kReturned) return record.state;
         record.t_start = t_start;
         if (with_work && record.tag == -1) {  // messages have their own streams
-          const auto found = resolver.ended.find(record.group);
-          const Ended before = found == resolver.ended.end() ? Ended{} : found->second;
+          const auto entry = resolver.ended.find(record.group);
+          const Ended before = entry == resolver.ended.end() ? Ended{} : entry->second;
           if (before.thread == record.thread && before.seq < record.seq && before.at <= pending.end_at)
             record.t_start = std::max(t_start, t_end - (pending.end_at - before.at));
           if (known) ended = {record.group, {record.seq, record.thread, pending.end_at}};

@@ -20,7 +20,7 @@ namespace commtrace {
 
 using EventRef = std::shared_ptr<c10::Event>;
 
-// A symbol of a library that the process has loaded, with a name that contains `library`, into any scope.
+// A symbol in the global scope, or in a loaded library with a name that contains `library`; null if there is none.
 inline void* loaded_symbol(const char* symbol, const char* library) {
   if (void* address = dlsym(RTLD_DEFAULT, symbol)) return address;
   struct Search {
@@ -45,10 +45,10 @@ inline void* loaded_symbol(const char* symbol, const char* library) {
 // Never freed: destroying an event after the device's driver has shut down crashes the process.
 class Device {
  public:
-  // Most events in use for a device. 8,192 events are 4,096 calls between two turns of the drain thread.
+  // Most events in use for a device. 8,192 events are 4,096 calls between two drains.
   static constexpr size_t kMostEvents = 8192;
 
-  // Null for a device without events, or that cannot report which streams are under capture.
+  // Null for a device that has no events or cannot report which streams are under capture.
   static Device* of(c10::Device device) {
     static std::array<std::atomic<Device*>, kTypes * kIndices> known{};
     static std::array<std::atomic<bool>, kTypes * kIndices> refused{};
@@ -78,7 +78,7 @@ class Device {
     auto event = take();
     if (!event) return nullptr;
     try {
-      // `record` alone would restore the previous device even if that initialises it.
+      // `record` alone would restore the previous device even if that initializes it.
       const c10::DeviceGuard guard(device_);
       event->record(stream);
     } catch (...) {
@@ -88,10 +88,10 @@ class Device {
     return {event.release(), [this](c10::Event* back) { give(std::unique_ptr<c10::Event>(back)); }};
   }
 
-  // Prepares the calling thread to query events: that must neither initialise another device nor invalidate a capture of
+  // Prepares the calling thread to query events: that must neither initialize another device nor invalidate a capture of
   // another thread.
   void enter() const {
-    // First, because the calls below would otherwise initialise the machine's first device in every process. Not
+    // First, because the calls below would otherwise initialize the machine's first device in every process. Not
     // restored, because events restore the thread's previous device.
     if (impl_.getDevice() != device_) impl_.setDevice(device_);
     static thread_local bool thread_local_mode = false;
@@ -111,7 +111,7 @@ class Device {
   static constexpr int kThreadLocal = 1;  // cudaStreamCaptureModeThreadLocal
   static constexpr size_t kTypes = static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES), kIndices = 64;
 
-  // Older versions of torch have no such method for all devices.
+  // Older versions of torch have no device-independent method for this.
   template <typename T>
   static constexpr bool kCaptureIsKnown =
       requires(const T& impl, const c10::Stream& stream) { impl.isStreamCapturing(stream); };
@@ -134,7 +134,7 @@ class Device {
   static bool supported(c10::Device device) {
     if (!kCaptureIsKnown<Impl> || !device.has_index() || !c10::impl::hasDeviceGuardImpl(device.type())) return false;
     if (device.is_cuda()) return exchange_mode() != nullptr;
-    // On other devices the effect of an event on a capture is not known. Vendors rename this type; a test does not.
+    // On other devices the effect of an event on a capture is not known. Vendors rename this type; tests do not.
     return device.is_privateuseone() && c10::get_privateuse1_backend() == "privateuseone";
   }
 

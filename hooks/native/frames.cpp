@@ -1,6 +1,6 @@
 // Reading a thread's own frames needs no lock: they cannot change during a call. Python's public API creates objects and
-// needs the GIL, so this file is compiled with the internal headers of the Python that it will run in. For versions whose
-// internals it does not know it uses the public API, with the GIL.
+// needs the GIL, so this file is compiled with the internal headers of the Python that it will run in. For versions with
+// unknown internals it uses the public API, with the GIL.
 #include "frames.h"
 
 #if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)

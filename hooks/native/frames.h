@@ -13,7 +13,7 @@ enum Seen : uint8_t {
   kWrapper = 1, kObject = 2, kForward = 4, kOptimizer = 8, kHandle = 16, kBlocking = 32, kShared = 128
 };
 
-// One frame. `where` identifies the instruction that it executes among all code that exists.
+// One frame. `where` uniquely identifies the instruction that it executes.
 struct Frame {
   void* frame = nullptr;
   uint64_t where = 0;
@@ -23,7 +23,7 @@ struct Frame {
 // call.
 bool frames_need_gil();
 
-// False where the thread has no Python frame.
+// Both return false if there is no such Python frame.
 bool innermost(Frame& frame);
 bool outer(Frame& frame);
 void finished(Frame& frame);  // releases the reference that `frame` holds if the GIL is needed

@@ -48,9 +48,9 @@ class Library:
 
     Attributes:
         name: Name of the Python module that it becomes.
-        sources: C++ files in this folder that are compiled, side by side.
+        sources: C++ files in this folder, compiled in parallel.
         included: Files in this folder that the sources include.
-        versions: Returns what distinguishes environments, besides Python, that need different builds.
+        versions: Returns the versions, besides Python's, that a build depends on.
         flags: Returns further compiler arguments. Called only to build.
     """
 
@@ -61,16 +61,16 @@ class Library:
     flags: Callable[[], Flags] = Flags
 
     def path(self) -> Path:
-        """Return where this environment's library is or will be: one per version of Python, torch and commtrace."""
+        """Return the library's path, built or not: one per version of Python, torch and commtrace."""
         digest = hashlib.sha256()
-        for part in (
+        for component in (
             sysconfig.get_config_var("SOABI"),
             platform.python_version(),  # frames.cpp reads structures of exactly this version
             platform.machine(),
             *self.versions(),
             _FLAGS,
         ):
-            digest.update(f"{part}\n".encode())
+            digest.update(f"{component}\n".encode())
         for file in sorted({*self.sources, *self.included}):
             digest.update((_FOLDER / file).read_bytes())
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
@@ -114,13 +114,13 @@ class Library:
             target.parent.mkdir(parents=True, exist_ok=True)
             lock = Path(f"{target}.lock")
             with lock.open("w") as file:
-                with suppress(OSError):  # a file system without locks: every process builds, and the first result stays
+                with suppress(OSError):  # a file system without locks: every process builds, the first result stays
                     fcntl.flock(file, fcntl.LOCK_EX)
-                    for left in target.parent.glob(f"{_building(target)}*"):  # by a build of this host that was killed
-                        shutil.rmtree(left, ignore_errors=True)
+                    for leftover in target.parent.glob(f"{_build_prefix(target)}*"):  # of a killed build on this host
+                        shutil.rmtree(leftover, ignore_errors=True)
                 if not path.exists():
                     self._compile(compiler, target)
-            lock.unlink(missing_ok=True)  # whoever still waits for it finds the library when its turn comes
+            lock.unlink(missing_ok=True)  # processes that still wait for it then find the library
         except OSError as error:
             raise CommtraceError(
                 f"{error.filename or target}: {error.strerror}; set XDG_CACHE_HOME to a writable folder"
@@ -130,11 +130,11 @@ class Library:
     def _compile(self, compiler: str, target: Path) -> None:
         flags = self.flags()
         include = f"-I{sysconfig.get_paths()['include']}"
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_building(target)) as folder:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_build_prefix(target)) as folder:
             objects = [f"{folder}/{Path(source).stem}.o" for source in self.sources]
             commands = [
-                [compiler, *_FLAGS, include, *flags.compile, "-c", str(_FOLDER / source), "-o", made]
-                for source, made in zip(self.sources, objects, strict=True)
+                [compiler, *_FLAGS, include, *flags.compile, "-c", str(_FOLDER / source), "-o", output]
+                for source, output in zip(self.sources, objects, strict=True)
             ]
             with ThreadPoolExecutor(launchers.usable_cores()) as pool:
                 list(pool.map(self._run, commands))
@@ -151,19 +151,19 @@ class Library:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise CommtraceError(
-                f"{self.name} cannot be compiled; without it the Python recorder records.\n"
+                f"{self.name} cannot be compiled; the Python recorder is used instead.\n"
                 f"{' '.join(command)}\n{result.stderr}"
             )
 
 
-def _building(target: Path) -> str:
+def _build_prefix(target: Path) -> str:
     return f"{target.name}.building-{platform.node()}-"  # not every file system's locks hold between hosts
 
 
 def _compiler() -> str:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
-        raise CommtraceError(f"there is no C++ compiler ({compiler}); install one, or name one by CXX")
+        raise CommtraceError(f"there is no C++ compiler ({compiler}); install one, or set CXX")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
         raise CommtraceError(f"{header} is missing; install the headers of this Python (package python3-dev)")
@@ -178,14 +178,14 @@ def _torch_versions() -> tuple[object, ...]:
 
 def _torch_flags() -> Flags:
     import torch
-    from torch.utils import cpp_extension  # slow to import; training never does
+    from torch.utils import cpp_extension  # slow to import; needed only to build
 
     defines = {
         "TORCH_EXTENSION_NAME": TORCH.name,
         "TORCH_API_INCLUDE_EXTENSION_H": 1,
         "_GLIBCXX_USE_CXX11_ABI": int(torch._C._GLIBCXX_USE_CXX11_ABI),
     }
-    for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):  # up to torch 2.8: with whom pybind11's types are shared
+    for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):  # up to torch 2.8: pybind11 shares types if these match
         value = getattr(torch._C, f"_PYBIND11_{name}", None)
         if value is not None:
             defines[f"PYBIND11_{name}"] = f'"{value}"'

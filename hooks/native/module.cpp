@@ -1,5 +1,5 @@
 // The native recorder of torch.distributed as a Python module: recordings, kernels, waits. All of it is one translation
-// unit: reading torch's headers takes most of a build, and several units took three times as long.
+// unit, because reading torch's headers takes most of a build: several units took three times as long.
 #include <pthread.h>
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -52,8 +52,8 @@ void start(Recording& recording, const py::object& rows) {
   current.store(&recording, std::memory_order_release);
 }
 
-// Returns the slots with records, and the number of calls that had taken a slot and not yet written to it. `off`: the next
-// call does not begin another recording.
+// Returns the slots with records, and the number of calls that had taken a slot but not yet written to it. `off`: the
+// next call does not begin another recording.
 py::tuple close_recording(Recording& recording, bool off) {
   Recording* expected = &recording;
   if (off) disarm();
@@ -63,7 +63,7 @@ py::tuple close_recording(Recording& recording, bool off) {
   return py::make_tuple(as_array(slots), unwritten);
 }
 
-// Makes the recording available for another ring, when its log is complete.
+// Makes the recording available for another ring when its log is complete.
 void recycle(Recording& recording) { closed_recordings->push_back(&recording); }
 
 uint32_t take_slot(Slots& slots) {
@@ -91,9 +91,9 @@ void release(Recording& recording, const Numbers& slots) {
   for (py::ssize_t i = 0; i < slots.size(); i++) recording.release(slots.data()[i]);
 }
 
-// Returns and resets: number of errors, calls without a record because of them, the first error, cost samples, those of
-// them that are not first calls, number of first calls, their cost. Returns as well: number of calls so far for which no event was free, largest error of a
-// device's clock in ns.
+// Returns the number of errors, the number of calls without a record because of them, the first error, cost samples of
+// all calls, cost samples of all but first calls, the number of first calls, their cost, the number of calls without a
+// free event, and the largest error of a device's clock in ns. Resets all but the first error and the last two.
 py::tuple take_tally(Recording& recording) {
   Tally& tally = recording.tally;
   DeviceTimes& devices = recording.devices;
@@ -122,7 +122,7 @@ py::dict layout() {
   return offsets;
 }
 
-// An `Operator` of hooks/torch/c10d_operators.py.
+// The plan of an `Operator` of hooks/torch/c10d_operators.py.
 Plan plan_of(const py::handle& op, int number) {
   const auto at = [&](const char* name) {
     const py::object position = op.attr(name);
@@ -149,7 +149,7 @@ Plan plan_of(const py::handle& op, int number) {
 void install_kernels(const py::sequence& operators, const std::vector<std::string>& functional) {
   int number = 0;
   for (const py::handle op : operators) {
-    const auto* plan = new Plan(plan_of(op, number++));  // as long as the kernel, which stays
+    const auto* plan = new Plan(plan_of(op, number++));  // never freed: the kernel stays
     add_kernel("c10d", plan->name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CallKernel>(*plan)));
   }
   for (const std::string& name : functional)
@@ -164,7 +164,7 @@ void install_kernels(const py::sequence& operators, const std::vector<std::strin
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace commtrace;
   pthread_atfork(nullptr, nullptr, &forked_in_child);
-  // The free slots, with the methods of a deque that the Python recorder uses.
+  // The free slots, with the deque methods that Python's recorder uses.
   py::class_<Slots, std::unique_ptr<Slots, py::nodelete>>(m, "FreeSlots")
       .def("popleft", &take_slot)
       .def("append", &Slots::give)

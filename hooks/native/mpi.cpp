@@ -74,7 +74,7 @@ struct Current {
   char* records = nullptr;
   bool sites = false;
   uint64_t calls = 0;
-  uint64_t lookups = 0;  // answers of Python that are remembered: a call during which it grows is a first call
+  uint64_t lookups = 0;  // lookups in Python that are cached; a call that makes any is a first call
   uint64_t log = 0;      // identifies this recording
   std::array<Group, kMostGroups> groups{};
   SiteCache known_sites;
@@ -83,7 +83,7 @@ struct Current {
 Current state;
 const Progress* progress = nullptr;
 std::vector<Type> types;
-// Objects that live as long as the process.
+// Borrowed references to objects that are never freed.
 PyObject *session, *in_place, *status_type, *byte_type, *any_source_object, *any_tag_object;
 long any_source = -1, any_tag = -1;
 
@@ -118,7 +118,7 @@ bool alive(const Group& group, PyObject* members) {
 #endif
 }
 
-// The group of a communicator; null for one that is left to Python's wrapper.
+// The group of a communicator; null if its calls are left to Python's wrapper.
 Group* group_of(PyObject* members) {
   Group& group = state.groups[(reinterpret_cast<uintptr_t>(members) >> 4) & (kMostGroups - 1)];
   if (alive(group, members)) return &group;
@@ -137,7 +137,7 @@ Group* group_of(PyObject* members) {
   return &group;
 }
 
-// The number that a call has returned, whose reference is consumed; -1 if it has raised.
+// The number that a Python call returned; -1 if it raised. Steals the reference.
 int64_t number(PyObject* returned) {
   const Ref held(returned);
   return held ? PyLong_AsLongLong(returned) : -1;
@@ -155,15 +155,15 @@ PyObject* counter_of(Group& group, int peer, int tag, bool sends) {
 
 // ---- call site and phase ----------------------------------------------------------------------------------------------
 
-// Asks Python about the frame at this depth, and its caller's (-1: none). -1 if it raises.
-int64_t ask(const char* question, int depth, int caller = -1) {
+// Calls a method of MpiRows with the frame at this depth and its caller's (-1: none). -1 if it raises.
+int64_t ask(const char* method, int depth, int caller = -1) {
   state.lookups++;
-  const Ref frame(frame_object(depth)), above(caller < 0 ? nullptr : frame_object(caller));
+  const Ref frame(frame_object(depth)), caller_frame(caller < 0 ? nullptr : frame_object(caller));
   if (!frame) return -1;
-  const int64_t answer =
-      number(PyObject_CallMethod(state.rows, question, above ? "OO" : "O", frame.get(), above.get()));
-  if (answer < 0) PyErr_Clear();
-  return answer;
+  const int64_t result =
+      number(PyObject_CallMethod(state.rows, method, caller_frame ? "OO" : "O", frame.get(), caller_frame.get()));
+  if (result < 0) PyErr_Clear();
+  return result;
 }
 
 CallSite find_site(bool deep) {
@@ -174,7 +174,7 @@ CallSite find_site(bool deep) {
 
 // ---- one method -------------------------------------------------------------------------------------------------------
 
-// What the buffer of a call holds: nothing, the payload, the shares of all ranks, or this rank's share (in place: of all).
+// What a call's buffer holds: nothing, the payload, the shares of all ranks, or this rank's share (in place: all).
 enum class Rule : int { kNothing, kPayload, kShares, kOwnShare };
 constexpr int kMostParameters = 8;
 constexpr int kMostKinds = 16;
@@ -217,7 +217,7 @@ struct Call {
   Group* group = nullptr;
   Record record{};
   bool wildcard = false;        // receives from any source, or with any tag
-  PyObject* counter = nullptr;  // gives the sequence number (borrowed); null: known when the message has arrived
+  PyObject* counter = nullptr;  // gives the sequence number (borrowed); null: not known until the message arrives
 
   bool receives() const { return self->message && !self->sends; }
   PyObject* argument(int at) const { return at < 0 ? nullptr : argv[at]; }
@@ -321,7 +321,7 @@ bool find_thread() {
   return true;
 }
 
-// The call site and the phase, the same as CallContext.find in Python.
+// Finds the call site and the phase, as CallContext.find does in Python.
 bool call_context(CallSite& where, uint8_t& phase) {
   if (state.graph_task != nullptr) {
     Ref task(PyObject_CallNoArgs(state.graph_task));
@@ -397,7 +397,7 @@ bool place_arguments(Call& call) {
   return true;
 }
 
-// The peer as a global rank, of a root or of a message's other side.
+// Sets the peer: the global rank of the root, or of the other side of a message.
 bool find_peer(Call& call) {
   call.record.peer = -1;
   if (call.self->peer_at < 0) return true;
@@ -428,7 +428,7 @@ bool find_tag(Call& call) {
   return true;
 }
 
-// Fills in what is known before the call is made, except the sequence number, which counts.
+// Fills in what is known before the call, except the sequence number, which increments a counter.
 bool describe(Call& call) {
   Method& self = *call.self;
   Record& record = call.record;
@@ -440,7 +440,7 @@ bool describe(Call& call) {
   record.kind = kind_of(&self, content, call.argument(self.op_at), buffer);
   CallSite site;
   if (record.kind == 0 || !find_thread() || !call_context(site, record.phase)) return false;
-  if (!alive(*call.group, call.args[0])) return false;  // Python has run, and another thread has used this entry
+  if (!alive(*call.group, call.args[0])) return false;  // Python ran, and another thread reused this entry
   if (!self.message)
     call.counter = call.group->collectives;
   else if (!call.wildcard)
@@ -468,7 +468,7 @@ PyObject* status_of(const Call& call) {
   return status;
 }
 
-// Calls the original of a receive with a new status: all arguments by position, with the default of those left out.
+// Calls the original of a receive with a new status: all arguments by position, with defaults for those left out.
 PyObject* call_with_status(Call& call, PyObject* status) {
   const Method& self = *call.self;
   call.argv[self.status_at] = status;
@@ -496,8 +496,8 @@ void note_cost(int64_t ns, bool sampled, bool first) {
   PyErr_Clear();
 }
 
-// Sets the exception of a call that raised aside, if there is one, until the end of the scope: looking up an attribute
-// while an exception is set clears it if the name is not in the cache of its type.
+// Sets aside the exception of a call, if it raised one, until the end of the scope. An attribute lookup while it is set
+// would clear it if the name is not in the cache of its type.
 class HeldException {
  public:
   HeldException() { PyErr_Fetch(&type_, &value_, &traceback_); }
@@ -563,7 +563,7 @@ PyGetSetDef method_attributes[] = {{dict_name, PyObject_GenericGetDict, nullptr,
 
 PyMethodDef method_methods[] = {{"__reduce__", reduce, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
-// Methods are never freed: other threads may still be calling one that has been restored.
+// Methods are never freed: other threads may still be calling one after its original has been restored.
 PyTypeObject method_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 bool ready() {
@@ -606,14 +606,14 @@ void forget_groups() {
 
 uint64_t logs = 0;
 
-// Replaces what the state owns, each time with another log.
+// Replaces the objects that the state owns, and changes the log number.
 void keep(PyObject* rows, PyObject* recorder, PyObject* pop, PyObject* graph_task) {
   state.log = ++logs;
   forget_groups();
   for (PyObject* added : {rows, recorder, pop, graph_task}) Py_XINCREF(added);
   PyObject* old[] = {state.rows, state.recorder, state.pop, state.graph_task};
   state.rows = rows, state.recorder = recorder, state.pop = pop, state.graph_task = graph_task;
-  for (PyObject* each : old) Py_XDECREF(each);
+  for (PyObject* object : old) Py_XDECREF(object);
 }
 
 // go(rows, recorder, ring, records_at, pop, graph_task, sites, session, progress cells, constants, datatypes), where
@@ -654,13 +654,13 @@ PyObject* stop(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// A communicator is about to be freed.
+// Forgets all groups: a communicator is about to be freed.
 PyObject* forget(PyObject*, PyObject*) {
   forget_groups();
   Py_RETURN_NONE;
 }
 
-// Code objects are released: addresses of their instructions may be reused.
+// Forgets all call sites: code objects are released, and addresses of their instructions may be reused.
 PyObject* forget_sites(PyObject*, PyObject*) {
   state.known_sites.clear();
   Py_RETURN_NONE;

@@ -1,7 +1,8 @@
-"""The compiled wrappers of mpi4py's methods, installed in place of those in Python for common calls.
+"""The compiled wrappers of mpi4py's methods, installed in place of the Python wrappers for common calls.
 
-A wrapper in C++ records a blocking call on an intracommunicator with common forms of buffers, and passes every other
-call to Python's wrapper of the same method. Both use the same slots, counters and rows, so both write the same log.
+A C++ wrapper records blocking calls on intracommunicators with common forms of buffers, and passes
+all other calls to the Python wrapper of the same method. Both use the same slots, counters and
+rows, so both write the same log.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from commtrace.recording.session import session
 
 from . import libraries
 
-# As enum Rule of mpi.cpp: what the buffer of a call holds.
+# Same as enum Rule of mpi.cpp: what a call's buffer holds.
 _NOTHING, _PAYLOAD, _SHARES, _OWN_SHARE = range(4)
 _RULES: Final = {
     "Barrier": _NOTHING,
@@ -38,7 +39,7 @@ _library: Any = None
 
 
 def usable() -> bool:
-    """Return whether the settings allow the compiled wrappers and they are built."""
+    """Return whether the compiled wrappers are built and allowed by the settings."""
     global _library
     if session.settings is None or session.settings.recorder == "python":
         return False
@@ -47,12 +48,12 @@ def usable() -> bool:
     except libraries.NotBuiltError:
         pass
     except (ImportError, OSError, CommtraceError) as error:
-        warn(f"the compiled wrappers of mpi4py cannot be used: {error}. The Python recorder records.")
+        warn(f"the compiled wrappers of mpi4py cannot be used: {error}. The Python recorder is used instead.")
     return _library is not None
 
 
 def replacement(method: Method, original: Any, wrapper: Any) -> Any:
-    """Return the compiled wrapper of a method, or `wrapper` if there is no rule for it in C++."""
+    """Return the compiled wrapper of a method, or `wrapper` if C++ has no rule for it."""
     rule = _RULES.get(method.name) if method.owner in (MPI.Comm, MPI.Intracomm) and not method.objects else None
     if rule is None:
         return wrapper
@@ -68,7 +69,7 @@ def replacement(method: Method, original: Any, wrapper: Any) -> Any:
 
 
 class MpiRows:
-    """What C++ looks up in one recorder: rows of its tables, mostly, which C++ remembers."""
+    """Lookups that C++ makes in one recorder: mostly table rows, which C++ caches."""
 
     def __init__(self, tracer: MpiTracer) -> None:
         self._tracer = tracer
@@ -79,7 +80,7 @@ class MpiRows:
         self.thread = tracer.recorder.thread
 
     def group(self, members: Any) -> tuple[Any, ...]:
-        """Return what C++ needs of a communicator's group. Raises ValueError for a null communicator."""
+        """Return the attributes of a communicator's group that C++ needs. Raises ValueError for a null communicator."""
         if not members:
             raise ValueError("a null communicator has no group")
         group = self._tracer.groups.of(members)
@@ -100,8 +101,8 @@ class MpiRows:
             self._slots.wake()
 
 
-def begins(tracer: MpiTracer) -> None:
-    """Let C++ record, too, as a recorder has begun."""
+def start_recording(tracer: MpiTracer) -> None:
+    """Start recording in C++ when a recorder has begun."""
     if _library is None:
         return
     recorder = tracer.recorder
@@ -114,13 +115,13 @@ def begins(tracer: MpiTracer) -> None:
     )  # fmt: skip
 
 
-def ends() -> None:
-    """Stop recording in C++, as the session has ended."""
+def stop_recording() -> None:
+    """Stop recording in C++ when the session has ended."""
     if _library is not None:
         _library.stop()
 
 
-def forget() -> None:
-    """Forget all communicators in C++, as one is about to be freed."""
+def forget_communicators() -> None:
+    """Forget all communicators in C++ because one is about to be freed."""
     if _library is not None:
         _library.forget()

@@ -19,7 +19,7 @@ struct Size {
 };
 
 constexpr int kMostPlans = 63;
-constexpr int kBatchPlan = 63;  // stands for all operators of a coalesced batch
+constexpr int kBatchPlan = 63;  // all operators of a coalesced batch
 
 // Positions of arguments; -1: the operator has no such argument.
 struct Plan {
@@ -28,7 +28,7 @@ struct Plan {
   std::string name;
   int number = 0, arguments = 0;
   Measure measure = nullptr;
-  std::array<int, 3> about{-1, -1, -1};  // arguments of `measure`
+  std::array<int, 3> about{-1, -1, -1};  // arguments that `measure` reads
   int group_at = -1, async_at = -1, reduce_op_at = -1, peer_at = -1, tag_at = -1, output_at = 0, sample_at = 0;
   bool coalesced = false, blocking = false, message = false, send = false, barrier = false;
 };
@@ -91,7 +91,7 @@ inline Size all_to_all_single(const Plan& plan, Arguments args, int group_size, 
   return {payload, rows > 0 ? payload / rows * splits.at(rank).toInt() : 0, uneven};
 }
 
-// By the kind of form in hooks/torch/c10d_operators.py.
+// Functions that measure a call, by the kind of its Form in hooks/torch/c10d_operators.py.
 inline const std::map<std::string, Plan::Measure> kForms{
     {"unknown",
      [](const Plan& plan, Arguments, int, int) -> Size {
@@ -117,8 +117,8 @@ inline const std::map<std::string, Plan::Measure> kForms{
     {"all_to_all_single", all_to_all_single},
 };
 
-// The C++ object within a boxed one, valid as long as the value; null for a null one. (toCustomClass looks its type up
-// each time and changes the reference count. Plans exist only for operators whose schema has the type.)
+// The C++ object in a boxed value, valid as long as the value; null if the value is null. (toCustomClass would look the
+// type up each time and change the reference count. Plans exist only for operators whose schema has the type.)
 template <typename T>
 T* unboxed(const c10::IValue& value) {
   if (!value.isObject()) return nullptr;

@@ -5,7 +5,7 @@
 
 namespace commtrace {
 
-// Same order as the positions in `Progress.cells` of commtrace/progress.py.
+// Same order as `Progress.cells` of commtrace/progress.py.
 struct Progress {
   int32_t step, micro_batch, mark, finished, by_program;
 
@@ -13,7 +13,7 @@ struct Progress {
 
   bool between_steps() const { return get(finished) && !get(by_program); }
 
-  // As Progress.activity in Python.
+  // Same as Progress.activity in Python; the caller excludes evaluations.
   void activity() {
     if (between_steps() && __atomic_exchange_n(&finished, 0, __ATOMIC_RELAXED))
       __atomic_fetch_add(&step, 1, __ATOMIC_RELAXED);

@@ -1,4 +1,4 @@
-"""The native recorder of torch: installs its kernels in place of those in Python, and starts with the first call."""
+"""The native recorder of torch.distributed: installs C++ kernels, and starts with the first call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _patches = Patches()
 
 
 class NativeWorkPatches(WorkPatches):
-    """Wrappers around waits, polls and coalesced calls that pass on to C++."""
+    """Wrappers around waits, polls and coalesced calls that forward to C++."""
 
     def _wrap_wait(self, patches: Patches, cls: Any, name: str) -> None:
         patches.replace(cls, name, functools.partial(_library.waiting, cls))
@@ -49,26 +49,26 @@ class NativeWorkPatches(WorkPatches):
 
 
 def usable() -> bool:
-    """Return whether the native recorder can record here. Warn if it was asked for and cannot."""
+    """Return whether the native recorder can be used. Warn if it fails to load, or is requested but not built."""
     global _library
     settings, recorder = session.settings, session.recorder
     if settings is None or settings.recorder == "python":
         return False
     if recorder is not None and not isinstance(recorder.slots, NativeSlots):
-        return False  # the hook of another library has begun to record without it
+        return False  # another library's hook has begun to record without it
     try:
         _library = _library or libraries.TORCH.load()
     except libraries.NotBuiltError as error:
         if settings.recorder == "native":
-            warn(f"{error}. The Python recorder records.")
+            warn(f"{error}. The Python recorder is used instead.")
     except (ImportError, OSError, CommtraceError) as error:
-        warn(f"the native recorder cannot be used: {error}. The Python recorder records.")
+        warn(f"the native recorder cannot be used: {error}. The Python recorder is used instead.")
     return _library is not None
 
 
 @_patches.installer
 def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
-    """Install kernels for these operators of c10d and of _c10d_functional, and wrap the waits."""
+    """Install kernels for these c10d and _c10d_functional operators, and wrap the waits."""
     recorder_setup.install_backend(KernelBackend(_library.crossing, _make_slots))
     _patches.on_undo(recorder_setup.install_backend, torch_kernels.PYTHON_BACKEND)
     torch_tracer.started.insert(0, _start)
@@ -82,11 +82,11 @@ def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
 
 
 uninstall = _patches.undo
-"""Restore what was wrapped. The kernels stay and only pass calls on."""
+"""Restore what was wrapped. The kernels stay, but only redispatch."""
 
 
 def remove_kernels() -> None:
-    """Remove the kernels, between recordings. Only where no other thread communicates."""
+    """Remove the kernels between recordings. Safe only while no other thread communicates."""
     if _library is not None:
         _library.remove_kernels()
         _operators.clear()
@@ -103,7 +103,7 @@ def _make_slots(ring: Ring) -> NativeSlots:
 
 
 def _begin() -> bool:
-    """Begin to record. Called by C++ with the first call; returns whether to try again if nothing records yet."""
+    """Begin to record. C++ calls this with the first call. Return whether later calls may try again."""
     try:
         torch_kernels.begin()
     except Exception:
@@ -112,7 +112,7 @@ def _begin() -> bool:
 
 
 def _start(tracer: TorchTracer) -> None:
-    """Let C++ record, as a recorder has begun."""
+    """Start recording in C++ when a recorder has begun."""
     slots = tracer.recorder.slots
     if isinstance(slots, NativeSlots):
         tracer.recorder.each_drain.append(_collect(tracer.recorder, slots.recording))

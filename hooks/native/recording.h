@@ -45,7 +45,7 @@ class CallSites {
         [&](int depth, int caller) { return ask("site", depth, caller); });
   }
 
-  // Invalidates the caches of all threads: their row numbers, or code that is not kept alive any more.
+  // Invalidates the caches of all threads: row numbers have changed, or code objects are no longer kept alive.
   void forget() { epoch_.store(next_epoch()); }
 
  private:
@@ -67,14 +67,14 @@ class CallSites {
     return *cache;
   }
 
-  // Asks Python about the frame at this depth, and its caller's (-1: none). -1 if there is no answer.
-  int64_t ask(const char* question, int depth, int caller = -1) const {
+  // Calls a method of `Rows` with the frame at this depth and its caller's (-1: none). -1 if there is no result.
+  int64_t ask(const char* method, int depth, int caller = -1) const {
     return rows_.look_up(int64_t{-1}, [&](const py::object& rows) -> int64_t {
       const auto frame = py::reinterpret_steal<py::object>(frame_object(depth));
       if (!frame) return -1;
-      const auto ask = rows.attr(question);
-      if (caller < 0) return ask(frame).cast<int64_t>();
-      return ask(frame, py::reinterpret_steal<py::object>(frame_object(caller))).cast<int64_t>();
+      const auto look_up = rows.attr(method);
+      if (caller < 0) return look_up(frame).cast<int64_t>();
+      return look_up(frame, py::reinterpret_steal<py::object>(frame_object(caller))).cast<int64_t>();
     });
   }
 
@@ -93,9 +93,9 @@ struct Group {
   int size = 1, rank = 0;
   std::vector<int> ranks;
   std::atomic<uint32_t> collectives{0};
-  std::atomic<uint32_t> batch{0};  // number of the batch that is open
+  std::atomic<uint32_t> batch{0};  // number of the open batch; 0: none
 
-  // A bit for each operator: its Works have no future; they have one that completes with the Work and not before.
+  // A bit for each operator. Futureless: its Works have no usable future. Trusted: their futures complete with them.
   std::atomic<uint64_t> futureless{0}, trusted{0};
   std::atomic<uint32_t> doubts{0};
 
@@ -123,7 +123,7 @@ struct Tally {
   };
 
   std::atomic<uint64_t> errors{0}, samples{0}, first_calls{0};
-  std::atomic<uint64_t> unrecorded{0};  // calls that went on without a record, because of an error
+  std::atomic<uint64_t> unrecorded{0};  // calls without a record because of an error
   std::atomic<int64_t> first_ns{0};
   std::array<std::atomic<Sample>, 1024> costs{};
   std::mutex mutex;
@@ -202,7 +202,7 @@ class Recording {
     });
   }
 
-  // Whether the running forward belongs to training.
+  // Whether the running forward pass belongs to training.
   bool trains() {
     return c10::GradMode::is_enabled() ||
            rows.call(false, [](const py::object& python_rows) { return python_rows.attr("in_training")().cast<bool>(); });
@@ -234,7 +234,7 @@ class Recording {
     });
   }
 
-  // Records the beginning of a wait for `key` and returns the calls that it is about.
+  // Records the beginning of a wait for `key` and returns the calls that it waits for.
   Waits::Calls wait_begins(const void* key, int64_t t_wait) {
     auto calls = waits.take(key);
     for (const auto& call : calls)
@@ -255,33 +255,33 @@ class Recording {
     until.tv_nsec = ns % 1000000000;
     while (sem_clockwait(&woken_, CLOCK_MONOTONIC, &until) != 0 && errno == EINTR) {
     }
-    while (sem_trywait(&woken_) == 0) {  // several wake() count as one
+    while (sem_trywait(&woken_) == 0) {  // several calls of wake() count as one
     }
   }
 
   void wake() { sem_post(&woken_); }
 
-  // Slots with final records. If free slots run short, gives up the ends of the oldest returned calls, as Slots.finished
-  // in Python.
+  // Returns the slots with final records. If free slots run short, gives up the ends of the oldest returned calls, as
+  // Slots.finished does in Python.
   std::vector<uint32_t> finished() {
-    std::vector<uint32_t> found;
+    std::vector<uint32_t> final_slots;
     std::vector<std::pair<int64_t, uint32_t>> waiting;
     for (uint32_t slot = 0; slot < slots.used(); slot++) {
       uint8_t state = slots.state(slot);
       if (state == kReturned && waits.died(slot) && slots.settle(slot, kReturned, kUnobservable)) state = kUnobservable;
       if (state >= kComplete)
-        found.push_back(slot);
+        final_slots.push_back(slot);
       else if (state == kReturned)
         waiting.emplace_back(slots.begun(slot), slot);
     }
     const size_t quarter = std::max<size_t>(1, slots.capacity() / 4);
-    if (static_cast<size_t>(slots.free()) + found.size() >= quarter) return found;
+    if (static_cast<size_t>(slots.free()) + final_slots.size() >= quarter) return final_slots;
     std::sort(waiting.begin(), waiting.end());
     for (const auto& [begun, slot] : waiting) {
-      if (found.size() >= 2 * quarter) break;
-      if (slots.settle(slot, kReturned, kReturned)) found.push_back(slot);
+      if (final_slots.size() >= 2 * quarter) break;
+      if (slots.settle(slot, kReturned, kReturned)) final_slots.push_back(slot);
     }
-    return found;
+    return final_slots;
   }
 
   void release(uint32_t slot) {
@@ -289,16 +289,16 @@ class Recording {
     slots.release(slot);
   }
 
-  // Returns the slots with records, and the number of slots that calls had taken and not yet written to.
+  // Returns the slots with records, and the number of slots that calls had taken but not yet written to.
   std::pair<std::vector<uint32_t>, uint32_t> close() {
-    std::vector<uint32_t> left;
+    std::vector<uint32_t> recorded;
     const uint32_t unwritten = slots.close();
     devices.close();
     for (uint32_t slot = 0; slot < slots.capacity(); slot++) {
       if (slots.state(slot) == kReturned && waits.died(slot)) slots.settle(slot, kReturned, kUnobservable);
-      if (slots.state(slot) != kFree) left.push_back(slot);
+      if (slots.state(slot) != kFree) recorded.push_back(slot);
     }
-    return {left, unwritten};
+    return {recorded, unwritten};
   }
 
   // Releases memory and references after close(). Needs the GIL.
@@ -323,7 +323,7 @@ class Recording {
   Tally tally;
   bool sites_wanted = false;
   Progress* progress = nullptr;
-  std::atomic<uint64_t> log{0};  // identifies an opening of a recording
+  std::atomic<uint64_t> log{0};  // identifies each opening of a recording
   std::atomic<uint32_t> threads{0};
   std::atomic<uint32_t> batches{0};
   std::atomic<int64_t> wait_cost{0};
@@ -368,7 +368,7 @@ inline std::atomic<Recording*> current{nullptr};
 struct Thread {
   uint64_t log = 0;
   uint16_t number = 0;
-  int functional = 0;  // depth of functional collectives, which are waited for by tensor and not by Work
+  int functional = 0;  // nesting depth of functional collectives, whose waits name a tensor and not a Work
   uint32_t calls = 0;
   int64_t looked_up = 0;  // when the running call first looked up something new; 0: it has not
   struct {

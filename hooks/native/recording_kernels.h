@@ -22,7 +22,7 @@ namespace commtrace {
 using c10::DispatchKeySet;
 using torch::jit::Stack;
 
-// Tracing is on and no recording has begun: the next call lets Python begin one.
+// Tracing is on but no recording has begun: the next call makes Python begin one.
 inline std::atomic<bool> armed{false};
 inline PyObject* begin_recording = nullptr;
 
@@ -40,7 +40,7 @@ static void redispatch(const c10::OperatorHandle& op, DispatchKeySet keys, Stack
 
 // ---- ends --------------------------------------------------------------------------------------------------------------
 
-// The program's wait for calls on a device. The calls have failed if it is destroyed by an exception.
+// The program's wait for calls on a device. If an exception destroys it, the calls have failed.
 class DeviceWait {
  public:
   DeviceWait(Recording& recording, const Waits::Calls& calls) : devices_(recording.devices) {
@@ -78,7 +78,8 @@ static c10::intrusive_ptr<c10::ivalue::Future> future_of(Group& group, int plan,
     return future;
   }
   if (work.isCompleted()) return future;
-  // Complete before its Work: gloo's for a moment; NCCL's and that of torch's fake process group always, so it is no end.
+  // The future is complete and the Work is not: briefly with gloo; always with NCCL and torch's fake process group,
+  // where it does not show the end.
   if (group.doubts.fetch_add(1, std::memory_order_relaxed) >= kMostDoubts) group.futureless.fetch_or(bit);
   return nullptr;
 }
@@ -103,14 +104,14 @@ struct Call {
   bool on_host = true;
   std::optional<DeviceStart> on_device;  // if it is not on the host
   bool asynchronous = false, sampled = false;
-  c10::StorageImpl* storage = nullptr;  // of the tensor that a functional call is waited for by
+  c10::StorageImpl* storage = nullptr;  // of the tensor that the wait for a functional call names
   int64_t entered = 0, begun = 0;
   int64_t looked_up = 0;  // when a first call began to look up something new
 
   bool timed() const { return on_device && *on_device; }
 };
 
-// Whether the tensor belongs to a compiler that traces the program, and not to communication.
+// Whether the tensor belongs to a compiler that traces the program: nothing is communicated.
 static bool is_fake(const at::Tensor& tensor) {
   if (tensor.is_meta()) return true;
   if (!tensor.key_set().has(c10::DispatchKey::Python)) return false;
@@ -138,7 +139,7 @@ static Group* group_of(Recording& recording, Thread& thread, const c10::IValue& 
   return last.group;
 }
 
-// Finds the call site and sets the record's site, phase and step, as CallContext.find in Python.
+// Finds the call site and sets the record's site, phase and step, as CallContext.find does in Python.
 static CallSite call_context(Recording& recording, Record& record) {
   Progress& progress = *recording.progress;
   const int mark = progress.get(progress.mark), task = torch::autograd::get_current_graph_task_id();
@@ -182,7 +183,7 @@ static bool is_async(const Plan& plan, Arguments args, uint8_t seen, bool functi
   return functional || ((seen & kHandle) && !(seen & kBlocking));
 }
 
-// Sets the call's beginning on its device; that of its batch if it is coalesced. Returns whether it is captured.
+// Sets the beginning of the call, or of its batch if it is coalesced, on its device. Returns whether it is captured.
 static bool begin_on_device(Call& call, const at::Tensor& sample, bool batched) {
   if (!batched) {
     call.on_device = call.recording->devices.begins(sample.device());
@@ -241,7 +242,7 @@ static bool record_call(Call& call, Thread& thread, Arguments args, const at::Te
   return static_cast<bool>(call.handle);
 }
 
-// As `record_call`, but throws only Python exceptions (an interrupt).
+// Same as `record_call`, but throws only Python exceptions (such as an interrupt).
 static bool before(Call& call, Thread& thread, Arguments args, const at::Tensor* sample) {
   try {
     return record_call(call, thread, args, sample);
@@ -307,7 +308,7 @@ static void after(Call& call, Stack* stack, int64_t t_return) {
   const bool by_wait = call.on_host && !future, complete = future && future->completed() && !future->hasError();
   const State state = complete ? kComplete : call.on_host || on_device ? kReturned : kUnobservable;
   auto weak = by_wait ? std::optional<Weak>(weak_reference(waited)) : std::nullopt;
-  // Within `update` and before the state becomes kReturned: from then on the slot may be given to another call.
+  // Done within `update`, before the state becomes kReturned: after that, the slot may be given to another call.
   recording.slots.update(call.handle, [&](Record& record) {
     recording.waits.add(waited, call.handle, std::move(weak));
     return note_return(record, t_return, state, kFuture);
@@ -315,7 +316,7 @@ static void after(Call& call, Stack* stack, int64_t t_return) {
   if (future && !complete) follow(&recording, call.handle, *future);
 }
 
-// As `after`, without exceptions, and with the call's cost.
+// Same as `after`, but throws no exceptions and records the cost of the call.
 static void finish_call(Call& call, Stack* stack) {
   const int64_t t_return = now();
   try {
@@ -446,8 +447,7 @@ static int64_t least_ns(const char* name) {
   return least;
 }
 
-
-// In a forked child: detaches from the parent's recording, and lets the child begin its own.
+// Detaches a forked child from the parent's recording, so that it can begin its own.
 static void forked_in_child() {
   Recording* parents = current.exchange(nullptr);
   if (parents == nullptr) return;
@@ -461,8 +461,9 @@ static void remove_kernels() {
   libraries->clear();
 }
 
-// ns that a call spends entering and leaving such a kernel, which the kernel itself cannot measure: the difference between
-// two operators of our own, one with a kernel before it, as the minimum of several trials.
+// Returns the ns that a call spends entering and leaving a kernel, which the kernel itself cannot measure: the
+// difference between two operators of our own, one with such a kernel and one without, each timed as the minimum of
+// several trials.
 static int64_t crossing() {
   static const bool defined = [] {
     auto* library = new torch::Library(torch::Library::DEF, "commtrace_native_calibration", std::nullopt, __FILE__,

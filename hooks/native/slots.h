@@ -73,7 +73,7 @@ class SpinLock {
 // The slots of one ring. A call takes a slot and keeps a Handle. When the drain thread releases the slot its turn
 // increments, which invalidates the Handle: a late completion, or one after the log was closed, cannot write to another
 // call's record or to unmapped memory. Never freed, because callbacks may run at any time. After close() it can be opened
-// again for another ring of the same size; turns continue.
+// again for another ring of the same size; turns keep increasing.
 class Slots {
  public:
   explicit Slots(uint32_t capacity) : capacity_(capacity) {
@@ -100,18 +100,18 @@ class Slots {
   uint32_t capacity() const { return capacity_; }
   int64_t free() const { return free_.load(std::memory_order_relaxed); }
 
-  // Only slots below this number were ever taken. The last slot given is the first taken, so these are only as many as
-  // calls had taken at a time, and the drain thread need not look at the others.
+  // Only slots below this number were ever taken; the drain thread skips the others. The last slot given is the first
+  // taken, so the number is the most slots that calls held at the same time.
   uint32_t used() const { return used_.load(std::memory_order_relaxed); }
 
-  // Takes a free slot; kEmpty if there is none. `left` receives the number of slots that stay free: a different one for
-  // each of the threads that take slots concurrently.
+  // Takes a free slot; kEmpty if there is none. `left` receives the number of slots still free, which differs between
+  // threads that take slots concurrently.
   uint32_t take(int64_t* left = nullptr) {
     uint64_t head = head_.load(std::memory_order_acquire);
     for (;;) {
       const uint32_t slot = head & 0xffffffff;
       if (slot == kEmpty) return kEmpty;
-      // The upper half is a counter against ABA.
+      // The upper half is a counter against the ABA problem.
       const uint64_t next = ((head >> 32) + 1) << 32 | next_[slot].load(std::memory_order_relaxed);
       if (head_.compare_exchange_weak(head, next, std::memory_order_acq_rel, std::memory_order_acquire)) {
         const int64_t before = free_.fetch_sub(1, std::memory_order_relaxed);
@@ -147,8 +147,8 @@ class Slots {
     free_.fetch_add(1, std::memory_order_relaxed);
   }
 
-  // Writes the record of a slot that was taken, its state last, as the process may be killed in between. Returns an empty
-  // Handle if the log is closed or another one was opened.
+  // Writes the record of a slot that was taken; the state last, because the process may be killed in between. Returns
+  // an empty Handle if the log is closed or another one was opened.
   Handle begin(uint32_t slot, const Record& record, uint64_t log) {
     const uint64_t turn = lock(slot);
     if (closed_.load(std::memory_order_acquire) || log_.load(std::memory_order_relaxed) != log) {
@@ -163,7 +163,7 @@ class Slots {
     return {(turn + 1) << 24 | slot};
   }
 
-  // Calls `write(record)` if the Handle is valid, and writes the state that it returns last.
+  // Calls `write(record)` if the Handle is valid, then writes the state that it returned.
   template <typename Write>
   bool update(Handle handle, Write write) {
     if (!handle || gone_.load(std::memory_order_relaxed) || !lock_if(handle.slot(), handle.turn())) return false;
@@ -211,7 +211,7 @@ class Slots {
   }
 
   // Takes all slots and invalidates all Handles; when it returns, no thread is writing. Returns the number of slots that
-  // calls had taken and not yet written to.
+  // calls had taken but not yet written to.
   uint32_t close() {
     closed_.store(true);
     for (uint32_t slot = take(); slot != kEmpty; slot = take()) held_.push_back(slot);
@@ -225,7 +225,7 @@ class Slots {
 
   bool gone() const { return gone_.load(std::memory_order_relaxed); }
 
-  // In a forked child, whose ring is the parent's. No locks are taken: threads of the parent may have held them.
+  // Detaches a forked child from the parent's ring. Takes no locks: threads of the parent may have held them.
   void forked() {
     closed_.store(true);
     gone_.store(true);

@@ -22,10 +22,10 @@ class NativeSlots(Slots):
             ring.buffer, DROPPED_AT, RECORDS_AT, ring.capacity, sites, device_times, progress.cells
         )
         self.free: Any = self.recording.free
-        self.used = ring.capacity  # C++ knows which were
+        self.used = ring.capacity  # C++ tracks which were used
 
     def wait(self, seconds: float) -> None:
-        """Block the drain thread until `wake` is called or the time is over, without the GIL."""
+        """Block the drain thread, without the GIL, until `wake` is called or the time is over."""
         self.recording.wait(seconds)
 
     def wake(self) -> None:
@@ -34,11 +34,11 @@ class NativeSlots(Slots):
 
     def drop(self, calls: int) -> None:
         """Count calls that found no free slot."""
-        if not self.recording.drop(calls):  # closed: C++ counts no more
+        if not self.recording.drop(calls):  # closed: C++ no longer counts
             super().drop(calls)
 
     def finished(self) -> SlotNumbers:
-        """Return slots with final records. C++ gives up the ends of its calls; those of Python's are given up here."""
+        """Return slots with final records. Detach the calls of Python hooks whose ends C++ gave up."""
         slots: SlotNumbers = self.recording.finished()
         with self.lock:
             self.detach(slots[self._state[slots] == State.RETURNED].tolist())
@@ -50,7 +50,7 @@ class NativeSlots(Slots):
         return copies
 
     def seize(self) -> tuple[SlotNumbers, int]:
-        """Stop recording, as `Slots.seize`."""
+        """Stop recording; see `Slots.seize`."""
         # Tracing may be on again already, if this thread could not close the log in time.
         slots, unwritten = self.recording.close(session.settings is None)
         with self.lock:
@@ -65,5 +65,5 @@ class NativeSlots(Slots):
             self._seized -= len(slots)
 
     def close(self) -> None:
-        """Release the native recording, when the log is complete."""
+        """Release the native recording when the log is complete."""
         self.recording.recycle()

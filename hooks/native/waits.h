@@ -48,9 +48,9 @@ static PyObject* wait_traced(Recording& recording, PyObject* wait, PyObject* con
   return result;
 }
 
-// The replacements of `wait`, one for each class. In C, because their cost is added to every synchronous call; and as
-// method descriptors, for which Python makes no bound method at each call. A descriptor has no state, hence a function
-// for each.
+// The replacements of `wait`, one for each class. They are C functions, because their cost is added to every
+// synchronous call, and method descriptors, because Python then makes no bound method for each call. A descriptor has
+// no state, so each has its own function.
 constexpr size_t kMostMethods = 32;
 inline std::array<PyObject*, kMostMethods> originals{};
 
@@ -66,7 +66,7 @@ static PyObject* wait_of(PyObject* self, PyObject* const* args, Py_ssize_t count
 
 template <size_t... numbers>
 static std::array<PyMethodDef, kMostMethods> methods(std::index_sequence<numbers...>) {
-  constexpr const char* kDoc = "As torch's; commtrace records when it began and ended.";
+  constexpr const char* kDoc = "Same as torch's; commtrace records when it begins and ends.";
   return {PyMethodDef{"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&wait_of<numbers>)),
                       METH_FASTCALL | METH_KEYWORDS, kDoc}...};
 }
@@ -88,7 +88,7 @@ static py::object waiting_for(const py::object& type, const py::object& wait) {
   return wait;  // no function is left: the waits of this class are not observed
 }
 
-// `work.is_completed()` has returned true.
+// Records the end of a call whose `work.is_completed()` has returned true.
 static void polled(const py::object& work) {
   const int64_t t_end = now();
   Recording* recording = current.load(std::memory_order_acquire);
@@ -107,7 +107,7 @@ static std::vector<Handle> close_batch(Group& group, uint32_t next) {
   return std::exchange(group.batched, {});
 }
 
-// Calls on this group belong together from here on, until `batch_ends`.
+// Opens a batch: calls on this group belong together until `batch_ends`.
 static void batch_begins(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGroup>& pg) {
   Group* group = recording.group(pg.get());
   if (group == nullptr) return;
@@ -117,7 +117,7 @@ static void batch_begins(Recording& recording, const c10::intrusive_ptr<c10d::Pr
   group->batch_on_device = {};
 }
 
-// The calls end when `work` does; null if the backend has waited itself, or on a stream.
+// Closes the batch. Its calls end when `work` does; null if the backend has waited itself, or on a stream.
 static void batch_ends(Recording& recording, const c10::intrusive_ptr<c10d::ProcessGroup>& pg,
                 const c10::intrusive_ptr<c10d::Work>& work) {
   Group* group = recording.group(pg.get());

@@ -61,7 +61,7 @@ class Waits {
   };
   using Calls = c10::SmallVector<Call, 4>;
 
-  // Removes and returns the calls that a wait for `key` is about: of two waits for one object the first counts.
+  // Removes and returns the calls of `key`, for a wait: only the first of two waits for an object counts.
   Calls take(const void* key) {
     Calls calls;
     c10::SmallVector<Weak, 1> dropped;  // destroyed after the lock is released, as that may take long
