@@ -1,4 +1,4 @@
-"""Call context: the call site, phase and step of a call, whichever library it is a call of."""
+"""Call context: the call site, phase and step of a call of any library."""
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ _graph_task: Callable[[], int] = _no_task
 _is_grad_enabled: Callable[[], bool] = _no_grad
 
 
-def autograd(graph_task: Callable[[], int], is_grad_enabled: Callable[[], bool]) -> None:
-    """Register how to ask for the running backward pass (-1: none) and whether gradients are recorded."""
+def register_autograd(graph_task: Callable[[], int], is_grad_enabled: Callable[[], bool]) -> None:
+    """Register the functions that return the running backward pass (-1: none) and the grad mode."""
     global _graph_task, _is_grad_enabled
     _graph_task, _is_grad_enabled = graph_task, is_grad_enabled
 
 
 def backward() -> Callable[[], int] | None:
-    """Return the function that gives the running backward pass; None where no library has registered one."""
+    """Return the function that returns the running backward pass; None if none is registered."""
     return None if _graph_task is _no_task else _graph_task
 
 
 class CallContext:
-    """Finds the context of calls, for one recorder."""
+    """Lookup of call contexts for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.sites: Final = CallSites(recorder.tables)
-        self._numbered = recorder.sites
-        self._backward = _NO_TASK, 0  # the last backward pass on a thread without Python frames, its site
+        self._records_sites = recorder.sites
+        self._last_backward = _NO_TASK, 0  # pass and call site, on a thread without Python frames
 
     def find(self, depth: int) -> tuple[int, int, int]:
-        """Return call site, phase and properties of the frames of the call `depth` frames up.
+        """Return the call site, phase and frame properties of the call `depth` frames up.
 
-        The first forward or backward after a step has finished begins the next step, unless it does not train.
+        The first forward or backward pass after a finished step begins the next step, unless it
+        belongs to an evaluation.
         """
         marks = progress.marks
         task = _graph_task()
@@ -61,7 +62,7 @@ class CallContext:
         else:
             phase = int(marks[-1]) if marks else -1
         site = seen = 0
-        if phase < 0 or self._numbered:
+        if phase < 0 or self._records_sites:
             site, seen = self.sites.find(depth + 1, deep=phase < 0)
         if phase < 0:
             unmarked = int(progress.unmarked())
@@ -71,7 +72,7 @@ class CallContext:
                 progress.activity()
             else:
                 phase = _EVALUATION
-        if not self._numbered:
+        if not self._records_sites:
             site = 0
         elif not site and task != _NO_TASK:
             site = self._site_of_backward(task)
@@ -81,6 +82,6 @@ class CallContext:
         return _is_grad_enabled() or self.sites.in_training()
 
     def _site_of_backward(self, task: int) -> int:
-        if self._backward[0] != task:
-            self._backward = task, self.sites.of_backward()
-        return self._backward[1]
+        if self._last_backward[0] != task:
+            self._last_backward = task, self.sites.of_backward()
+        return self._last_backward[1]

@@ -1,9 +1,9 @@
-"""Call sites: the line of the program that made a call, and what the frames above it show.
+"""Call sites: the line of the program that made a call, and properties of the frames above it.
 
 The call site is the innermost line that is not in a wrapper: DeepSpeed's reducer rather than
-`deepspeed.comm.all_reduce`, the user's `loss.backward()` rather than autograd's. Frames are classified once per code
-object, so a walk is cheap. Where a library makes all calls of an operation on one line (Megatron's mappings of tensor
-parallelism), the line that calls it is part of the call site.
+`deepspeed.comm.all_reduce`, the user's `loss.backward()` rather than autograd's. Frames are
+classified once per code object, so a walk is cheap. Where a library makes all calls of an operation
+on one line (Megatron's mappings of tensor parallelism), its caller's line is part of the call site.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any, Final
 import commtrace
 from commtrace.recording.table_writer import TableWriter
 
-# Properties of a frame, as bits. hooks/native/frames.h has the same.
-WRAPPER: Final = 1  # passes a call on, and is no call site
+# Properties of a frame, as bits; the same as in hooks/native/frames.h.
+WRAPPER: Final = 1  # passes a call on; not a call site
 OBJECT: Final = 2  # sends pickled objects as tensors
 FORWARD: Final = 4  # calls a module
 OPTIMIZER: Final = 8  # steps an optimizer
 HANDLE: Final = 16  # sends or receives a message and returns a handle
 BLOCKING: Final = 32  # sends or receives a message and waits for it
 BACKWARD: Final = 64  # runs autograd
-SHARED: Final = 128  # makes calls for many lines of the program: the caller's is part of the call site
+SHARED: Final = 128  # makes calls for many lines of the program: its caller is part of the site
 
-# Wrappers: code whose path below the packages' root starts with one of these.
+# Path prefixes of wrappers, relative to the packages' root.
 _WRAPPERS: Final = (
     "<eval_with_key>",
     "commtrace/dryrun/",
@@ -69,7 +69,7 @@ _WRAPPERS: Final = (
     "typing_extensions.py",
 )
 
-# Wrappers in files that are not wrappers as a whole: (file, function).
+# Wrappers in other files: (file, function).
 _WRAPPER_FUNCTIONS: Final = frozenset(
     {
         ("deepspeed/runtime/comm/coalesced_collectives.py", "_torch_reduce_scatter_fn"),
@@ -77,7 +77,7 @@ _WRAPPER_FUNCTIONS: Final = frozenset(
     }
 )
 
-# Wrappers that show more about a call: (file, function) -> bits.
+# Further properties of wrappers: (file, function) -> bits.
 _C10D: Final = "torch/distributed/distributed_c10d.py"
 _PROPERTIES: Final = {
     **{(_C10D, f"{name}_object"): OBJECT for name in ("all_gather", "gather")},
@@ -91,10 +91,10 @@ _PROPERTIES: Final = {
     ("torch/autograd/graph.py", "_engine_run_backward"): BACKWARD,
 }
 
-# Files whose functions are SHARED, wherever they are installed; all but `backward`, which autograd calls.
+# Files of SHARED functions, in any folder. `backward` is not SHARED: autograd calls it.
 _SHARED_FILES: Final = ("megatron/mpu/mappings.py", "megatron/core/tensor_parallel/mappings.py")
 
-# Bound on memory in a program that makes code as it runs (exec, torch.fx).
+# Limits memory in programs that create code at run time (exec, torch.fx).
 _MAX_CODES: Final = 50_000
 
 
@@ -103,18 +103,19 @@ class CallSites:
 
     def __init__(self, tables: TableWriter) -> None:
         self._tables = tables
-        # By id, because hashing a code object reads all of it. The object is kept so that its id is not used again.
+        # By id: hashing a code object reads all of it. Objects are kept so that ids are not reused.
         self._kinds: dict[int, tuple[CodeType, int]] = {}
         self._sites: dict[tuple[int, ...], int] = {}
         self.cleared: list[Callable[[], object]] = []
-        """Listeners, called when code objects are released: what is known of their addresses is no longer valid."""
+        """Listeners, called when code objects are released: their addresses may then be reused."""
 
     def find(self, depth: int, *, deep: bool) -> tuple[int, int]:
         """Find the call site of the call `depth` frames up.
 
         Args:
             depth: Number of frames of the hook itself to skip.
-            deep: Walk on above the call site, to the first frame that calls a module or steps an optimizer.
+            deep: Continue above the call site, to the first frame that calls a module or steps an
+                optimizer.
 
         Returns:
             The site's row (0: the thread has no Python frame) and the properties of all frames that were walked, as
@@ -134,7 +135,7 @@ class CallSites:
             if not kind & WRAPPER:
                 break
             frame = frame.f_back
-        named, caller = frame or innermost, frame.f_back if frame is not None and kind & SHARED else None
+        site_frame, caller = frame or innermost, frame.f_back if frame is not None and kind & SHARED else None
         while caller is not None and (kind := self.classify(caller.f_code)) & (WRAPPER | SHARED):
             seen |= kind
             caller = caller.f_back
@@ -143,27 +144,27 @@ class CallSites:
             known = kinds.get(id(code))
             seen |= known[1] if known is not None else self.classify(code)
             frame = frame.f_back
-        return self.number(named, caller), seen
+        return self.number(site_frame, caller), seen
 
     def in_training(self) -> bool:
         """Return whether the outermost module that is being called is in training mode.
 
-        It distinguishes training from evaluation where gradients are off: both an autograd function's forward and
-        FSDP's run under `no_grad`. Of a wrapper it is the mode of the model within: DeepSpeed's engine keeps its own
-        flag when `eval()` is called.
+        This distinguishes training from evaluation where gradients are off: the forwards of
+        autograd functions and of FSDP run under `no_grad`. For a wrapper, it is the mode of the
+        wrapped model, because `eval()` of DeepSpeed's engine does not change the engine's own flag.
         """
         frame: FrameType | None = sys._getframe()
         module = None
         while frame is not None:
             if self.classify(frame.f_code) & FORWARD:
                 called = frame.f_locals.get("self")
-                # A part of a compiled program is a module, too, and always in training mode.
+                # The parts of a compiled program are modules, too, and always in training mode.
                 module = module if type(called).__module__.startswith("torch.fx") else called
             frame = frame.f_back
         return getattr(getattr(module, "module", module), "training", False) is True
 
     def of_backward(self) -> int:
-        """Return the site of a call on one of autograd's threads, which have no Python frame.
+        """Return the call site of a call on an autograd thread, which has no Python frame.
 
         It is the line of the thread that waits for autograd.
         """
@@ -198,7 +199,7 @@ class CallSites:
         return known[1]
 
     def number(self, frame: FrameType | None, caller: FrameType | None = None) -> int:
-        """Return the row of the line that a frame executes, with its caller's if that is given; 0 for no frame."""
+        """Return the row of a frame's line, with its caller's line if given; 0 without a frame."""
         if frame is None:
             return 0
         key: tuple[int, ...] = id(frame.f_code), frame.f_lasti
@@ -234,7 +235,7 @@ def _classify(code: CodeType) -> int:
 
 _ROOTS: Final = ("/site-packages/", "/dist-packages/")
 _STANDARD: Final = os.path.dirname(os.__file__).replace("\\", "/") + "/"
-_OWN: Final = {  # folders and files of a checkout -> those of the package
+_OWN: Final = {  # path in a checkout -> path in the package
     os.path.dirname(__file__).replace("\\", "/") + "/": "commtrace/hooks/",
     **{
         os.path.join(os.path.dirname(commtrace.__file__), name).replace("\\", "/"): f"commtrace/{name}"

@@ -14,13 +14,14 @@ from commtrace.recording.table_writer import TableWriter
 
 
 class Group:
-    """A process group, as far as recording its calls needs it."""
+    """A process group: what is needed to record its calls."""
 
     def __init__(self, members: Any, number: int, ranks: Sequence[int], rank: int, first: int = 0) -> None:
         """Describe a group.
 
         Args:
-            members: The library's own object, kept weakly: a group that is kept alive cannot be destroyed.
+            members: The library's own object. It is kept weakly, so that the program can destroy
+                the group.
             number: Its row in the groups table.
             ranks: Global ranks, in the group's order.
             rank: This process's rank within the group.
@@ -35,7 +36,7 @@ class Group:
         self._messages: dict[tuple[int, int, int], Iterator[int]] = {}
 
     def global_rank(self, rank: int) -> int:
-        """Return the global rank of a rank within the group; -1 for one that is not known."""
+        """Return the global rank of a rank within the group; -1 if it is not known."""
         return self.ranks[rank] if 0 <= rank < len(self.ranks) else -1
 
     def message(self, source: int, destination: int, tag: int) -> int:
@@ -60,7 +61,7 @@ _Group = TypeVar("_Group", bound=Group)
 
 
 class Groups(Generic[_Group]):
-    """The groups of one library in one recorder's tables, by the library's own object."""
+    """The groups of one library in one recorder's tables, keyed by the library's own object."""
 
     def __init__(self, tables: TableWriter) -> None:
         self._tables = tables
@@ -69,7 +70,7 @@ class Groups(Generic[_Group]):
         self._lock = threading.RLock()  # threads may use a new group at the same time
 
     def of(self, members: Any) -> _Group:
-        """Return the group of a library's object. A new one is added to the table."""
+        """Return the group of a library's object. A new group is added to the table."""
         group = self._known.get(id(members))
         if group is not None and group.ref() is members:
             return group
@@ -84,16 +85,17 @@ class Groups(Generic[_Group]):
         raise NotImplementedError
 
     def _number(self, row: GroupDescription) -> int:
-        """Add a row and return its number. Its `index` counts groups of the same ranks and name."""
+        """Add a row and return its number. `index` counts groups with the same ranks and name."""
         key = tuple(sorted(row.ranks)), row.name
         index = self._created[key]
         self._created[key] += 1
         return self._tables.new("groups", {**row._asdict(), "ranks": format_rank_list(row.ranks), "index": index})
 
     def set_role(self, members: Any, role: str, source: str, table: str = "roles") -> None:
-        """Record which parallel dimension this group serves, and the source of that.
+        """Record the parallel dimension of a group, and the source of this information.
 
-        The table is "roles", or "message_roles" where point-to-point messages serve another dimension than the group.
+        The table is "roles", or "message_roles" if point-to-point messages have a different
+        dimension than the group.
         """
         number = self.of(members).number
         self._tables.number(table, (number, role), lambda: {"group": number, "role": role, "source": source})

@@ -1,7 +1,7 @@
 """Set-up of the process's recorder, shared by the hooks of all libraries.
 
-Each hook registers its blind spots, how its library identifies the process, and what its kernels need. The hook that
-sees the first call begins the recording, for all of them.
+Each hook registers its blind spots, a function that identifies the process, and what its kernels
+need. The hook that intercepts the first call starts the recording for all of them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ blind_spots: Final[dict[str, list[str]]] = {}
 """Library -> what its hook cannot observe, a sentence each."""
 
 identities: Final[dict[str, Callable[[], RankIdentity | None]]] = {}
-"""Library -> function that returns the process's rank, or None where the library does not know it."""
+"""Library -> function that returns the process's rank, or None if the library does not have it."""
 
 compiled: Final[set[str]] = set()
-"""Libraries whose compiled wrappers record into slots that Python hands out."""
+"""Libraries whose compiled wrappers take their slots from Python."""
 
 # In a program that uses both, all ranks must take their identity from the same one, whichever they call first.
 _IDENTITY_SOURCES: Final = ("mpi4py", "torch")
@@ -34,13 +34,13 @@ batches: Final = itertools.count(1 << 31)
 
 
 class CompiledSlots(Slots):
-    """Slots that Python hands out to compiled wrappers as well."""
+    """Slots that compiled wrappers take from Python, too."""
 
     recorder = "native"
 
 
 class KernelBackend(NamedTuple):
-    """What the recorder needs from the kernels that are installed."""
+    """What the recorder needs from the installed kernels."""
 
     calibrate: Callable[[], int] | None  # measures the ns that a call spends entering and leaving a kernel
     make_slots: Callable[[Ring], Slots] | None  # makes the slots that the kernels write to; None: the recorder's own
@@ -56,7 +56,7 @@ def install_backend(backend: KernelBackend) -> None:
 
 
 def begin() -> Recorder | None:
-    """Return the process's recorder, made with its first call; None where tracing is off or cannot start."""
+    """Return the recorder, created on first use; None if tracing is off or cannot start."""
     backend = _backend or KernelBackend(None, CompiledSlots if compiled else None)
     hidden = [sentence for sentences in blind_spots.values() for sentence in sentences]
     return session.begin(identity, blind_spots=hidden, calibrate=backend.calibrate, make_slots=backend.make_slots)
@@ -66,8 +66,8 @@ def fault(unrecorded: int = 0) -> None:
     """Count an error in a hook. Call it in the hook's `except`.
 
     Args:
-        unrecorded: Number of calls that the program makes without a record because of the error. A log counts them
-            even if no call could be recorded.
+        unrecorded: Number of calls that have no record because of the error. If it is not 0, the
+            recorder is started, so that the log has the count even if no call is recorded.
     """
     recorder = session.recorder or (begin() if unrecorded else None)
     if recorder is not None:
@@ -78,8 +78,8 @@ def call_unmeasured(error: Exception, original: Callable[..., Any], *args: Any, 
     """Make a call whose arguments a hook failed to read. If the library raises too, the hook's error is not counted."""
     try:
         result = original(*args, **kwargs)
-    except BaseException as own:
-        own.__context__ = None  # without the hook's exception
+    except BaseException as library_error:
+        library_error.__context__ = None  # without the hook's exception
         raise
     try:
         raise error
@@ -89,16 +89,16 @@ def call_unmeasured(error: Exception, original: Callable[..., Any], *args: Any, 
 
 
 def identity() -> RankIdentity:
-    """Return the process's rank, from the first library that knows it, else from its launcher's variables."""
+    """Return the process's rank from the first library that has it, else from the environment."""
     for library in _IDENTITY_SOURCES:
-        known = identities[library]() if library in identities else None
-        if known is not None:
-            return known
+        rank = identities[library]() if library in identities else None
+        if rank is not None:
+            return rank
     return rank_from_environment()
 
 
 class Tracer(Protocol):
-    """What a hook of one library keeps for one recorder."""
+    """State of a library's hook for one recorder."""
 
     recorder: Recorder
 
@@ -110,7 +110,7 @@ AnyTracer = TypeVar("AnyTracer", bound=Tracer)
 
 
 class Tracers(Generic[AnyTracer]):
-    """The tracer of one library: one for each recorder of this process, made with the library's first call."""
+    """The tracers of one library: one per recorder, created at the library's first call."""
 
     def __init__(self, make: Callable[[Recorder], AnyTracer]) -> None:
         self._make = make
@@ -125,7 +125,7 @@ class Tracers(Generic[AnyTracer]):
         return tracer if tracer is not None and tracer.recorder is session.recorder else None
 
     def start(self, recorder: Recorder) -> AnyTracer:
-        """Return the tracer of a recorder, made when it is first asked for."""
+        """Return the tracer of a recorder, creating it on first use."""
         with self._lock:
             tracer = self._tracer
             if tracer is None or tracer.recorder is not recorder:

@@ -1,1 +1,1 @@
-"""Analyses of what ranks do with each other: which calls belong together, whose clock says what, who waits for whom."""
+"""Analyses across ranks: matched calls, aligned clocks, waits, critical paths, stuck calls."""

@@ -1,7 +1,8 @@
-"""The clock of one host, from bounds of its difference to the reference's: straight lines, and jumps between them.
+"""The clock of one host as lines with jumps, from bounds on its difference from the reference's.
 
-The difference is straight within windows of WINDOW_NS, so that its bounds there are those of all lines within the
-corridor (`corridors`). Where there is no such line, the clock was stepped: the bounds are split there.
+The difference is linear within windows of WINDOW_NS: its bounds in a window are those of all lines
+within the corridor (`corridors`). Where there is no such line, the clock was stepped: the bounds
+are split there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .corridors import MAX_RATE, Bounds, Lines, find_jumps, lines_within
 WINDOW_NS: Final = 10_000_000_000
 """Time in which the rate of a clock is constant, within RATE_TOLERANCE."""
 RATE_TOLERANCE: Final = 5e-7
-"""Largest difference of a clock's rate from its mean in a window; the bounds are that much wider."""
+"""Largest deviation of a clock's rate from its mean in a window; the bounds are widened for it."""
 
 _MIN_BOUNDS: Final = 32
 _MAX_WINDOWS: Final = 500
@@ -30,7 +31,7 @@ _ANY: Final = Lines(0.0, np.array([-np.inf, np.inf]), np.zeros(2))
 
 
 class ClockStep(NamedTuple):
-    """A jump of a clock: when, between two times of the reference's clock, and by how much, within bounds; ns."""
+    """A jump of a clock: reference times before and after it, and bounds on its size; ns."""
 
     after_ns: int
     before_ns: int
@@ -46,10 +47,11 @@ class AlignedClock:
         at: Knots, ns of the reference's clock, int64, ascending, shape (knots,).
         lower: Lower bound of the difference at each knot, ns, int64.
         upper: Upper bound likewise.
-        used_at: First and last time at which the bounds hold, ns of the reference's clock: there are lower and upper
-            ones before and after them. Where all that follow are of one kind, no step of the clock would show.
+        used_at: First and last time at which the bounds hold, ns of the reference's clock. Before
+            and after them, all bounds are of one kind (lower or upper), which would not show a step
+            of the clock.
         drift: Smallest and largest mean rate of the difference, a fraction.
-        half_width_ns: Half of the largest distance of the bounds within `used_at`, without the jumps.
+        half_width_ns: Half of the largest distance between the bounds, except at jumps.
         calls: Calls of the host that gave bounds.
         steps: Jumps of the clock.
     """
@@ -95,7 +97,7 @@ def reference_clock(first: int, last: int) -> AlignedClock:
 
 
 class _Piece(NamedTuple):
-    """A part of the run in which a clock is straight, and whether a jump is before it."""
+    """A part of the run in which a clock is linear, and whether it follows a jump."""
 
     begin: float
     end: float
@@ -115,7 +117,7 @@ class _Piece(NamedTuple):
 def clock_within(bounds: Bounds, origin: int, base: int, span: tuple[int, int], calls: int) -> AlignedClock | None:
     """Return the clock that satisfies bounds, whose times and values count from `origin` and `base`.
 
-    None if lower and upper bounds are at no time mixed.
+    None if the times of lower and upper bounds do not overlap.
     """
     both = bounds.at[bounds.upper], bounds.at[~bounds.upper]
     first, last = max(float(at[0]) for at in both), min(float(at[-1]) for at in both)
@@ -126,7 +128,7 @@ def clock_within(bounds: Bounds, origin: int, base: int, span: tuple[int, int], 
     widths = [float((upper - lower).max()) for _, lower, upper in curves]
     for number, piece in enumerate(pieces[1:], 1):
         left, right = curves[number - 1], curves[number]
-        if piece.after_jump:  # nothing is known in between but that no clock runs backwards
+        if piece.after_jump:  # in between, all that is known is that no clock runs backwards
             between = np.array([[left[0, -1] + 1, right[0, 0] - 1], [-_UNBOUNDED] * 2, [_UNBOUNDED] * 2])
             curves[number] = np.concatenate([between[:, : 2 * (between[0, 0] < between[0, 1])], right], axis=1)
         else:  # both pieces hold where they meet
@@ -152,11 +154,11 @@ def clock_within(bounds: Bounds, origin: int, base: int, span: tuple[int, int], 
 
 
 def _pieces(bounds: Bounds) -> list[_Piece]:
-    """Return the straight parts of a clock: windows, between which it may jump."""
-    whole = len(bounds) - 1, len(bounds)
-    pieces = [*_straight_pieces(bounds, [whole])]
+    """Return the linear parts of a clock: windows, between which it may jump."""
+    end = len(bounds) - 1, len(bounds)
+    pieces = [*_linear_pieces(bounds, [end])]
     if any(piece.lines is _ANY for piece in pieces) or not all(_meet(left, right) for left, right in pairwise(pieces)):
-        pieces = [*_straight_pieces(bounds, [*_jumps(bounds), whole])]
+        pieces = [*_linear_pieces(bounds, [*_jumps(bounds), end])]
     for number, (left, right) in enumerate(pairwise(pieces)):
         if not right.after_jump and not _meet(left, right):  # a jump that no window shows
             pieces[number] = left._replace(end=(left.begin + left.end) / 2)
@@ -164,7 +166,7 @@ def _pieces(bounds: Bounds) -> list[_Piece]:
     return pieces
 
 
-def _straight_pieces(bounds: Bounds, jumps: Sequence[tuple[int, int]]) -> Iterator[_Piece]:
+def _linear_pieces(bounds: Bounds, jumps: Sequence[tuple[int, int]]) -> Iterator[_Piece]:
     """Yield a piece for each window between jumps, with _ANY lines if its bounds contradict each other."""
     first = 0
     for before, after in jumps:
@@ -177,14 +179,14 @@ def _straight_pieces(bounds: Bounds, jumps: Sequence[tuple[int, int]]) -> Iterat
 
 
 def _jumps(bounds: Bounds) -> list[tuple[int, int]]:
-    """Return the positions between which the clock jumped, found in windows that overlap by half, without overlap."""
-    found = set()
-    for shift in (0.0, 0.5):
+    """Return disjoint pairs of positions between which the clock jumped."""
+    jumps = set()
+    for shift in (0.0, 0.5):  # windows that overlap by half
         for begin, end, start, stop in _windows(bounds, shift):
             slack = RATE_TOLERANCE * (end - begin) / 2
-            found |= {(start + a, start + b) for a, b in find_jumps(bounds.between(start, stop), slack)}
+            jumps |= {(start + a, start + b) for a, b in find_jumps(bounds.between(start, stop), slack)}
     distinct: list[tuple[int, int]] = []
-    for before, after in sorted(found):
+    for before, after in sorted(jumps):
         if distinct and before < distinct[-1][1]:
             distinct[-1] = distinct[-1][0], max(after, distinct[-1][1])
         else:
@@ -198,11 +200,11 @@ def _meet(left: _Piece, right: _Piece) -> bool:
 
 
 def _windows(bounds: Bounds, shift: float = 0.0) -> Iterator[tuple[float, float, int, int]]:
-    """Yield begin, end, and the positions of the bounds of windows, each with enough bounds of both kinds.
+    """Yield windows with enough bounds of both kinds: begin, end, and the positions of the bounds.
 
     Args:
         bounds: All bounds.
-        shift: Part of a window by which all edges but the outer ones are moved.
+        shift: Fraction of a window by which all edges except the outer ones are moved.
     """
     begin, end = float(bounds.at[0]), float(bounds.at[-1])
     count = min(max(round((end - begin) / WINDOW_NS), 1), _MAX_WINDOWS)
@@ -226,12 +228,12 @@ def _steps(pieces: Sequence[_Piece], origin: int) -> Iterator[ClockStep]:
         if right.after_jump:
             (left_low, left_high), (right_low, right_high) = left.bounds_at(left.end), right.bounds_at(right.begin)
             drift = MAX_RATE * (right.begin - left.end)
-            least, most = np.floor(right_low - left_high - drift), np.ceil(right_high - left_low + drift)
-            yield ClockStep(origin + int(left.end), origin + int(right.begin), int(least), int(most))
+            smallest, largest = np.floor(right_low - left_high - drift), np.ceil(right_high - left_low + drift)
+            yield ClockStep(origin + int(left.end), origin + int(right.begin), int(smallest), int(largest))
 
 
 def _drift(pieces: Sequence[_Piece]) -> tuple[float, float]:
-    """Return the smallest and largest mean rate, of the part between jumps that leaves the least between them."""
+    """Return the smallest and largest mean rate between jumps, where they differ least."""
     starts = [0, *(number for number, piece in enumerate(pieces) if piece.after_jump), len(pieces)]
     ranges = []
     for first, stop in pairwise(starts):

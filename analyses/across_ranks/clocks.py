@@ -1,16 +1,17 @@
 """Clocks: for each host, its clock minus a reference host's, as bounds that follow from the recorded calls alone.
 
-An operation that waits for a call cannot end before that call has begun (`dependencies`). So for f, a host's clock as a
-function of the reference's, a call that began at `begin` on one host, and one that waited for it and ended at `end` on
-the other, give
+An operation that waits for a call cannot end before that call has begun (`dependencies`). Let f be
+a host's clock as a function of the reference's. A call that began at `begin` on one host, and a
+call that waited for it and ended at `end` on the other, then give
 
     begin <= f(end)      if the reference waited        a lower bound of f
     f(begin) <= end      if the host waited             an upper bound of f
 
-An end observed late gives a wider, but still valid, bound; `aligned_clock` makes a clock of the bounds. Hosts that
-share no operation with the reference are bounded by hosts that are aligned already: each knows of an operation a moment
-before which it had not begun everywhere, and one after which it had. Times of devices enter as the recorder mapped them
-to the host's clock, its error added.
+An end observed late gives a wider, but still valid, bound; `aligned_clock` makes a clock of the
+bounds. Hosts that share no operation with the reference are bounded through hosts that are already
+aligned: their calls of an operation give a time before which it had not begun everywhere, and one
+after which it had. Device times are used as the recorder mapped them to the host's clock, with the
+error added.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .dependencies import SOURCE, TARGET, agree, arrivals, completions, dependen
 from .matching import NOT_MATCHED, MatchedCalls, host_numbers, match_calls
 
 USEFUL_NS: Final = 1_000_000
-"""Half-width of bounds above which wall clocks, as NTP keeps them, are likely to be closer."""
+"""Half-width of bounds above which wall clocks kept by NTP are likely to be more accurate."""
 MAX_CALLS: Final = 12_000_000
 """Calls that are matched at a time; of a longer log, every n-th operation is used."""
 
@@ -48,7 +49,7 @@ class Clocks:
     """The clocks of a run's hosts.
 
     Attributes:
-        hosts: Their names, each boot of a host for itself.
+        hosts: Their names. Each boot of a host counts as a host.
         host_of_process: Position of each process's host in `hosts`, shape (processes,).
         reference: Position of the reference host.
         aligned: The clock of each host; None where nothing bounds it.
@@ -62,8 +63,8 @@ class Clocks:
     def to_reference(self, processes: Array, readings: Array) -> Array | None:
         """Return times of the reference's clock at readings of processes' clocks, int64, shape (n,).
 
-        They are the middles of the bounds. None if a host's bounds are missing or wider than USEFUL_NS: its wall clock
-        is then likely to be closer.
+        They are the middles of the bounds. None if a host's bounds are missing or wider than
+        USEFUL_NS: its wall clock is then likely to be more accurate.
         """
         times = np.zeros(len(readings), np.int64)
         for host, at in positions_by_value(self.host_of_process[processes]).items():
@@ -127,7 +128,8 @@ def clocks_of(run: RecordedRun) -> Clocks:
 def to_one_clock(run: RecordedRun, processes: Array, readings: Array) -> tuple[Array, Array]:
     """Return times of one clock at readings of processes' clocks, and whether each is known, shape (n,).
 
-    It is the reference's if calls bound all others; else the wall clock, as far as hosts have it synchronised.
+    The clock is the reference's if calls bound all others; else the wall clock, as well as hosts
+    synchronise it.
     """
     times = clocks_of(run).to_reference(processes, readings)
     if times is not None:
@@ -138,7 +140,7 @@ def to_one_clock(run: RecordedRun, processes: Array, readings: Array) -> tuple[A
 
 
 def wall_clock_offsets(run: RecordedRun) -> dict[int, int]:
-    """Return wall-clock minus monotonic ns by process, one value for a boot of a host; left out if not known."""
+    """Return wall-clock minus monotonic ns by process, if known; equal within a boot of a host."""
     hosts = host_numbers(run)[1].tolist()
     offsets: dict[int, int] = {}
     for number, host in enumerate(hosts):
@@ -160,11 +162,11 @@ def _align(run: RecordedRun) -> Clocks:
 
 
 class _Aligner:
-    """Aligns host after host, and keeps for each operation what the aligned hosts know of its moment.
+    """Alignment of one host after the other, with bounds on the moment of each operation.
 
-    The moment of an operation is any at which all of its sources have begun and no target has ended. `began` is the
-    latest time, on the reference's clock, at which a source had certainly not begun, `ended` the earliest at which a
-    target had certainly ended.
+    The moment of an operation is any at which all its sources have begun and no target has ended.
+    `began` is the latest time, on the reference's clock, at which a source had certainly not begun;
+    `ended` is the earliest at which a target had certainly ended.
     """
 
     def __init__(self, calls: MatchedCalls, hosts: Sequence[str], host_of_process: Array) -> None:
@@ -177,24 +179,24 @@ class _Aligner:
         reference = self._reference()
         aligned: list[AlignedClock | None] = [None] * len(self.hosts)
         clock = aligned[reference] = reference_clock(*self._span(reference))
-        self._tell(reference, clock)
+        self._update_moments(reference, clock)
         others = [host for host in range(len(self.hosts)) if host != reference]
         known = np.zeros(len(self.hosts), np.int64)
         for _ in range(_MAX_SWEEPS):
             before = known.copy()
             for host in others:
                 rows = self._known_rows(host)
-                grown = sum(map(len, rows))
-                fitted = self._fit(host, *rows) if grown > known[host] else None
+                count = sum(map(len, rows))
+                fitted = self._fit(host, *rows) if count > known[host] else None
                 if fitted is not None:
-                    known[host], aligned[host] = grown, fitted
-                    self._tell(host, fitted)
+                    known[host], aligned[host] = count, fitted
+                    self._update_moments(host, fitted)
             if (known == before).all():
                 break
         return Clocks(self.hosts, self.host_of_process, reference, aligned)
 
     def _reference(self) -> int:
-        """Return the host with the most calls that belong to an operation of several hosts, the first of several."""
+        """Return the first host with the most calls in operations of several hosts."""
         calls = self.calls
         at = calls.matched
         host = self.host_of_process[calls["process"][at]]
@@ -223,19 +225,19 @@ class _Aligner:
         begin, end = self.calls["arrival"][rows], self.calls["completion"][rows]
         return int(begin.min()), int(max(begin.max(), end.max()))
 
-    def _tell(self, host: int, clock: AlignedClock) -> None:
-        """Enter what an aligned host knows of the moments of its operations, while its bounds hold."""
+    def _update_moments(self, host: int, clock: AlignedClock) -> None:
+        """Update the bounds on moments from the calls of an aligned host while its bounds hold."""
         (sources, targets), instance = self._sources_and_targets(host), self.calls["instance"]
-        for name, at, known, bound, sided in (
+        for name, at, moments, bound, side in (
             ("arrival", sources, self.began, np.maximum, 0),
             ("completion", targets, self.ended, np.minimum, 1),
         ):
             interval = clock.to_reference(self.calls[name][at])
             holds = (interval[0] >= clock.used_at[0]) & (interval[1] <= clock.used_at[1])
-            bound.at(known, instance[at[holds]], interval[sided][holds])
+            bound.at(moments, instance[at[holds]], interval[side][holds])
 
     def _known_rows(self, host: int) -> tuple[Array, Array]:
-        """Return the positions of sources and targets of a host of whose operations other hosts know the moment."""
+        """Return the positions of a host's sources and targets that have a bounded moment."""
         (sources, targets), instance = self._sources_and_targets(host), self.calls["instance"]
         return sources[self.ended[instance[sources]] != _NEVER], targets[self.began[instance[targets]] != _ALWAYS]
 

@@ -1,7 +1,7 @@
-"""Corridors: all straight lines that stay above lower bounds and below upper bounds, and where none does.
+"""Corridors: the straight lines between lower and upper bounds, and jumps where there is none.
 
-The lines `offset + rate * (at - center)` within a corridor are a convex polygon in the plane of offset and rate. Only
-the corners of the bounds' convex hulls limit it.
+The lines `offset + rate * (at - center)` within a corridor form a convex polygon in the plane of
+offset and rate. Only the corners of the bounds' convex hulls limit it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from commtrace.analyses.grouping import Array
 
 MAX_RATE: Final = 5e-3
-"""Largest drift of a clock that is considered, far above that of any oscillator: 5,000 ppm."""
+"""Largest drift of a clock that is considered: 5,000 ppm, far more than any oscillator has."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """Bounds of a function of time, by time: `value` at `at`, float64, and whether it is an `upper` bound, bool."""
+    """Bounds on a function of time, sorted by time: `value` at `at`, float64; upper if `upper`."""
 
     at: Array
     value: Array
@@ -32,7 +32,7 @@ class Bounds:
         return len(self.at)
 
     def between(self, first: int, stop: int) -> Bounds:
-        """Return the bounds at positions from `first` until before `stop`."""
+        """Return the bounds at positions from `first` to `stop`, exclusive."""
         return Bounds(self.at[first:stop], self.value[first:stop], self.upper[first:stop])
 
 
@@ -51,10 +51,11 @@ class Lines:
 
 
 def lines_within(bounds: Bounds, slack: float = 0.0) -> Lines | None:
-    """Return the lines that pass bounds by `slack` at most; None if there is none. Without bounds, values are infinite.
+    """Return the lines that violate no bound by more than `slack`; None if there is none.
 
-    For each rate, the offset lies between the largest lower and the smallest upper bound that are left when the rate is
-    taken from them. Both are piecewise linear in the rate; they bend at the rates of the hulls' edges.
+    For each rate, the offset lies between the largest lower and the smallest upper bound, both
+    minus `rate * (at - center)`. They are piecewise linear in the rate, and bend at the rates of
+    the hulls' edges. Without bounds of a kind, offsets are infinite.
     """
     center = float(bounds.at[0] + bounds.at[-1]) / 2
     at = bounds.at - center
@@ -63,20 +64,20 @@ def lines_within(bounds: Bounds, slack: float = 0.0) -> Lines | None:
     edges = [np.diff(value) / np.diff(times) * sign for (times, value), sign in ((above, -1), (below, 1))]
     rates = np.unique(np.concatenate([[-MAX_RATE, MAX_RATE], *edges]).clip(-MAX_RATE, MAX_RATE))
 
-    def room(rates: Array) -> tuple[Array, Array]:
+    def offset_range(rates: Array) -> tuple[Array, Array]:
         """Return the lowest and the highest offset at each rate."""
         low = (below[1] - rates[:, None] * below[0]).max(axis=1, initial=-np.inf)
         high = (-above[1] - rates[:, None] * above[0]).min(axis=1, initial=np.inf)
         return low, high
 
-    low, high = room(rates)
+    low, high = offset_range(rates)
     possible = np.flatnonzero(high >= low)
     if not len(possible):
         return None
     first, last = int(possible[0]), int(possible[-1])
     ends = [_root(rates, high - low, outside, inside) for outside, inside in ((first - 1, first), (last + 1, last))]
     rates = np.concatenate([rates[first : last + 1], [rate for rate in ends if rate is not None]])
-    low, high = room(rates)
+    low, high = offset_range(rates)
     return Lines(center, np.concatenate([low, np.maximum(low, high)]), np.concatenate([rates, rates]))
 
 
@@ -95,7 +96,7 @@ def _hull(at: Array, value: Array) -> tuple[Array, Array]:
     first = np.flatnonzero(np.concatenate([[True], at[1:] > at[:-1]]))
     at, value = at[first], np.maximum.reduceat(value, first)
     while len(at) > 2:
-        # A point below the line through its neighbours is no corner, even if they are none either.
+        # A point below the line through its neighbours is not a corner, whether or not they are.
         left, right = at[1:-1] - at[:-2], at[2:] - at[1:-1]
         corner = np.ones(len(at), bool)
         corner[1:-1] = (value[1:-1] - value[:-2]) * right > (value[2:] - value[1:-1]) * left
@@ -106,10 +107,10 @@ def _hull(at: Array, value: Array) -> tuple[Array, Array]:
 
 
 def find_jumps(bounds: Bounds, slack: float) -> Iterator[tuple[int, int]]:
-    """Yield pairs of positions between which a function jumped that is straight otherwise.
+    """Yield pairs of positions between which an otherwise linear function jumped.
 
-    The bounds from the first to the second one contradict each other, and all up to the second did not; so the jump is
-    between them, whatever comes later.
+    The bounds from the first to the second position contradict each other, but those before the
+    second do not. So the jump is between them, whatever follows.
     """
     first = 0
 

@@ -1,9 +1,10 @@
 """Dependencies: which calls of an operation cannot end before others of it have begun.
 
-In an all_reduce, every rank waits for every other one; in a broadcast, for the root alone; a receive waits for its
-send. So each call is a source (others wait for it), a target (it waits for others), both, or neither. Calls are neither
-if it is not certain that bytes move: without payload or share, uneven all_to_alls (two ranks may have nothing for each
-other), prefix reductions, and calls without a known root.
+In an all_reduce, every rank waits for every other one; in a broadcast, for the root alone; a
+receive waits for its send. So each call is a source (others wait for it), a target (it waits for
+others), both, or neither. Calls are neither if it is not certain that bytes move: calls without
+payload or share, uneven all_to_alls (two ranks may have nothing for each other), prefix reductions,
+and calls without a known root.
 """
 
 from __future__ import annotations
@@ -38,21 +39,22 @@ _UNEVEN_VARIANTS: Final = ("v", "w")
 
 
 def arrivals(block: RecordBlock) -> Array:
-    """Return when each call began to take part in ns, shape (n,): on a device, after the work queued before it."""
+    """Return when each call became active, ns, shape (n,): on a device, after earlier work."""
     return np.maximum(block["t_begin"], block["t_start"])
 
 
 def completions(run: RecordedRun) -> Callable[[RecordBlock], Array]:
-    """Return a function: when each call of a block had certainly ended in ns, shape (n,), 0 where that is not known.
+    """Return a function of a block that returns when each call had certainly ended.
 
-    A device's times may be early on the host's clock by an error that the recorder measures; it is added.
+    It returns ns, shape (n,), 0 if not known. Device times may be early on the host's clock by an
+    error that the recorder measures; it is added.
     """
     errors = np.array([clock_error_ns(process) for process in run.processes], np.int64)
     return partial(_completions, errors)
 
 
 def clock_error_ns(process: Process) -> int:
-    """Return the most by which a device's times of a process are early on the host's clock."""
+    """Return by how much the device times of a process may be early on the host's clock."""
     error = integer_or_none((process.tables.stats or {}).get("device_clock_ns"))
     return min(max(error or 0, 0), _LARGEST_ERROR_NS)
 

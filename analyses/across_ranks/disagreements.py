@@ -1,7 +1,7 @@
-"""What the ranks of one operation disagree about: another operation, or the same with other sizes, types or roots.
+"""Disagreements between the ranks of one operation: different operations, sizes, types or roots.
 
-Only ranks whose logs lack nothing are compared (`Member.proves`). What differs between different operations, such as
-their sizes, says nothing.
+Only ranks whose logs lack nothing are compared (`Member.proves`). If the operations differ, their
+sizes, types and roots are not compared.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Disagreements:
         return np.asarray(np.any([self._differs(*compared) for compared in self._compared.items()], axis=0))
 
     def _differs(self, column: str, mask: Array) -> Array:
-        """Return whether the values of those of the calls of an instance that count differ, shape (instances,)."""
+        """Return whether the masked values of each instance differ, bool, shape (instances,)."""
         calls = self._last.calls
         lowest = calls.smallest(np.where(mask, calls[column], np.iinfo(np.int64).max))
         return np.asarray(lowest < calls.largest(np.where(mask, calls[column], -1), -1))
 
     @cached_property
     def _compared(self) -> dict[str, Array]:
-        """By column, whether a call's value must be that of the others, bool, shape (calls,)."""
+        """Whether a call's value must equal the others', by column; bool, shape (calls,)."""
         calls = self._last.calls
         torch, message = calls.has_label("api", "torch"), calls.has_label("op", "send", "recv")
         reliable = np.array([member.proves for member in self._last.members], bool)[calls["process"]]
@@ -65,10 +65,10 @@ class Disagreements:
             "peer": known & calls.has_label("op", *_ROOTED) & (calls["peer"] >= 0),
         }
 
-    def describe(self, of_instance: Iterable[int]) -> str:
-        """Return what some calls of one instance disagree about, "" if nothing."""
+    def describe(self, positions: Iterable[int]) -> str:
+        """Describe what calls of one instance disagree about; "" if nothing."""
         texts = []
-        at = np.array(sorted(of_instance))
+        at = np.array(sorted(positions))
         for column, mask in self._compared.items():
             calls = at[mask[at]]
             values = self._last.calls[column][calls].tolist()

@@ -1,6 +1,6 @@
-"""The last calls of all processes of a run, matched, and what the log says of how each process ended.
+"""The last calls of all processes of a run, matched, and how each process ended.
 
-Of a process whose log has only some steps, the records that it kept besides are read (`Process.kept`).
+For a process whose log lacks steps, the kept calls are read, too (`Process.kept`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .dependencies import clock_error_ns
 from .matching import MatchedCalls, match_calls
 
 MAX_RECORDS: Final = 1 << 20
-"""Records that are read, over all processes; of each at least MIN_RECORDS."""
+"""Number of records that are read of all processes; of each process, at least MIN_RECORDS are."""
 MIN_RECORDS: Final = 256
 
 _COLUMNS: Final = (
@@ -37,17 +37,17 @@ _NO_TIME: Final = np.iinfo(np.int64).min
 
 
 class Member:
-    """What the log says of one process. Times are wall-clock ns.
+    """A process, according to its log. Times are wall-clock ns.
 
     Attributes:
         at: Positions of its calls in the matched calls.
         has_all_records: Whether these are all calls in its log.
         end: How it ended: "exit" (it closed its log), "runs", "died", or "unknown".
-        proves: Whether its log lacks nothing, so that a call that is not in it was not made.
+        proves: Whether its log lacks nothing: a call that is not in the log was not made.
         last_call: Position of the call that began last, None without any.
         begins: When its calls began, ascending.
         quiet_ns: Its last event: the start, return or end of any of its calls.
-        alive_ns: When it is last known to have been alive.
+        alive_ns: The last time at which it is known to have been alive.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Member:
         return int(np.diff(begins).max(initial=0))
 
     def next_begin(self, after: int) -> int | None:
-        """Return when its next call began."""
+        """Return when its first call after a moment began; None if there is none."""
         at = int(np.searchsorted(self.begins, after, "right"))
         return int(self.begins[at]) if at < len(self.begins) else None
 
@@ -109,7 +109,7 @@ class LastCalls:
         ]
         self.member_of_rank: dict[int, Member] = {}
         for member in self.members:
-            # Of two processes of one rank, neither proves anything.
+            # If a rank has two processes, neither proves anything.
             if (other := self.member_of_rank.setdefault(member.rank, member)) is not member:
                 member.proves = other.proves = False
 
@@ -150,7 +150,7 @@ def _stem(path: Path) -> Path:
 
 
 def _is_damaged(process: Process) -> bool:
-    """Return whether records of a process, which were read, are damaged."""
+    """Return whether any records that were read of a process are damaged."""
     kept = [] if process.kept is None else [process.kept]
     return any(segment.damaged for segment in (*process.segments, *kept))
 
@@ -166,10 +166,11 @@ def _last(process: Process, count: int) -> Process:
 
 
 def _without_gaps(process: Process, segments: Iterable[Segment], kept: Segment) -> Segment:
-    """Return all calls of a process that began after the first one kept had ended, and those that block it.
+    """Return the calls of a process after the end of its first kept call, and those that block it.
 
-    Before that, calls may be missing: of a channel, a later call than the last one known. A call without an observed
-    end may be kept long after it returned: the first one kept is one with an observed end, if any.
+    Before that, calls may be missing, even later ones of a channel than the last one known. A call
+    without an observed end may be kept long after it returned, so the first kept call with an
+    observed end counts, if there is one.
     """
     last, others = (
         np.concatenate([np.zeros(0, RECORD), *(block for segment in source for block in segment.blocks())])

@@ -1,12 +1,13 @@
 """Matching: the calls of different ranks that are one operation, a collective or a message.
 
-Collectives of a group, and messages with the same group, source, destination and tag, form a channel: both recorders
-number the operations of a channel alike on all its ranks (`seq`). Calls with the same channel and number are one
-instance. Ranks without a log, that ended early or that dropped records are only missing from an instance.
+Collectives of a group, and messages with the same group, source, destination and tag, form a
+channel. Both recorders give an operation of a channel the same number (`seq`) on all its ranks.
+Calls with the same channel and number are one instance. Ranks that left no log, ended early or
+dropped records are only missing from an instance.
 
-Not matched: one-sided calls, receives from any source that nothing has arrived for, calls of a group that the tables do
-not describe, calls captured into a device graph, channels that two processes use as the same rank, and instances with
-more calls than ranks, whose numbers are damaged.
+Not matched: one-sided calls, receives from any source for which nothing has arrived, calls of a
+group that the tables do not describe, calls captured into a device graph, channels that two
+processes use as the same rank, and instances with more calls than ranks, whose numbers are damaged.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ NOT_MATCHED: Final = -1
 """Instance of a call that is not matched with others."""
 
 _NOT_MATCHED_OPERATIONS: Final = (*ONE_SIDED, "sendrecv", UNKNOWN)
-_FEW: Final = 1 << 20
-_VALUES: Final = ("phase", "state", "flags")
-"""Columns with text whose positions in the labels are the values in the record."""
+_CHUNK_ROWS: Final = 1 << 20
+_CODED_COLUMNS: Final = ("phase", "state", "flags")
+"""Text columns for which the value in the record is the position in the labels."""
 _KEY_FIELDS: Final = ("seq", "group", "kind", "peer", "tag", "flags")
 
 
 class Channel(NamedTuple):
-    """Operations that their ranks number alike: the collectives of a group, or messages with the same addresses."""
+    """Operations numbered together: a group's collectives, or messages with equal addresses."""
 
     group: RecordedGroup
     source: int = -1
@@ -60,7 +61,8 @@ class MatchedCalls:
     """Calls of all processes as columns of shape (calls,), and the instances that they belong to.
 
     Attributes:
-        columns: `process` (position in the log), `instance`, and what `match_calls` was asked for.
+        columns: `process` (position in the log), `instance`, and the columns requested from
+            `match_calls`.
         categories: Labels by column, for columns of the event table whose values are positions in these labels.
         channels: The channels of the run.
         channel: Position in `channels` of each instance, shape (instances,).
@@ -91,7 +93,7 @@ class MatchedCalls:
     def of_process(self, process: int) -> Array:
         """Return the positions of the calls of the process at some position of the log, ascending."""
         processes = self["process"]
-        # Of the column's own type, or all of it would be converted.
+        # In the column's own dtype, or the whole column would be converted.
         return np.arange(*np.searchsorted(processes, np.array([process, process + 1], processes.dtype)))
 
     @cached_property
@@ -124,7 +126,7 @@ class MatchedCalls:
 
     def _extremes(self, extreme: np.ufunc, values: Array, start: int) -> Array:
         result = np.full(len(self.channel), start, np.int64)
-        # Converted first: `ufunc.at` would take 15 times as long.
+        # Convert first: otherwise, `ufunc.at` takes 15 times as long.
         extreme.at(result, self["instance"][self.matched], values[self.matched].astype(np.int64, copy=False))
         return result
 
@@ -146,22 +148,24 @@ def match_calls(
 
     Args:
         run: The run. Dry runs are matched too; they have no times.
-        columns: Fields of the record (`schema.RECORD`), or columns of the event table with text, such as "op", "role"
-            and "site", which become positions in `MatchedCalls.categories`; of "phase", "state" and "flags", they are
-            the values in the record.
-        steps: Steps whose calls are wanted, shape (steps,); None: all.
+        columns: Fields of the record (`schema.RECORD`), or text columns of the event table, such as
+            "op", "role" and "site". Text becomes positions in `MatchedCalls.categories`; those of
+            "phase", "state" and "flags" are the values in the record.
+        steps: Steps to read, shape (steps,); None: all.
         derived: Further columns by name, computed while the records are read.
-        part: (i, n): only operations whose number in their channel is i modulo n, of a log too long for memory.
-        last: Number of records of each process that are read, the last ones; None: all.
+        part: (i, n): only operations whose number in their channel is i modulo n, for a log too
+            long for memory.
+        last: Number of records to read of each process, its last ones; None: all.
 
     Returns:
-        The calls, process by process in the order of the log. Memory: 12 bytes a call and those of the columns.
+        The calls, process by process in the order of the log. Memory: 12 bytes per call plus the
+        columns.
     """
     reader = _CallReader(columns, steps, derived, part)
     parts = run.parts(lambda process: process.segments if last is None else last_records(process.segments, last))
     dtypes = {name: column.dtype for name, column in reader.calls(EMPTY_BLOCK).columns.items()}
-    records = sum(segment.count for of_part in parts for segment in of_part.segments)
-    # Memory that nothing is written to is not used: rows that are not wanted cost none.
+    records = sum(segment.count for run_part in parts for segment in run_part.segments)
+    # Memory that is never written to is not used: rows that are not selected cost none.
     table = {name: np.empty(records, dtype) for name, dtype in {**dtypes, "key": np.dtype(np.int64)}.items()}
     channel_numbers: dict[tuple[int, ...], int] = {}
     users: dict[tuple[int, ...], int] = {}
@@ -183,7 +187,7 @@ def match_calls(
     channels = [Channel(labels.groups[group], *addresses) for group, *addresses in channel_numbers]
     table["instance"], channel_of, seq = _instances(table.pop("key"), channels)
     categories = {
-        name: (labels.categories if name in _VALUES else labels.distinct)(name) for name in reader.label_columns
+        name: (labels.categories if name in _CODED_COLUMNS else labels.distinct)(name) for name in reader.label_columns
     }
     return MatchedCalls(table, categories, channels, channel_of, seq)
 
@@ -192,7 +196,7 @@ _Use: TypeAlias = tuple[int, ...]
 """A use of a channel by a process: the group's id in the run, source, destination and tag (the channel; -1 for
 collectives), the process's rank, whether it receives, and the process."""
 _ADDRESS: Final = 4
-"""Numbers of a use that are the channel."""
+"""Length of the part of a use that identifies the channel."""
 
 
 class _BlockCalls(NamedTuple):
@@ -223,7 +227,7 @@ class _CallReader:
         self.record_fields = [*_KEY_FIELDS, *self._fields]
 
     def select(self, records: Records) -> Records:
-        """Return the records that are wanted."""
+        """Return the records of the requested steps and part."""
         number, parts = self._part
         if self._steps is not None:
             records = records[np.isin(records["step"], self._steps)]
@@ -236,7 +240,7 @@ class _CallReader:
         columns |= {name: block[name] for name in self._fields}
         for name in self.label_columns:
             ids = block.labels.ids(name, block)
-            columns[name] = (ids if name in _VALUES else block.labels.codes(name, ids)).astype(np.int32)
+            columns[name] = (ids if name in _CODED_COLUMNS else block.labels.codes(name, ids)).astype(np.int32)
         return _BlockCalls(columns, *_channel_uses(block), block["seq"].astype(np.int64))
 
 
@@ -268,7 +272,7 @@ def _channel_uses(block: RecordBlock) -> tuple[list[_Use], Array]:
 
 
 def _instances(keys: Array, channels: Sequence[Channel]) -> tuple[Array, Array, Array]:
-    """Return the instance of each call, shape (n,), and of each instance channel and number, shape (instances,)."""
+    """Return `instance` of each call, and `channel` and `seq` of each instance (`MatchedCalls`)."""
     codes, distinct = _dense_codes(keys, len(channels))
     sizes = np.array([len(channel.ranks) for channel in channels] + [0], np.int64)
     calls = np.bincount(codes, minlength=len(distinct))
@@ -279,18 +283,18 @@ def _instances(keys: Array, channels: Sequence[Channel]) -> tuple[Array, Array, 
 
 
 def _dense_codes(keys: Array, channels: int) -> tuple[Array, Array]:
-    """Return a code of each key from 0, and the key of each code, ascending; some may stand for no key."""
+    """Return a code >= 0 for each key, and the key of each code, ascending; some are unused."""
     lengths = np.zeros(channels + 1, np.int64)
-    for rows in _parts(len(keys)):
+    for rows in _chunks(len(keys)):
         np.maximum.at(lengths, (keys[rows] >> 32) + 1, (keys[rows] & 0xFFFFFFFF) + 1)  # channel of NOT_MATCHED: -1
     lengths[0] = 1
-    if lengths.sum() > 2 * len(keys) + _FEW:
+    if lengths.sum() > 2 * len(keys) + _CHUNK_ROWS:
         distinct, codes = np.unique(keys, return_inverse=True)
         return codes, distinct
-    # Numbers without large gaps, as recorders give them: a code for each possible one. Sorting would take far longer.
+    # Recorders number without large gaps: use a code for each possible key. Sorting is far slower.
     first = np.cumsum(lengths) - lengths
     codes = np.empty(len(keys), np.int32)
-    for rows in _parts(len(keys)):
+    for rows in _chunks(len(keys)):
         channel = (keys[rows] >> 32) + 1
         codes[rows] = first[channel] + np.where(channel > 0, keys[rows] & 0xFFFFFFFF, 0)
     distinct = np.arange(lengths.sum()) + np.repeat((np.arange(channels + 1) - 1 << 32) - first, lengths)
@@ -298,15 +302,15 @@ def _dense_codes(keys: Array, channels: int) -> tuple[Array, Array]:
     return codes, distinct
 
 
-def _parts(rows: int) -> Iterator[slice]:
-    """Return slices that cover `rows` rows, so that intermediate values need not exist for all rows at once."""
-    return (slice(first, first + _FEW) for first in range(0, rows, _FEW))
+def _chunks(rows: int) -> Iterator[slice]:
+    """Return slices that cover `rows` rows, to limit the size of intermediate values."""
+    return (slice(first, first + _CHUNK_ROWS) for first in range(0, rows, _CHUNK_ROWS))
 
 
 def host_numbers(run: RecordedRun) -> tuple[list[str], Array]:
-    """Return the hosts of a run, each boot of a host for itself, and the position of each process's host in them.
+    """Return the hosts of a run, and the position of each process's host among them.
 
-    Processes of one host share a monotonic clock.
+    Each boot of a host counts as a host: its processes share a monotonic clock.
     """
     boots: dict[tuple[str, str], int] = {}
     of_process = [(process.host, str(process.tables.process.get("boot_id"))) for process in run.processes]

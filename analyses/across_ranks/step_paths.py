@@ -1,16 +1,17 @@
 """Critical paths: what the end of each training step depends on, across ranks.
 
-A rank's time is computation, except where one of its calls blocks it: inside the call, or in a wait for its end. Waits
-in C++ are not recorded (DDP waits for its gradients so): an operation without an observed wait that ends after the last
-call of its phase counts as waited for from that call on. A call that depends on others (`dependencies`)
-cannot end before the last of them has begun: its *release*. So from the end of a step backwards, the path goes through
-the computation of a rank to the call that it was blocked in before, through that operation to its release, on to the
-rank that came last, through the computation of that rank, and so on to the end of the step before. The pieces cover the
+A rank's time is computation, except where one of its calls blocks it: inside the call, or in a wait
+for its end. Waits in C++ are not recorded (DDP's waits for gradients): an operation without an
+observed wait that ends after the last call of its phase counts as waited for from that call on. A
+call that depends on others (`dependencies`) cannot end before the last of them has begun: its
+*release*. From the end of a step backwards, the path therefore goes through a rank's computation to
+the call that blocked it before, through that operation to its release, to the rank that came last,
+through that rank's computation, and so on to the end of the previous step. The pieces cover the
 step without gap or overlap: their sum is its duration.
 
 A step of a rank begins where the last call of its previous step ended; the job's step begins with the last rank.
 Computation before the first call of a step counts towards that step. Times are ns on the clock of the reference host
-(`clocks`). Ends observed on a device do not block the host: runs that have them have no paths.
+(`clocks`). Ends observed on a device do not block the host: runs with such ends have no paths.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from .dependencies import SOURCE, TARGET, agree, dependencies, operations
 from .matching import NOT_MATCHED, MatchedCalls, match_calls
 
 MAX_STEPS: Final = 500
-"""Steps that are looked at, the last ones of the run."""
+"""Number of steps that are examined: the last ones of the run."""
 MAX_CALLS: Final = 1 << 20
-"""Calls that are looked at, the last ones of the run: a bound for memory and time."""
+"""Number of calls that are examined, the last ones of the run: it limits memory and time."""
 _MIN_CALLS_OF_PROCESS: Final = 512
 
 COMPUTATION, COMMUNICATION = "computation", "communication"
@@ -54,7 +55,7 @@ _COLUMNS: Final = (
 
 
 class PathPiece(NamedTuple):
-    """A piece of a path: time of one rank, in a gap between its calls, or in a call. The other of both is -1."""
+    """A piece of a path: time of one rank in a gap between calls, or in a call; the other is -1."""
 
     process: int
     begin: int
@@ -64,31 +65,31 @@ class PathPiece(NamedTuple):
 
 
 _Piece: TypeAlias = tuple[int, int, int, int, int]
-"""A piece as a plain tuple, which is made in a fraction of the time: the paths of a report have hundred thousands."""
+"""A piece as a plain tuple, which is faster: the paths of a report have hundreds of thousands."""
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When one process was blocked, an entry per interval, by begin; intervals of several threads may overlap."""
+    """Intervals in which a process was blocked, by begin. Those of several threads may overlap."""
 
     begin: Array
     end: Array
     call: Array
     """Call that blocked it, position in the matched calls."""
     release: Array
-    """When the last call that it depends on began; -1 where it depends on none, or one is not known."""
+    """When the last call that it depends on began; -1 if there is none, or one is not known."""
     last_process: Array
     """Process that made that call."""
 
     @cached_property
     def latest(self) -> Array:
-        """The interval with the latest end among each one and those before it."""
+        """Position of the interval with the latest end, among each interval and those before it."""
         reach = np.maximum.accumulate(self.end)
         return np.maximum.accumulate(np.where(self.end == reach, np.arange(len(reach)), 0))
 
     @cached_property
     def gaps(self) -> Array:
-        """The intervals before which no call blocked the process, ascending; not the first one."""
+        """Positions of the intervals before which no call blocked the process, except the first."""
         return np.flatnonzero(self.begin[1:] > self.end[self.latest[:-1]]) + 1
 
     @cached_property
@@ -100,7 +101,7 @@ class Timeline:
 
 
 class _Numbers(NamedTuple):
-    """The columns of a timeline, whose numbers are read four times as fast as those of arrays."""
+    """The columns of a timeline: single numbers are read four times as fast as from arrays."""
 
     begin: memoryview[int]
     end: memoryview[int]
@@ -109,7 +110,7 @@ class _Numbers(NamedTuple):
     last_process: memoryview[int]
     latest: memoryview[int]
     gap: memoryview[int]
-    """Position in `gaps` of the first one after each interval."""
+    """Position in `gaps` of the first gap after each interval."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +122,7 @@ class Gaps:
         begin: Begin of each gap, ns.
         end: Its end, ns.
         before: The call that blocked the process before the gap.
-        after: The call that did after it.
+        after: The call that blocked it after the gap.
     """
 
     process: Array
@@ -140,7 +141,8 @@ class StepPaths:
         times: `t_begin`, `t_return`, `t_wait` and `t_end` of the calls on the reference's clock, shape (calls,).
         processes: Processes that have a timeline, positions in the log, shape (processes,).
         steps: The steps whose paths are known, ascending, shape (steps,).
-        ends: When each process ended each step, and the one before `steps`, ns, shape (processes, steps + 1).
+        ends: When each process ended the step before `steps` and each step, ns, shape (processes,
+            steps + 1).
     """
 
     calls: MatchedCalls
@@ -176,7 +178,7 @@ class StepPaths:
         return [*map(PathPiece._make, self._pieces(step))]
 
     def walk(self, process: int, moment: int, until: int) -> Iterator[PathPiece]:
-        """Yield what a process was doing before a moment, and what that depended on, back to the time `until`."""
+        """Yield what a process did before a moment, and what that depended on, back to `until`."""
         return map(PathPiece._make, self._walk(process, moment, until))
 
     def _pieces(self, step: int) -> Iterator[_Piece]:
@@ -192,15 +194,15 @@ class StepPaths:
             ended = line.end[at] if at >= 0 else until
             if ended < moment:
                 begin = max(ended, until)
-                # After its last call nothing is known of a process, nor before its first one.
+                # Nothing is known about a process after its last call or before its first one.
                 gap = self._first_gap[process] + line.gap[earlier] if 0 <= earlier < len(line.begin) - 1 else -1
                 yield process, begin, moment, gap, -1
                 moment = begin
-                # The call before the gap comes next, unless it began when it ended.
+                # The call before the gap comes next, unless it took no time.
                 if moment <= until or line.begin[at] == moment:
                     continue
             release, owner = line.release[at], line.last_process[at]
-            # Without a release, or one that clocks put after the end, the call itself is all that is known.
+            # Without a release, or if clock errors put it after the end, only the call is known.
             if not 0 <= release < moment:
                 release, owner = line.begin[at], process
             begin = max(release, until)
@@ -212,11 +214,11 @@ _PATHS: Final[WeakKeyDictionary[RecordedRun, StepPaths | None]] = WeakKeyDiction
 
 
 def step_paths(run: RecordedRun) -> StepPaths | None:
-    """Return the timelines of the last steps of a run, which are computed once; None where there are none.
+    """Return the timelines of the last steps of a run, computed once; None if there are none.
 
-    There are none of dry runs, of runs without three training steps (among so many calls as are looked at), with a rank
-    that left no log, with ends on a device's clock, with a host whose clock the calls do not bound, or with a step
-    without a duration, whose times are damaged.
+    There are none for dry runs, and for runs without three training steps among the calls that are
+    examined, with a rank that left no log, with ends on a device's clock, with a host whose clock
+    the calls do not bound, or with a step of no duration, whose times are damaged.
     """
     if run not in _PATHS:
         _PATHS[run] = _read(run)
@@ -233,7 +235,7 @@ def _read(run: RecordedRun) -> StepPaths | None:
     if len(wanted) < 3:
         return None
     derived = {"depends": dependencies, "operation": operations}
-    calls = match_calls(run, _COLUMNS, wanted, derived=derived, last=_last_calls(run))
+    calls = match_calls(run, _COLUMNS, wanted, derived=derived, last=_calls_per_process(run))
     evaluates = calls.text("phase") == Phase.EVALUATION.name.lower()
     if np.isin(calls["clock"], DEVICE_CLOCKS).any():
         return None
@@ -249,31 +251,31 @@ def _read(run: RecordedRun) -> StepPaths | None:
         line = timelines[process]
         np.maximum.at(ends[row], np.searchsorted(wanted, calls["step"][line.call]), line.end)
         ends[row] = np.maximum.accumulate(ends[row])
-    follow = np.flatnonzero((np.diff(wanted) == 1) & ~np.isin(wanted[1:], excluded) & ~np.isin(wanted[:-1], excluded))
-    follow = follow[-_run_length(follow) :]
-    if not len(follow):
+    pairs = np.flatnonzero((np.diff(wanted) == 1) & ~np.isin(wanted[1:], excluded) & ~np.isin(wanted[:-1], excluded))
+    pairs = pairs[-_run_length(pairs) :]
+    if not len(pairs):
         return None
-    kept = slice(int(follow[0]), int(follow[-1]) + 2)
+    kept = slice(int(pairs[0]), int(pairs[-1]) + 2)
     paths = StepPaths(calls, times, processes, wanted[kept][1:], ends[:, kept], timelines, _gaps(timelines))
     return paths if paths.step_ns().min() > 0 else None
 
 
 def _run_length(numbers: Array) -> int:
-    """Return how many of the last numbers follow each other without a gap."""
+    """Return how many numbers at the end are consecutive."""
     breaks = np.flatnonzero(np.diff(numbers) != 1)
     return len(numbers) - int(breaks[-1]) - 1 if len(breaks) else len(numbers)
 
 
-def _last_calls(run: RecordedRun) -> int:
-    """Return how many calls of each process are looked at."""
+def _calls_per_process(run: RecordedRun) -> int:
+    """Return how many calls of each process are examined."""
     return max(MAX_CALLS // len(run.processes), _MIN_CALLS_OF_PROCESS)
 
 
 def _complete_steps(run: RecordedRun) -> Array:
-    """Return the last MAX_STEPS steps that are over on every process that has steps, ascending."""
+    """Return the last MAX_STEPS steps that are over on every process, ascending."""
     common: Array | None = None
     for process in run.processes:
-        own = _last_steps(process, _last_calls(run))
+        own = _last_steps(process, _calls_per_process(run))
         common = own if common is None else np.intersect1d(common, own)
     if common is None:
         return np.zeros(0, np.int64)
@@ -282,18 +284,18 @@ def _complete_steps(run: RecordedRun) -> Array:
 
 
 def _last_steps(process: Process, calls: int) -> Array:
-    """Return the steps whose records are among the last ones of a process, ascending and without gap."""
+    """Return the steps of the last records of a process, ascending and without gaps."""
     segments = last_records(process.segments, calls)
-    found = [np.unique(records["step"]) for segment in segments for records in segment.blocks()]
-    steps = np.unique(np.concatenate([np.zeros(0, np.int64), *found]))
+    numbers = [np.unique(records["step"]) for segment in segments for records in segment.blocks()]
+    steps = np.unique(np.concatenate([np.zeros(0, np.int64), *numbers]))
     steps = steps[steps >= 0]
     steps = steps[-_run_length(steps) :] if len(steps) else steps
-    # Without the records before these, the first step may lack some.
+    # If earlier records were not read, the first step may lack some.
     return steps if sum(segment.count for segment in segments) < calls else steps[1:]
 
 
 def _aligned_times(run: RecordedRun, calls: MatchedCalls) -> dict[str, Array] | None:
-    """Return the times of calls on the reference's clock, 0 where not known; None if a host's clock is not bounded."""
+    """Return times on the reference's clock, 0 if not known; None if a host's is not bounded."""
     clocks, times = clocks_of(run), {}
     for name in ("t_begin", "t_return", "t_wait", "t_end"):
         aligned = clocks.to_reference(calls["process"], calls[name])
@@ -304,7 +306,7 @@ def _aligned_times(run: RecordedRun, calls: MatchedCalls) -> dict[str, Array] | 
 
 
 def _releases(calls: MatchedCalls, begin: Array) -> tuple[Array, Array]:
-    """Return the release of each call, -1 where it has none or that is not known, and the process that came last."""
+    """Return the release of each call, -1 if none is known, and the process that came last."""
     instance, depends = calls["instance"], calls["depends"]
     usable = calls.complete & agree(calls)
     known = np.flatnonzero(instance != NOT_MATCHED)
@@ -316,7 +318,7 @@ def _releases(calls: MatchedCalls, begin: Array) -> tuple[Array, Array]:
     target = known[(depends[known] & TARGET) > 0]
     target = target[moment[instance[target]] >= 0]
     release, owner = np.full((2, len(calls)), -1, np.int64)
-    # No operation begins before the rank itself has come.
+    # No operation begins on a rank before the rank's own call.
     itself = begin[target] >= moment[instance[target]]
     release[target] = np.where(itself, begin[target], moment[instance[target]])
     owner[target] = np.where(itself, calls["process"][target], last[instance[target]])
@@ -330,9 +332,9 @@ def _timelines(calls: MatchedCalls, times: dict[str, Array], release: Array, own
     outlasts = known & (end > returned)
     waited = np.maximum(np.where(wait_begin(calls) > 0, times["t_wait"], 0), returned)
     waits = np.flatnonzero(outlasts & (wait_begin(calls) > 0) & (end > waited))
-    unseen = outlasts & (calls["t_wait"] == 0) & (calls["clock"] == int(Clock.FUTURE))
+    unobserved = outlasts & (calls["t_wait"] == 0) & (calls["clock"] == int(Clock.FUTURE))
     inside = np.flatnonzero(known)
-    # A call that returns before its operation ends was not blocked by other ranks, the wait for it is.
+    # If a call returns before its operation ends, other ranks block only the wait for it.
     ends_inside = (end[inside] > 0) & (end[inside] <= returned[inside])
     timelines = {}
     waits_of = positions_by_value(calls["process"][waits])
@@ -342,7 +344,7 @@ def _timelines(calls: MatchedCalls, times: dict[str, Array], release: Array, own
         call = np.concatenate([own, own_waits])
         first = np.concatenate([begin[own], waited[own_waits]])
         last = np.concatenate([returned[own], end[own_waits]])
-        extra, since = _unseen_waits(calls, own[unseen[own]], end, first, last, call)
+        extra, since = _unobserved_waits(calls, own[unobserved[own]], end, first, last, call)
         columns = [
             np.concatenate(pair)
             for pair in (
@@ -356,10 +358,10 @@ def _timelines(calls: MatchedCalls, times: dict[str, Array], release: Array, own
     return timelines
 
 
-def _unseen_waits(
+def _unobserved_waits(
     calls: MatchedCalls, candidates: Array, end: Array, first: Array, last: Array, call: Array
 ) -> tuple[Array, Array]:
-    """Return the calls among `candidates` that count as waited for, and since when (see above)."""
+    """Return the `candidates` that count as waited for (module docstring), and since when."""
     order = np.argsort(first, kind="stable")
     first, reach, call = first[order], np.maximum.accumulate(last[order]), call[order]
     before = np.searchsorted(first, end[candidates]) - 1
@@ -377,8 +379,8 @@ def _gaps(timelines: dict[int, Timeline]) -> Gaps:
     for process, line in sorted(timelines.items()):
         at = line.gaps
         before = line.latest[at - 1]
-        found = np.full(len(at), process), line.end[before], line.begin[at], line.call[before], line.call[at]
-        for column, values in zip(columns, found, strict=True):
+        process_gaps = np.full(len(at), process), line.end[before], line.begin[at], line.call[before], line.call[at]
+        for column, values in zip(columns, process_gaps, strict=True):
             column.append(values)
     return Gaps(*(np.concatenate(column) for column in columns))
 
@@ -435,12 +437,12 @@ def step_time_parts(paths: StepPaths) -> pd.DataFrame:
 
 
 def _parts(paths: StepPaths, line: Timeline, begin: int, end: int) -> Counter[tuple[str, str]]:
-    """Return what one process did between two times besides computation: ns by part and dimension."""
-    # Of calls that overlap, each counts from where those that began before it have ended.
+    """Return a process's time in an interval, except computation: ns by part and dimension."""
+    # If calls overlap, each counts from the end of those that began before it.
     reach = np.concatenate([[begin], line.end[line.latest][:-1]])
     started, ended = (paths.times[name][line.call] for name in ("t_begin", "t_end"))
     ended = np.maximum(ended, started)
-    # What lies outside adds nothing; a step is a small part of the timeline.
+    # Intervals outside the step add nothing, and are most of the timeline.
     at = np.flatnonzero(((line.begin < end) & (line.end > begin)) | ((started < end) & (ended > begin)))
     blocked = np.stack([line.begin[at], line.end[at]], axis=1)
     first = np.clip(np.maximum(blocked[:, 0], reach[at]), begin, end)

@@ -1,16 +1,17 @@
 """Stragglers: which rank the others wait for, and where its delay began.
 
-A delay is computation that takes longer than that of the other ranks in the same step: their median, the rank itself
-left out. It is computation, and no waiting, so that a rank that only passes on the delay of another one has none.
-Significant are
+A delay is computation beyond the median of the other ranks in the same step. Waiting does not
+count, so a rank that only passes on the delay of another has none. Significant delays lie on the
+steps' critical paths, where they make the job longer. They occur
 
-    delays of every step    the median over the steps, at least MIN_SHARE of a step and MIN_DEVIATIONS of their spread
-    delays of some steps    what is above that median, at least MIN_SHARE_ONCE of a step, MIN_DEVIATIONS of the spread,
-                            and MIN_RATIO times those of any other rank in as many steps, its largest ones
+    in every step    if the median over the steps is at least MIN_SHARE of a step and
+                     MIN_DEVIATIONS spreads
+    in some steps    if the part above that median is at least MIN_SHARE_ONCE of a step,
+                     MIN_DEVIATIONS spreads, and MIN_RATIO times the largest delays of any other
+                     rank, over the same number of steps
 
-if they lie on the steps' critical paths, so that the job is longer by them. The spread is 1.4826 times the median
-absolute deviation, which is the standard deviation where it is normal. The phase of a delay is the one in which the
-computation is longer by the most.
+The spread is 1.4826 times the median absolute deviation: the standard deviation of a normal
+distribution. The phase of a delay is the one with the most additional computation.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ MIN_SHARE_ONCE: Final = 0.2
 MIN_DEVIATIONS: Final = 5
 MIN_RATIO: Final = 3
 MIN_ON_PATH: Final = 0.25
-"""Least part of a delay that lies on the critical paths."""
+"""Minimum part of a significant delay that lies on the critical paths."""
 MAX_WALKS: Final = 400
-"""Waits whose origin is looked for, the longest ones."""
+"""Number of waits whose origin is searched for: the longest ones."""
 
 
 class _Delay(NamedTuple):
-    """A significant delay of a rank (row): `excess` of each of the steps `at`, positions in `StepPaths.steps`."""
+    """A significant delay of a rank (row): `excess` in each step `at` of `StepPaths.steps`."""
 
     row: int
     every_step: bool
@@ -73,13 +74,13 @@ class Computation:
             return np.asarray(self.ns - np.median(self.ns))
         order = np.argsort(self.ns, axis=0)
         place, ordered = np.argsort(order, axis=0), np.take_along_axis(self.ns, order, axis=0)
-        # The n-th of the others is the n-th of all, or the next one where the rank itself is not behind it.
+        # The n-th of the others is the n-th of all if the rank itself is after it, else the next.
         middle = [np.where(n < place, ordered[n], ordered[n + 1]) for n in ((others - 1) // 2, others // 2)]
         return np.asarray(self.ns - (middle[0] + middle[1]) / 2)
 
 
 def computation(paths: StepPaths) -> list[Computation]:
-    """Return the computation of all ranks by the phases that it lies between."""
+    """Return the computation of all ranks, by the phases before and after it."""
     gaps, calls = paths.gaps, paths.calls
     step_after = calls["step"][gaps.after]
     step = np.searchsorted(paths.steps, step_after)
@@ -118,7 +119,7 @@ def _total(paths: StepPaths, parts: list[Computation]) -> Computation:
 
 
 def delays(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
-    """Return the table `delays`: the significant ones, the largest first."""
+    """Return the table `delays`: significant delays, the largest first."""
     step_ns, ranks = paths.step_ns(), [*_ranks(run, paths).values()]
     total = _total(paths, parts)
     rows = []
@@ -148,26 +149,26 @@ def _rise(excess: Array, delay: _Delay) -> float:
     return float(np.median(excess[delay.at]) - (np.median(others) if len(others) else 0))
 
 
-def _significant(excess: Array, typical: float) -> Iterator[_Delay]:
-    always = np.median(excess, axis=1, keepdims=True)
-    rest = excess - always
+def _significant(excess: Array, step_ns: float) -> Iterator[_Delay]:
+    median = np.median(excess, axis=1, keepdims=True)
+    rest = excess - median
     spread = 1.4826 * np.median(np.abs(rest), axis=1)
     ordered = np.sort(rest, axis=1)
     for row in range(len(excess)):
-        if always[row, 0] >= max(MIN_SHARE * typical, MIN_DEVIATIONS * spread[row]):
+        if median[row, 0] >= max(MIN_SHARE * step_ns, MIN_DEVIATIONS * spread[row]):
             yield _Delay(row, True, np.arange(excess.shape[1]), excess[row])
-        at = np.flatnonzero(rest[row] >= max(MIN_SHARE_ONCE * typical, MIN_DEVIATIONS * spread[row]))
+        at = np.flatnonzero(rest[row] >= max(MIN_SHARE_ONCE * step_ns, MIN_DEVIATIONS * spread[row]))
         if not len(at):
             continue
-        # A busy machine keeps any rank from running now and then: as often as this one is late, none is as late.
+        # On a busy machine, any rank is late at times: compare with the largest delays elsewhere.
         others = np.delete(ordered[:, -len(at)], row)
-        unlike = max(others.max(initial=0), np.delete(rest[row], at).max(initial=0))
-        if float(np.median(rest[row, at])) >= MIN_RATIO * unlike:
+        largest_elsewhere = max(others.max(initial=0), np.delete(rest[row], at).max(initial=0))
+        if float(np.median(rest[row, at])) >= MIN_RATIO * largest_elsewhere:
             yield _Delay(row, False, at, rest[row, at])
 
 
 def _recurrence(steps: Array) -> str:
-    """Return how often a delay comes back: "once", "every 10 steps" or "irregular"."""
+    """Return how often a delay recurs: "once", "every 10 steps" or "irregular"."""
     distances = np.diff(steps)
     if not len(distances):
         return "once"
@@ -180,7 +181,7 @@ def _ranks(run: RecordedRun, paths: StepPaths) -> dict[int, int]:
 
 
 def delay_by_rank_and_step(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
-    """Return the table `delay_by_rank_and_step`: what each rank computed longer than the others, over all phases."""
+    """Return the table `delay_by_rank_and_step`: the excess of each rank, over all phases."""
     delay = np.rint(_total(paths, parts).excess).astype(np.int64)
     ranks = [*_ranks(run, paths).values()]
     steps = np.tile(paths.steps, len(ranks))
@@ -218,7 +219,8 @@ def _waits(paths: StepPaths) -> pd.DataFrame:
     """Return the waits of processes for each other within the steps, of calls that were matched on all ranks.
 
     Returns:
-        A row per wait: `process`, `owner` (whom it waited for), `instance`, `release` (when its wait was over), `ns`.
+        A row per wait: `process`, `owner` (the process it waited for), `instance`, `release` (when
+        its wait was over), `ns`.
     """
     begin, end = int(paths.ends[:, 0].min()), int(paths.ends[:, -1].max())
     tables = []
@@ -241,14 +243,14 @@ def _waits(paths: StepPaths) -> pd.DataFrame:
 
 
 def _origins(paths: StepPaths, parts: list[Computation], waits: pd.DataFrame) -> dict[int, Counter[int]]:
-    """Return where the longest waits began: ns by the process that was waited for, and that of the origin; -1: unclear.
+    """Return the origins of the longest waits: ns by awaited process and by origin (-1: unclear).
 
-    From the call that was waited for back to the begin of its step, the computation on the path with the largest excess
-    over other ranks is the origin, if that is at least half of the wait.
+    The origin is the computation with the largest excess over other ranks on the path from the
+    awaited call back to the begin of its step, if the excess is at least half of the wait.
     """
     excess = {part.phase: part.excess for part in parts}
     row_of = {process: row for row, process in enumerate(paths.processes.tolist())}
-    found: dict[int, Counter[int]] = {}
+    origins: dict[int, Counter[int]] = {}
     starts = paths.ends.max(axis=0)
     for wait in rows_of(waits.nlargest(MAX_WALKS, "ns")):
         step = int(np.searchsorted(starts, wait.release, side="right")) - 1
@@ -266,12 +268,12 @@ def _origins(paths: StepPaths, parts: list[Computation], waits: pd.DataFrame) ->
         ]
         delay, origin = max(candidates)
         origin = origin if delay >= wait.ns / 2 else -1
-        found.setdefault(int(wait.owner), Counter())[origin] += int(wait.ns)
-    return found
+        origins.setdefault(int(wait.owner), Counter())[origin] += int(wait.ns)
+    return origins
 
 
-def _of_paths(tables: Mapping[str, _TableOfPaths], run: RecordedRun) -> NamedTables:
-    """Return tables that are made from the paths of the steps, empty ones of a run without them."""
+def _path_tables(tables: Mapping[str, _PathTable], run: RecordedRun) -> NamedTables:
+    """Return tables computed from the paths of the steps; empty tables for a run without paths."""
     paths = step_paths(run)
     if paths is None:
         return {name: pd.DataFrame(columns=TABLES[name].column_names) for name in tables}
@@ -287,11 +289,11 @@ def _critical_path(run: RecordedRun, paths: StepPaths, parts: list[Computation])
     return critical_path(run, paths)
 
 
-_TableOfPaths: TypeAlias = Callable[[RecordedRun, StepPaths, list[Computation]], pd.DataFrame]
-_TABLES: Final[Mapping[str, _TableOfPaths]] = {
+_PathTable: TypeAlias = Callable[[RecordedRun, StepPaths, list[Computation]], pd.DataFrame]
+_TABLES: Final[Mapping[str, _PathTable]] = {
     "step_time_parts": _step_time_parts, "critical_path": _critical_path, "stragglers": stragglers, "delays": delays,
 }  # fmt: skip
-ANALYSIS: Final = RunAnalysis("step_times", partial(_of_paths, _TABLES))
+ANALYSIS: Final = RunAnalysis("step_times", partial(_path_tables, _TABLES))
 BY_RANK_AND_STEP: Final = RunAnalysis(
-    "delay_by_rank_and_step", partial(_of_paths, {"delay_by_rank_and_step": delay_by_rank_and_step})
+    "delay_by_rank_and_step", partial(_path_tables, {"delay_by_rank_and_step": delay_by_rank_and_step})
 )

@@ -1,21 +1,24 @@
-"""Calls that do not end: which ranks wait in them, which ranks never came, and what ranks disagree about.
+"""Stuck calls: which ranks wait in them, which ranks are absent, and what ranks disagree about.
 
-What a log shows of a job that hangs, it also shows of one that was interrupted: calls in flight, ranks at different
-calls. A call is stuck if one of these holds:
+The log of an interrupted job looks like that of a job that hangs: calls are in flight, and ranks
+are at different calls. A call is stuck if one of these holds:
 
-* Waiting: a rank has been in it, and has done nothing else, for `MIN_WAIT_NS` and for `FACTOR` times the longest pause
-  between two calls that the ranks concerned had before. A rank that computes for that long is named as one that did not
-  come, which is what the log shows.
-* Death: one process did not close its log, all others did, and a call that needed it failed on one of them. Of a rank
-  that was outlived in a call as above, the report also says that it ended.
-* Disagreement: ranks of a group made different operations as their n-th call of it, or the same one with other sizes,
-  types or roots.
+* Waiting: a rank has been in the call, and has done nothing else, for `MIN_WAIT_NS` and for
+  `FACTOR` times the longest earlier pause between two calls of the ranks concerned. A rank that
+  computes for that long is reported as absent, because the log shows no more.
+* Death: one process did not close its log, all others did, and a call that needed it failed on one
+  of them. In a call that is stuck for the reason above, a rank that died before the others counts
+  as absent, too.
+* Disagreement: the n-th calls of the ranks on a group are different operations, or the same
+  operation with different sizes, types or roots.
 
-A rank is absent only if its log proves it: it is complete (closed, recovered, or read from the memory of a process that
-still runs), nothing is missing or damaged in it, and it has no call of this number or a later one in the channel.
-Nothing is said about ranks whose logs prove nothing, nor about those that left together with the ranks they waited for.
+A rank is absent only if its log proves it: the log is complete (closed, recovered, or read from the
+memory of a process that still runs), nothing in it is missing or damaged, and it has no call with
+this number or a later one in the channel. Ranks whose logs prove nothing are not reported, nor are
+ranks that left together with the ranks that they waited for.
 
-Only logs in which a process did not close its log or has a failed call are examined, and of these the last records.
+A run is examined only if a process did not close its log or has a failed call. Only the last
+records are read.
 """
 
 from __future__ import annotations
@@ -42,23 +45,23 @@ from .last_calls import LastCalls, Member
 from .matching import NOT_MATCHED, Channel
 
 MIN_WAIT_NS: Final = 5_000_000_000
-"""Least time for which a call is in flight before it is called stuck."""
+"""Minimum time for which a stuck call is in flight."""
 FACTOR: Final = 2
-"""Least ratio of that time to the longest pause that the run had before."""
+"""Minimum ratio of that time to the longest earlier pause."""
 OUTLIVED_NS: Final = 1_000_000_000
-"""Time by which processes that are ended together may differ."""
+"""Maximum time between the ends of processes that are ended together."""
 
 
 @dataclass
-class _Stuck:
+class _StuckCall:
     """A call that is not complete."""
 
     channel: Channel
     number: int
-    """Position of the channel in `MatchedCalls.channels`; NOT_MATCHED: none, of a receive of any source or tag."""
+    """Position in `MatchedCalls.channels`; NOT_MATCHED for a receive from any source or tag."""
     seq: int | None
     calls: dict[Member, int]
-    """The call of each process that made it."""
+    """The call of each process that made one."""
     waiting: list[Member] = field(default_factory=list)
     """Processes that wait in it."""
     absent: Collection[Member] = ()
@@ -73,7 +76,7 @@ class _Stuck:
         return next(iter(self.calls.values()))
 
 
-def _candidates(last: LastCalls, disagree: Array) -> Iterator[_Stuck]:
+def _candidates(last: LastCalls, disagree: Array) -> Iterator[_StuckCall]:
     """Yield the first call of each channel that is not complete, and the first with a disagreement.
 
     Args:
@@ -81,65 +84,65 @@ def _candidates(last: LastCalls, disagree: Array) -> Iterator[_Stuck]:
         disagree: Whether the calls of each instance disagree, shape (instances,).
     """
     calls, state = last.calls, last.calls["state"]
-    # Somebody is, or was, in the call: it did not return, is waited for, or failed.
+    # A process is, or was, blocked in the call: it did not return, is waited for, or failed.
     awaited = (state == State.RETURNED) & ((calls["t_wait"] > 0) | ((calls["flags"] & Flag.ASYNC) == 0))
     blocked = (state == State.BEGUN) | (state == State.FAILED) | awaited
     at, instance = calls.matched, calls["instance"][calls.matched]
-    done, in_it = (
+    completed, in_call = (
         np.bincount(instance[which[at]], minlength=len(calls.channel)) for which in (state == State.COMPLETE, blocked)
     )
-    # An instance lacks a rank if a rank of its channel has no call of its number or above.
-    channel, processes = calls.channel, len(last.members)
-    users, user = np.unique(channel[instance] * processes + calls["process"][at], return_inverse=True)
+    # An instance lacks a rank if a rank of its channel has no call with its number or a later one.
+    channel_of, processes = calls.channel, len(last.members)
+    users, user = np.unique(channel_of[instance] * processes + calls["process"][at], return_inverse=True)
     highest = np.full(len(users), -1)
     np.maximum.at(highest, user, calls.seq[instance])
     lowest = np.full(len(calls.channels), np.iinfo(np.int64).max)
     np.minimum.at(lowest, users // processes, highest)
-    ranks = np.array([len({*one.ranks}) for one in calls.channels], np.int64)
+    ranks = np.array([len({*channel.ranks}) for channel in calls.channels], np.int64)
     lowest[np.bincount(users // processes, minlength=len(ranks)) < ranks] = -1
-    lacking = (calls.present < calls.expected) & (calls.seq > lowest[channel]) & (calls.present > done)
-    everyone = calls.complete & (done == 0) & (in_it > 0)
-    wanted = [np.flatnonzero(which) for which in (lacking | everyone, disagree)]
+    lacking = (calls.present < calls.expected) & (calls.seq > lowest[channel_of]) & (calls.present > completed)
+    all_in_call = calls.complete & (completed == 0) & (in_call > 0)
+    wanted = [np.flatnonzero(which) for which in (lacking | all_in_call, disagree)]
     # Instances are sorted by channel and number.
-    chosen = np.concatenate([which[np.unique(channel[which], return_index=True)[1]] for which in wanted])
+    chosen = np.concatenate([which[np.unique(channel_of[which], return_index=True)[1]] for which in wanted])
     at = at[np.isin(instance, chosen)]
     for number, rows in positions_by_value(calls["instance"][at]).items():
-        of_channel = int(channel[number])
+        channel = int(channel_of[number])
         members = {last.member(call): call for call in at[rows].tolist()}
-        yield _Stuck(calls.channels[of_channel], of_channel, int(calls.seq[number]), members)
-    # Receives in flight that name no source or no tag are in no channel.
+        yield _StuckCall(calls.channels[channel], channel, int(calls.seq[number]), members)
+    # Receives in flight without a source or tag are in no channel.
     of_any = calls.has_label("op", "recv") & (calls["instance"] == NOT_MATCHED) & blocked
     for call in np.flatnonzero(of_any).tolist():
         member, peer, tag = last.member(call), int(calls["peer"][call]), int(calls["tag"][call])
         if group := last.groups.get(last.text("group", call)):
             addresses = (peer, member.rank, tag) if peer >= 0 else ()
-            yield _Stuck(Channel(group, *addresses), NOT_MATCHED, None, {member: call})
+            yield _StuckCall(Channel(group, *addresses), NOT_MATCHED, None, {member: call})
 
 
-class _Examination:
-    """Which of the last calls of a run are stuck."""
+class _StuckCallSearch:
+    """Search for stuck calls among the last calls of a run."""
 
     def __init__(self, last: LastCalls) -> None:
         self._last, self._calls = last, last.calls
         self._disagreements = Disagreements(last)
 
-    def stuck_calls(self) -> list[_Stuck]:
-        """Return the calls that are stuck: first those that others wait for."""
+    def stuck_calls(self) -> list[_StuckCall]:
+        """Return the stuck calls, first those that others wait for."""
         candidates = _candidates(self._last, self._disagreements.of_instances)
-        found = [stuck for stuck in candidates if self._examine(stuck)]
-        waits_in = {member: stuck for stuck in found for member in stuck.waiting}
-        for stuck in found:
+        stuck_calls = [stuck for stuck in candidates if self._examine(stuck)]
+        waits_in = {member: stuck for stuck in stuck_calls for member in stuck.waiting}
+        for stuck in stuck_calls:
             if not stuck.disagreement and _waits_for_itself(stuck, waits_in):
                 stuck.disagreement = self._order(stuck, waits_in)
 
-        def follows(stuck: _Stuck) -> bool:
+        def follows(stuck: _StuckCall) -> bool:
             return not stuck.disagreement and any(member in waits_in for member in stuck.absent)
 
-        found.sort(key=lambda stuck: (follows(stuck), stuck.disagreement.startswith("order"), stuck.since_ns))
-        return found
+        stuck_calls.sort(key=lambda stuck: (follows(stuck), stuck.disagreement.startswith("order"), stuck.since_ns))
+        return stuck_calls
 
-    def _examine(self, stuck: _Stuck) -> bool:
-        """Fill in who waits and who is absent. Returns whether the call is stuck."""
+    def _examine(self, stuck: _StuckCall) -> bool:
+        """Fill in the waiting and absent processes. Return whether the call is stuck."""
         state = self._calls["state"]
         stuck.disagreement = self._disagreements.describe(stuck.calls.values())
         members = [self._last.member_of_rank.get(rank) for rank in stuck.channel.ranks]
@@ -154,7 +157,7 @@ class _Examination:
             if state[call] != State.COMPLETE and self._stays(member, call)
         ]
         if not any(member.proves for member in in_call):
-            # Complete, or left: nobody waits, but the ranks may have disagreed.
+            # The call is complete, or its ranks left it: none waits, but they may have disagreed.
             stuck.absent = absent
             stuck.since_ns = max(map(self._last.began, stuck.calls.values()))
             return bool(stuck.disagreement) and self._identified(stuck)
@@ -174,18 +177,18 @@ class _Examination:
         stuck.waited_ns = max(waits) if stuck.absent else min(waits)
         pauses = [member.longest_pause(stuck.since_ns) for member in (*stuck.calls, *stuck.absent)]
         long = stuck.waited_ns >= max(MIN_WAIT_NS, FACTOR * max(pauses))
-        if long and not stuck.disagreement:  # before that, the message with the other tag may be the next but one
+        if long and not stuck.disagreement:  # if shorter, the right message may still follow
             stuck.disagreement = self._tags(stuck, absent) or self._communicators(stuck)
         return long or killed in dead or (bool(stuck.disagreement) and self._identified(stuck))
 
     @cached_property
     def _only_death(self) -> Member | None:
-        """The process that did not close its log, if all others closed theirs; a launcher ends all or none of them."""
+        """The only process that did not close its log, if it died: a launcher ends all or none."""
         not_closed = [member for member in self._last.members if member.end != "exit"]
         return not_closed[0] if [member.end for member in not_closed] == ["died"] else None
 
-    def _tags(self, stuck: _Stuck, absent: Sequence[Member]) -> str:
-        """Return which tag a sender used that a receive does not take, "" if it sent nothing else."""
+    def _tags(self, stuck: _StuckCall, absent: Sequence[Member]) -> str:
+        """Describe the tags that a sender used instead of the receive's; "" if there are none."""
         call, tags = stuck.example, self._calls["tag"]
         if not absent or self._last.text("op", call) != "recv" or tags[call] < 0:
             return ""
@@ -193,41 +196,46 @@ class _Examination:
         others = f"{', '.join(map(str, sorted(sent)))} on rank {absent[0].rank}"
         return f"tag: {tags[call]} on rank {self._last.member(call).rank}, {others}" if sent else ""
 
-    def _identified(self, stuck: _Stuck) -> bool:
-        """Return whether the group of a call is the same on all ranks for certain.
+    def _identified(self, stuck: _StuckCall) -> bool:
+        """Return whether the group of a call is certainly the same on all ranks.
 
-        Communicators of MPI with the same ranks and without names are told apart by the order of their first use.
+        Unnamed MPI communicators with the same ranks are distinguished by the order of their first
+        use.
         """
         collective = stuck.channel.source < 0 and stuck.number != NOT_MATCHED
         unnamed = collective and not stuck.channel.group.name
         return not unnamed or self._last.text("api", stuck.example) != "mpi"
 
-    def _communicators(self, stuck: _Stuck) -> str:
-        """Return that ranks are perhaps in different communicators, "" if not."""
+    def _communicators(self, stuck: _StuckCall) -> str:
+        """Return a text if ranks may be in different communicators, else ""."""
         sites = {self._last.text("site", call) for call in stuck.calls.values()}
         if stuck.absent or self._identified(stuck) or len(sites) == 1:
             return ""
-        return "communicator: perhaps not the same, as they have no names and the call sites differ"
+        return "communicator: may not be the same, because it has no name and the call sites differ"
 
     def _stays(self, member: Member, call: int) -> bool:
-        """Return whether a process is still in a call, or ended in it; not if it left by itself or went on for long."""
+        """Return whether a process is still in a call, or ended in it.
+
+        It is not if it left the call by itself, or made further calls for at least MIN_WAIT_NS.
+        """
         failed = self._calls["state"][call] == State.FAILED
         if not member.has_times or (member.end == "exit" and not failed):
             return False
         following = member.next_begin(self._last.began(call))
         return following is None or member.quiet_ns - following < MIN_WAIT_NS
 
-    def _waited(self, member: Member, stuck: _Stuck) -> int:
-        """Return for how long a process was in a call at least, and did nothing else."""
+    def _waited(self, member: Member, stuck: _StuckCall) -> int:
+        """Return the minimum time for which a process was in a call and did nothing else, ns."""
         call = stuck.calls[member]
         if self._calls["state"][call] != State.FAILED:
             return member.alive_ns - member.quiet_ns
-        # When it failed is not known: before the process's next call, and an absent rank was there all the time.
-        there = max((other.alive_ns for other in stuck.absent), default=0)
+        # The time of the failure is not known: it was before the process's next call. Only time in
+        # which an absent rank was alive counts.
+        absent_alive_ns = max((other.alive_ns for other in stuck.absent), default=0)
         following = member.next_begin(self._last.began(call)) or member.alive_ns
-        return min(member.alive_ns, there, following) - self._last.began(call)
+        return min(member.alive_ns, absent_alive_ns, following) - self._last.began(call)
 
-    def _never_came(self, member: Member, stuck: _Stuck) -> bool:
+    def _never_came(self, member: Member, stuck: _StuckCall) -> bool:
         """Return whether the log of a process proves that it did not make a call."""
         calls, at = self._calls, member.at
         if not member.proves:
@@ -242,7 +250,7 @@ class _Examination:
             return stuck.seq is not None and int(seqs.max()) < stuck.seq
         if member.removed or not member.has_all_records:
             return False
-        # Receives of any source or tag that are still open may be of this channel.
+        # Open receives from any source or with any tag may belong to this channel.
         channel = stuck.channel
         may_be = calls.has_label("op", "recv")[at] & (calls["instance"][at] == NOT_MATCHED)
         may_be &= np.isin(calls["peer"][at], (-1, channel.source)) & np.isin(calls["tag"][at], (-1, channel.tag))
@@ -250,22 +258,22 @@ class _Examination:
         return not (channel.source >= 0 and channel.destination == member.rank and may_be.any())
 
     def _unreceived(self, member: Member, receive: int) -> Array:
-        """Return the sends of a process to the rank and in the group of a receive that no receive is matched with."""
+        """Return the unmatched sends of a process to the rank of a receive, in its group."""
         calls, at = self._calls, member.at
         sent = calls.has_label("op", "send")[at] & (calls["peer"][at] == self._last.member(receive).rank)
         sent &= calls["group"][at] == calls["group"][receive]
         positions = at.start + np.flatnonzero(sent)
-        received = np.append(calls.complete, False)  # the last one for NOT_MATCHED
+        received = np.append(calls.complete, False)  # the last value is for NOT_MATCHED
         return np.asarray(positions[~received[calls["instance"][positions]]])
 
-    def _order(self, stuck: _Stuck, waits_in: Mapping[Member, _Stuck]) -> str:
+    def _order(self, stuck: _StuckCall, waits_in: Mapping[Member, _StuckCall]) -> str:
         absent = sorted((member for member in stuck.absent if member in waits_in), key=lambda member: member.rank)
         names = [f"rank {member.rank} is in {self._last.name(waits_in[member].calls[member])}" for member in absent]
         return f"order: {', '.join(names)}, which waits in turn"
 
 
-def _waits_for_itself(stuck: _Stuck, waits_in: Mapping[Member, _Stuck]) -> bool:
-    """Return whether the absent ranks of a call wait for others, and these for others, back to this call."""
+def _waits_for_itself(stuck: _StuckCall, waits_in: Mapping[Member, _StuckCall]) -> bool:
+    """Return whether the absent ranks of a call wait for its waiting ranks, perhaps via others."""
     seen: set[Member] = set()
     reached = [*stuck.absent]
     while reached:
@@ -281,7 +289,7 @@ def find_stuck_calls(run: RecordedRun) -> NamedTables:
     calls, ranks = [], []
     if not run.simulated and any(map(_is_suspicious, run.processes)):
         last = LastCalls(run)
-        for number, stuck in enumerate(_Examination(last).stuck_calls()):
+        for number, stuck in enumerate(_StuckCallSearch(last).stuck_calls()):
             calls.append(_call_row(last, stuck))
             ranks += [*_rank_rows(last, stuck, number)]
     rows = {"stuck_calls": calls, "stuck_ranks": ranks}
@@ -302,7 +310,7 @@ def _is_suspicious(process: Process) -> bool:
     return any(bool((records["state"] == State.FAILED).any()) for records in blocks)
 
 
-def _call_row(last: LastCalls, stuck: _Stuck) -> dict[str, object]:
+def _call_row(last: LastCalls, stuck: _StuckCall) -> dict[str, object]:
     shown = [stuck.calls[member] for member in stuck.waiting if member in stuck.calls] or [*stuck.calls.values()]
     ops = [last.text("op", call) for call in shown]
     return {
@@ -318,7 +326,7 @@ def _call_row(last: LastCalls, stuck: _Stuck) -> dict[str, object]:
     }
 
 
-def _rank_rows(last: LastCalls, stuck: _Stuck, number: int) -> Iterator[dict[str, object]]:
+def _rank_rows(last: LastCalls, stuck: _StuckCall, number: int) -> Iterator[dict[str, object]]:
     """Yield where each rank of a stuck call is: in it, or at its last call."""
     for member in sorted({*stuck.calls, *stuck.absent}, key=lambda member: member.rank):
         call = stuck.calls.get(member, member.last_call)
@@ -336,4 +344,4 @@ def _rank_rows(last: LastCalls, stuck: _Stuck, number: int) -> Iterator[dict[str
 
 
 ANALYSIS: Final = RunAnalysis("stuck_calls", find_stuck_calls)
-"""Reads the last records itself, and none of a run whose processes all closed their logs without a failed call."""
+"""It reads the last records, and none if all processes closed their logs without a failed call."""

@@ -1,13 +1,14 @@
 """Wait and transfer: the time of each call before the last rank that it waits for arrived, and the rest.
 
     wait        from the call's begin until the last of the calls that it waits for has begun (`dependencies`)
-    transfer    from there to its end; wait + transfer is the call's duration exactly
+    transfer    from then to its end; wait + transfer is exactly the call's duration
 
-A call that waits for none (a send, the root of a broadcast) has no wait, but for a send that lasts until its receive
-begins. Of calls on one host, the wait is exact. Between hosts it lies in an interval, from the bounds of their clocks:
-`wait` is its middle, or 0 where it reaches down to 0. Calls without a bounded interval are left out, as are
-those without a known end and those of operations that not all ranks have in the log. Where ranks may have no bytes for
-each other (uneven all_to_alls), the interval reaches down to 0. Ends observed late count as transfer.
+A call that waits for no other (a send, the root of a broadcast) has no wait, except a send that
+lasts until its receive begins. Within one host, the wait is exact. Between hosts, it lies in an
+interval, from the bounds of their clocks: `wait` is its middle, or 0 if the interval begins at 0.
+Calls without a bounded interval, without a known end, or of operations that are not in the log of
+all ranks are left out. Where ranks may have no bytes for each other (uneven all_to_alls), the
+interval begins at 0. If an end is observed late, the delay counts as transfer.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Waits:
     """Waits of calls, each of shape (calls,), in the order of `MatchedCalls`; ns.
 
     Attributes:
-        known: Whether anything is known of the wait, bool; the other values are 0 where not.
+        known: Whether anything is known about the wait, bool; the other values are 0 where not.
         duration: From begin (on a device: start) to end.
         wait: The wait.
         shortest: Lower bound of the wait.
@@ -87,11 +88,11 @@ def ends(block: RecordBlock) -> Array:
 COLUMNS: Final[dict[str, Derived]] = {
     "arrival": arrivals, "end": ends, "depends": dependencies, "operation": operations,
 }  # fmt: skip
-"""Columns that `waits_of` needs (`match_calls`)."""
+"""Derived columns (`match_calls`) that `waits_of` needs."""
 
 
 def waits_of(calls: MatchedCalls, clocks: Clocks) -> Waits:
-    """Split the durations of calls.
+    """Split the durations of calls into wait and transfer.
 
     Args:
         calls: Matched calls with the columns COLUMNS.
@@ -126,7 +127,7 @@ def waits_of(calls: MatchedCalls, clocks: Clocks) -> Waits:
 
 
 def last_arrivals(calls: MatchedCalls, sources: Array, clocks: Clocks) -> tuple[Array, Array]:
-    """Return bounds of when the last source of each call's instance arrived, on the clock of the call's host.
+    """Return bounds on the last arrival of a source of each call's instance, on its host's clock.
 
     Args:
         calls: Matched calls with the column "arrival".
@@ -134,7 +135,8 @@ def last_arrivals(calls: MatchedCalls, sources: Array, clocks: Clocks) -> tuple[
         clocks: The clocks of their hosts.
 
     Returns:
-        Lower and upper bounds in ns, int64, shape (calls,); without a meaning for calls without an instance.
+        Lower and upper bounds in ns, int64, shape (calls,); meaningless for calls without an
+        instance.
     """
     hosts = {
         host: calls.matched[at]
@@ -156,7 +158,7 @@ def last_arrivals(calls: MatchedCalls, sources: Array, clocks: Clocks) -> tuple[
             bounds = np.full(len(here), _ALWAYS), np.full(len(here), _NEVER)
         else:
             bounds = clock.to_reference(arrived)
-        # An instance that several calls of the host belong to is here several times, each time with the same values.
+        # An instance with several calls on the host occurs several times, with the same values.
         earliest[here] = np.maximum(earliest[here], bounds[0])
         is_last = bounds[1] > latest[here]
         second[here] = np.where(is_last, latest[here], np.maximum(second[here], bounds[1]))
@@ -183,33 +185,33 @@ def wait_tables(run: RecordedRun) -> NamedTables:
     parts = -(-records // CALLS_AT_ONCE) or 1
     sums = [_sums(run, [*_KEYS], (number, parts)) for number in range(parts)]
     tables = {
-        f"waits_by_{name}": _finished(f"waits_by_{name}", _KEYS[name], pd.concat([part[name] for part in sums]))
+        f"waits_by_{name}": _sum_table(f"waits_by_{name}", _KEYS[name], pd.concat([part[name] for part in sums]))
         for name in _KEYS
     }
     pattern_of = {op: pattern for pattern, ops in PATTERNS.items() for op in ops}
     by_pattern = pd.concat([part["operation"] for part in sums])
     by_pattern = by_pattern.assign(pattern=by_pattern["op"].map(pattern_of)).dropna(subset="pattern")
-    return {**tables, "wait_patterns": _finished("wait_patterns", "pattern", by_pattern.drop(columns="op"))}
+    return {**tables, "wait_patterns": _sum_table("wait_patterns", "pattern", by_pattern.drop(columns="op"))}
 
 
 def sampled_waiting(run: RecordedRun) -> NamedTables:
-    """Return the table `waiting`: the sums over a sample of the operations, which is cheap."""
+    """Return the table `waiting`: sums over a sample of the operations, cheap to compute."""
     records = sum(segment.count for process in run.processes for segment in process.segments)
-    every = _no_common_period(-(-records // SAMPLED_CALLS) or 1)
+    every = _next_prime(-(-records // SAMPLED_CALLS) or 1)
     by_operation = _sums(run, ["operation"], (0, every))["operation"]
     total = by_operation.drop(columns="op").sum().to_frame().T.assign(every=every)
     return {"waiting": _with_shares(total)[TABLES["waiting"].column_names]}
 
 
-def _no_common_period(every: int) -> int:
-    """Return a prime of at least this number: programs repeat themselves after numbers of calls that it divides not."""
+def _next_prime(every: int) -> int:
+    """Return the smallest prime >= `every`: it is unlikely to divide a program's period."""
     while every > 2 and any(every % divisor == 0 for divisor in range(2, int(every**0.5) + 1)):
         every += 1
     return every
 
 
 def _sums(run: RecordedRun, names: Sequence[str], part: tuple[int, int]) -> dict[str, pd.DataFrame]:
-    """Return sums of the waits of a part of the operations, by each of some keys of _KEYS."""
+    """Return sums of the waits of a part of the operations, by each key of `names` (_KEYS)."""
     rank_of = np.array([process.rank for process in run.processes], np.int64)
     derived = {**COLUMNS, "bus_bytes": _bus_bytes}
     if "step" in names:
@@ -242,18 +244,18 @@ def _sums(run: RecordedRun, names: Sequence[str], part: tuple[int, int]) -> dict
 _SPLIT_OPERATIONS: Final = [
     number for number, name in enumerate(sorted(OPERATIONS)) if any(name in ops for ops in PATTERNS.values())
 ]
-"""Numbers of `operations` of those in PATTERNS."""
+"""Numbers (`operations`) of the operations in PATTERNS."""
 
 
 def _bus_bytes(block: RecordBlock) -> Array:
-    """Return the bus bytes of each call whose end is exact, float64, shape (n,); 0 of others."""
+    """Return the bus bytes of each call whose end is exact, float64, shape (n,); 0 for others."""
     sizes = block.labels.group_sizes(block["group"])
     factors = busbw_factors(block.labels, block["kind"], np.maximum(sizes, 2))
     known = exact_ends(block) & (sizes > 1) & ~np.isnan(factors)
     return block["payload"] * np.where(known, factors, 0.0)
 
 
-def _finished(name: str, key: str, sums: pd.DataFrame) -> pd.DataFrame:
+def _sum_table(name: str, key: str, sums: pd.DataFrame) -> pd.DataFrame:
     table = _with_shares(sums.groupby(key, as_index=False)[[*_SUMS]].sum())
     numbered = key in ("rank", "step")
     ordered = table.sort_values(key if numbered else "wait_ns", ascending=numbered, kind="stable", ignore_index=True)

@@ -1,4 +1,4 @@
-"""Baseline: a text file with the expected calls of a run, by ranks and steps that are alike, for version control.
+"""Baseline: a text file with the expected calls of a run, for version control.
 
     commtrace-baseline 1
     # calls operation bytes type reduction phase dimension group peer call-site
@@ -14,9 +14,10 @@
      1 all_reduce 26214400 float32 sum backward data 8 - train.py main
      ...
 
-Ranks and steps with equal calls are written once; several `ranks` lines may stand above the calls. `own` lines are
-patterns of call sites that are not compared. `order` lines have a digest of the order of the calls in a group. The same
-run always makes the same file: there are no times and no absolute paths in it.
+The calls of equal ranks and steps are written once, below one or more `ranks` lines. `own` lines
+are patterns of call sites that are not compared. `order` lines have a digest of the order of the
+calls in a group. The same run always gives the same file, which contains no times and no absolute
+paths.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def to_text(run: RunCalls, own: Sequence[str]) -> str:
     incomplete = [rank for rank, calls in run.ranks.items() if calls.losses or calls.problem or not calls.ended]
     if incomplete or not run.ranks or (missing and not run.partial):
         ranks = format_ranks(incomplete) or missing
-        reason = f"rank {ranks} lost records, did not end in order, left no log or has hook errors"
+        reason = f"rank {ranks} lost records, did not exit cleanly, left no log or has hook errors"
         raise BaselineError(f"{run.name}: no baseline can be made, because {reason}; give a complete run")
     return "\n".join([*_head(run, own), *_blocks(run)]) + "\n"
 
@@ -82,7 +83,7 @@ def _head(run: RunCalls, own: Sequence[str]) -> Iterator[str]:
 
 
 def _blocks(run: RunCalls) -> Iterator[str]:
-    """Yield the lines of each distinct step, by its first step and rank."""
+    """Yield the lines of each distinct step, sorted by its first step and rank."""
     places: dict[StepCalls, list[tuple[int, int]]] = defaultdict(list)
     for rank, calls in sorted(run.ranks.items()):
         for step, content in sorted(calls.steps.items()):
@@ -128,14 +129,14 @@ def read_baseline(path: Path, own: Sequence[str] = ()) -> Baseline:
             parser.read(line)
         except (ValueError, IndexError, TypeError):
             raise BaselineError(
-                f"{path}: line {number} cannot be read: {line.strip()!r}; write the file anew"
+                f"{path}: line {number} cannot be read: {line.strip()!r}; write the file again"
             ) from None
     patterns = [*parser.own, *own]
     for call in parser.calls:
         if pattern := next((pattern for pattern in patterns if is_own(pattern, call.key.phase, call.site)), None):
             raise BaselineError(
                 f"{path}: has calls of {call.site}, which {pattern!r} declares as the program's own; "
-                f"write the file anew: commtrace check DIR --update-baseline {path} --own '{pattern}'"
+                f"write the file again: commtrace check DIR --update-baseline {path} --own '{pattern}'"
             )
     return Baseline(parser.run(str(path)), tuple(parser.own))
 
@@ -151,7 +152,7 @@ class _Parser:
         self._orders: dict[tuple[str, str], str] = {}
 
     def read(self, line: str) -> None:
-        """Read a line below the head."""
+        """Read a line below the header."""
         word, _, rest = line.strip().partition(" ")
         if word == "ranks":
             self._add_place(*rest.split())

@@ -1,7 +1,7 @@
-"""Differences between the calls of two runs, merged over ranks and steps that differ alike.
+"""Differences between the calls of two runs, merged over ranks and steps with the same differences.
 
-Calls are compared as numbers of equal calls and by their order in each group, so one inserted call does not shift the
-others. If only the order differs, the calls that moved are found by aligning the two sequences.
+Equal calls are counted, and their order in each group is compared, so one inserted call does not
+shift the others. Calls that moved are found by aligning the two sequences.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class RunDifferences:
     """Result of a comparison of runs a and b."""
 
     table: pd.DataFrame
-    """COLUMNS: per rank and step, how often a call is in a and in b, where that differs; merged over ranks and steps.
-    Kinds: "calls"; "order": so many equal calls are in another order; "rank": all calls of ranks that only one run
-    has; "site": calls are equal, the functions that make them are not."""
+    """COLUMNS: per rank and step, how often a call is in a and in b, where that differs; merged
+    over ranks and steps. Kinds: "calls": calls with different counts; "order": equal calls in
+    another order; "rank": all calls of ranks that only one run has; "site": equal calls from
+    different functions."""
     settings: pd.DataFrame
     compared: tuple[frozenset[int], frozenset[int]]
     """Ranks and steps that were compared; start-up is step -1."""
@@ -91,7 +92,7 @@ def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
             continue
         compared.append(rank)
         for name in (name for name, calls in both if not calls.ended):
-            text = "did not end in order (killed, or still running); its last step is not compared"
+            text = "did not exit cleanly (killed, or still running); its last step is not compared"
             reasons[f"{name}: {text}"].append(rank)
         selections = a.step_ranges, b.step_ranges
         pairs, open_steps = _step_pairs(a.ranks[rank], b.ranks[rank], a.last_step, b.last_step, selections)
@@ -101,15 +102,15 @@ def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
         elif a.last_step != b.last_step:
             longer, shorter = (a, b) if a.last_step > b.last_step else (b, a)
             notes[_describe_steps(longer, shorter, open_steps)].append(rank)
-        for step, of_a, of_b in pairs:
-            for content in differences(of_a, of_b):
+        for step, calls_a, calls_b in pairs:
+            for content in differences(calls_a, calls_b):
                 places[content].append((rank, step))
             steps.add(step)
-            if of_a.digest != of_b.digest:
+            if calls_a.digest != calls_b.digest:
                 differing.add((rank, step))
-            for volume, own in zip(volumes, (of_a, of_b), strict=True):
-                volume[0] += own.volume[0]
-                volume[1] += own.volume[1]
+            for volume, step_calls in zip(volumes, (calls_a, calls_b), strict=True):
+                volume[0] += step_calls.volume[0]
+                volume[1] += step_calls.volume[1]
     return RunDifferences(
         pd.DataFrame([*_missing_ranks(a, b, notes), *_merged(places)], columns=[*COLUMNS]),
         compare_settings(a.facts, b.facts),
@@ -124,8 +125,8 @@ def compare_calls(a: RunCalls, b: RunCalls) -> RunDifferences:
 def _describe_steps(longer: RunCalls, shorter: RunCalls, open_steps: Sequence[int]) -> str:
     text = f"{longer.name} has {format_plural(longer.last_step + 1, 'step')}, {shorter.name} {shorter.last_step + 1}"
     if open_steps:
-        return f"{text}; step {format_ranks(open_steps)} could not be compared: {shorter.name} has no step that repeats"
-    return f"{text}, with which the further ones are compared"
+        return f"{text}; step {format_ranks(open_steps)} could not be compared: {shorter.name} has no repeating step"
+    return f"{text}; the further steps are compared with these"
 
 
 def _of_ranks(sentences: Mapping[str, Sequence[int]], compared: Sequence[int]) -> Iterator[str]:
@@ -155,30 +156,31 @@ _StepPair: TypeAlias = tuple[int, StepCalls, StepCalls]
 def _step_pairs(
     a: RankCalls, b: RankCalls, last_a: int, last_b: int, selections: tuple[Sequence[range], Sequence[range]]
 ) -> tuple[list[_StepPair], list[int]]:
-    """Return the steps that are compared with each other, and those of the longer run that have no counterpart.
+    """Return pairs of steps to compare, and the steps of the longer run without a counterpart.
 
-    Steps of equal number are compared. The last step of a program also has what it communicates at its end: if one run
-    has more steps, its last one is compared with the other's last one, and its further steps must be equal to a step
-    that the other run has. If they are not, they are compared with the last but one if that repeats the one before.
-    Of runs with some steps only, those are compared that both `selections` have, where these are not empty, but not the
-    last one of the shorter run if it was to have further ones: it may be the last one of its program.
+    Steps with equal numbers are compared. The last step of a program also has what it communicates
+    at its end: if one run has more steps, the last steps of both are compared, and a further step
+    must equal a step of the other run. If it does not, it is compared with the other's last step
+    but one, if that equals the step before it. If there are `selections`, only steps in all of them
+    are compared, without the last step of the shorter run if its selection has further ones: it may
+    be the last step of its program.
     """
     if last_a < last_b:
         swapped, open_steps = _step_pairs(b, a, last_b, last_a, selections[::-1])
-        return [(step, of_a, of_b) for step, of_b, of_a in swapped], open_steps
-    # The last step of a process that did not end in order may be incomplete.
+        return [(step, calls_a, calls_b) for step, calls_b, calls_a in swapped], open_steps
+    # The last step of a process that did not exit cleanly may be incomplete.
     end = min([last_a, *(max(rank.steps, default=-1) - 1 for rank in (a, b) if not rank.ended)])
     more = last_a > last_b
     further = range(max(last_b, 0) if more else end + 1, end + 1)
-    last_is_whole = not more or not select_steps(np.array([last_b + 1]), selections[1]).all()
-    stop = last_b + 1 if any(selections) and last_is_whole else further.start
+    compares_last = not more or not select_steps(np.array([last_b + 1]), selections[1]).all()
+    stop = last_b + 1 if any(selections) and compares_last else further.start
     same = range(-1, min(stop, end + 1))
     steps = np.array(same, np.int64)
     for ranges in selections:
         steps = steps[select_steps(steps, ranges)]
     pairs = [(step, a.steps.get(step, NO_CALLS), b.steps.get(step, NO_CALLS)) for step in steps.tolist()]
     if any(selections):
-        return pairs, [] if last_is_whole else [last_b]
+        return pairs, [] if compares_last else [last_b]
     known = {(calls := b.steps.get(step, NO_CALLS)).digest: calls for step in range(int(last_b > 0), last_b + 1)}
     regular = [b.steps.get(step, NO_CALLS) for step in (last_b - 1, last_b - 2)] if last_b > 1 else []
     repeats = bool(regular) and regular[0].digest == regular[1].digest
@@ -200,7 +202,7 @@ def _step_pairs(
 
 
 def _differences(a: StepCalls, b: StepCalls, run_a: RunCalls, run_b: RunCalls) -> list[_Content]:
-    """Return the differences in each group; where the calls are equal, of their call sites."""
+    """Return the differences in each group; if the calls are equal, those of their call sites."""
     if a == b:
         return []
     keys_a, keys_b = _by_key(a.counts), _by_key(b.counts)
@@ -234,7 +236,7 @@ def _by_key(counts: Mapping[Call, int]) -> dict[CallKey, Counter[str]]:
 
 
 def _order_rows(a: StepCalls, b: StepCalls, group: GroupLabel, *, changed: bool) -> list[_Row]:
-    """Return the calls that both steps have, in another order. `changed`: the numbers of calls differ, too."""
+    """Return the calls that moved. `changed`: the numbers of calls differ, too."""
     before, after = a.sequences.get(group, ()), b.sequences.get(group, ())
     if changed and not (before and after):
         return []
@@ -246,9 +248,9 @@ def _order_rows(a: StepCalls, b: StepCalls, group: GroupLabel, *, changed: bool)
 
 def _moved(a: Sequence[CallKey], b: Sequence[CallKey]) -> Counter[CallKey]:
     """Return the calls that both sequences have outside of their alignment; none for very long sequences."""
-    begin = _equal_calls(a, b)
+    begin = _equal_prefix(a, b)
     a, b = a[begin:], b[begin:]
-    end = _equal_calls(a[::-1], b[::-1])
+    end = _equal_prefix(a[::-1], b[::-1])
     a, b = a[: len(a) - end], b[: len(b) - end]
     if max(len(a), len(b)) > _ALIGNED_CALLS:
         return Counter()
@@ -261,10 +263,10 @@ def _moved(a: Sequence[CallKey], b: Sequence[CallKey]) -> Counter[CallKey]:
     return outside_a & outside_b
 
 
-def _equal_calls(a: Sequence[CallKey], b: Sequence[CallKey]) -> int:
+def _equal_prefix(a: Sequence[CallKey], b: Sequence[CallKey]) -> int:
     """Return how many calls at the beginning are equal."""
     pairs = enumerate(zip(a, b, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(a), len(b)))
+    return next((at for at, (key_a, key_b) in pairs if key_a != key_b), min(len(a), len(b)))
 
 
 def _lines(run: RunCalls, key: CallKey, sites: Counter[str]) -> str:
@@ -280,7 +282,7 @@ def _joined(sites: Iterable[str]) -> str:
 
 
 def _merged(places: Mapping[_Content, Sequence[tuple[int, int]]]) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows of the table, by their first step and rank."""
+    """Yield the rows of the table, sorted by their first step and rank."""
     merged: dict[tuple[_Content, tuple[int, ...]], list[int]] = defaultdict(list)
     for content, where in places.items():
         for rank, pairs in itertools.groupby(where, lambda place: place[0]):

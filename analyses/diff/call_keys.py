@@ -1,4 +1,4 @@
-"""What identifies a call in a comparison, as its rank sees it: equal where ranks and runs communicate alike."""
+"""Keys of calls in a comparison: equal where ranks and runs communicate alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from commtrace.reading.table_reader import RecordedGroup, Site
 
 OBJECTS: Final = -1
-"""Payload of a call that carries pickled objects: their size is not compared, it depends on host names and the like."""
+"""Payload of a call with pickled objects: their size depends on host names; it is not compared."""
 
 
 _MESSAGES: Final = ("send", "recv", "sendrecv", "put", "get", "accumulate")
@@ -29,7 +29,7 @@ class CallKey(NamedTuple):
     group: str
     """Shape of the group: `group_shape`."""
     peer: str
-    """Of a message "peer=+1", the distance in the group; of a collective "root=0", the root's position in it."""
+    """Distance in the group for a message ("peer=+1"); else position of the root ("root=0")."""
 
 
 class Call(NamedTuple):
@@ -40,9 +40,10 @@ class Call(NamedTuple):
 
 
 def is_own(pattern: str, phase: str, site: str) -> bool:
-    """Return whether a pattern of the shell (`*`, `?`), or a part of a name, declares a call as the program's own.
+    """Return whether a shell pattern or a part of a name declares a call as the program's own.
 
-    Calls in backward never are: those of DDP have the call site of the program's `backward()`.
+    Calls in backward are never the program's own: DDP's have the call site of the program's
+    `backward()`.
     """
     return phase != "backward" and fnmatchcase(site, f"*{pattern}*")
 
@@ -56,15 +57,16 @@ def site_name(site: Site) -> str:
 
 @functools.cache
 def group_shape(ranks: tuple[int, ...]) -> str:
-    """Describe the members of a group, so that each of them knows who the others are.
+    """Describe the ranks of a group, so that a member can derive the others from its own rank.
 
-    "4/2" is 4 ranks with stride 2; "2/4+1": the first of them, divided by the stride, is 1 modulo the size. With its
-    own rank, a member can tell all others. Members without a constant stride are a digest of their distances.
+    "4/2" is 4 ranks with stride 2. "2/4+1" is 2 ranks with stride 4; the first of them, divided by
+    the stride, is 1 modulo the size. Ranks without a constant stride are described by a digest of
+    their distances.
     """
     if len(ranks) < 2:
         return str(len(ranks))
     gaps = [after - before for before, after in itertools.pairwise(ranks)]
-    if len({*gaps}) > 1 or not gaps[0]:  # of a damaged log, ranks may be equal
+    if len({*gaps}) > 1 or not gaps[0]:  # in a damaged log, ranks may be equal
         return f"{len(ranks)}#{blake2b(repr(gaps).encode(), digest_size=3).hexdigest()}"
     stride = gaps[0]
     offset = ranks[0] // stride % len(ranks)
@@ -72,7 +74,7 @@ def group_shape(ranks: tuple[int, ...]) -> str:
 
 
 def peer_label(op: str, peer: int, rank: int, group: RecordedGroup | None) -> str:
-    """Return the peer of a call as a rank sees it: `CallKey.peer`; "" without one."""
+    """Return the peer of a call relative to its rank (`CallKey.peer`); "" without a peer."""
     if peer < 0:
         return ""
     if group is None or peer not in group.ranks or rank not in group.ranks:

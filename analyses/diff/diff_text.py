@@ -78,7 +78,7 @@ def _place(ranks: Iterable[int], steps: Iterable[int]) -> str:
 
 
 def own_lines(own: Mapping[tuple[str, str], OwnCalls], width: int) -> Iterator[str]:
-    """Yield lines that list the calls of the program itself."""
+    """Yield lines that list the program's own calls."""
     if own:
         yield "calls of the program itself:"
     for (site, op), calls in sorted(own.items()):
@@ -88,7 +88,7 @@ def own_lines(own: Mapping[tuple[str, str], OwnCalls], width: int) -> Iterator[s
 
 
 def own_volume(own: Iterable[OwnCalls]) -> str:
-    """Return the number and bytes of the program's calls: "12 calls, 48 bytes"."""
+    """Return the number and bytes of the program's own calls: "12 calls, 48 bytes"."""
     calls = [*own]
     numbers = sum(item.calls for item in calls), sum(item.payload_bytes for item in calls)
     return f"{format_plural(numbers[0], 'call')}, {format_plural(numbers[1], 'byte')}"

@@ -1,8 +1,9 @@
 """Calls of a run by rank and step, in a form that is equal where ranks, steps and runs communicate alike.
 
-Groups and peers are described as their rank sees them ("4/2": 4 ranks with stride 2; "peer=+1"), so that ranks with
-equal calls in different groups are equal. The order of calls counts within each group only: threads and asynchronous
-calls may interleave those of different groups differently in equal runs.
+Groups and peers are described relative to their rank ("4/2": 4 ranks with stride 2; "peer=+1"), so
+that ranks with equal calls in different groups are equal. The order of calls counts only within
+each group, because threads and asynchronous calls may interleave the calls of different groups
+differently in equal runs.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class StepCalls:
 
     @cached_property
     def digest(self) -> tuple[tuple[GroupLabel, str], ...]:
-        """Equal for steps with equal calls, whatever their call sites."""
+        """Digest that is equal for steps with equal calls, from any call sites."""
         return tuple(sorted(self.orders.items()))
 
     @cached_property
@@ -75,7 +76,7 @@ class RankCalls:
 
     steps: Mapping[int, StepCalls]
     ended: bool = True
-    """Whether the rank ended in order. The last step of another one may be incomplete."""
+    """Whether the rank exited cleanly. If not, its last step may be incomplete."""
     lost_records: int = 0
     losses: str = ""
     """What recording lost (`Process.losses`)."""
@@ -100,7 +101,7 @@ class RunCalls:
     ranks: Mapping[int, RankCalls]
     world_size: int | None
     partial: bool = False
-    """Whether ranks that are missing were not run (dry run), and do not count as missing."""
+    """Whether ranks may be absent because they were not run (dry run)."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Settings, versions and job of the run, as text."""
     lines: Mapping[Call, frozenset[str]] = field(default_factory=dict)
@@ -112,13 +113,13 @@ class RunCalls:
 
     @cached_property
     def last_step(self) -> int:
-        """The last step of any rank that can be compared, -1 without one."""
+        """The last step of any rank that can be compared; -1 if there is none."""
         steps = (step for calls in self.ranks.values() if not calls.problem for step in calls.steps)
         return max(steps, default=_START_UP)
 
 
 class _StepNumbering:
-    """Numbers of the calls in a part of a run, and its steps, of which equal ones are mostly one object."""
+    """Numbers of the calls in a part of a run, and its steps; equal steps are mostly one object."""
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
@@ -149,7 +150,7 @@ class _StepNumbering:
         return {int(step[begin]): self._step(content[begin:end]) for begin, end in itertools.pairwise(bounds)}
 
     def _step(self, content: Any) -> StepCalls:
-        """Return the calls of a step: `content` is twice the number of each, 1 more for the first one of a group."""
+        """Return a step's calls; `content` is twice each number, plus 1 for a group's first."""
         key = content.tobytes()
         if key not in self._steps:
             by_group: dict[GroupLabel, list[tuple[str, list[Call]]]] = defaultdict(list)
@@ -183,16 +184,16 @@ def read_calls(run: RecordedRun, own: Sequence[str] = ()) -> RunCalls:
         for rank, own_steps in part.steps.items():
             same = {step: distinct.setdefault(step, step) for step in {*own_steps.values()}}
             steps[rank] = {number: same[step] for number, step in own_steps.items()}
-        for call, of_part in part.lines.items():
-            lines[call] |= of_part
+        for call, part_lines in part.lines.items():
+            lines[call] |= part_lines
         own_rows += part.own
     ranks: dict[int, RankCalls] = {}
-    for rank, of_rank in itertools.groupby(run.processes, attrgetter("rank")):
-        processes = [*of_rank]
+    for rank, group in itertools.groupby(run.processes, attrgetter("rank")):
+        processes = [*group]
         represented = parse_ranks(processes[0].tables.stands_for[0]) or [rank]
         ranks |= dict.fromkeys(represented, _rank_calls(steps.get(rank, {}), processes, run.selection_problem))
-    ranks.pop(-1, None)  # of a process whose rank is not known
-    all_lines = {call: frozenset(of_call) for call, of_call in lines.items()}
+    ranks.pop(-1, None)  # a process whose rank is not known
+    all_lines = {call: frozenset(call_lines) for call, call_lines in lines.items()}
     own_calls = sum_own_calls(own_rows)
     return RunCalls(
         str(run.log.path), ranks, run.world_size, run.simulated, setting_facts(run), all_lines, own_calls,
@@ -226,9 +227,9 @@ def _read_part(labels: RunLabels, patterns: Sequence[str], part: RunPart) -> _Pa
     rank, begin, step, stream, numbers = columns[:, columns[-1] >= 0]
     order = np.lexsort((begin, stream, step, rank))
     steps = {
-        int(rank[of_rank[0]]): numbered.steps(step[of_rank], stream[of_rank], numbers[of_rank])
-        for of_rank in np.split(order, np.flatnonzero(np.diff(rank[order])) + 1)
-        if len(of_rank)
+        int(rank[rows[0]]): numbered.steps(step[rows], stream[rows], numbers[rows])
+        for rows in np.split(order, np.flatnonzero(np.diff(rank[order])) + 1)
+        if len(rows)
     }
     return _PartCalls(steps, dict(reader.lines), reader.own)
 
@@ -285,10 +286,10 @@ class _Reader:
     ) -> tuple[str, tuple[str, ...], str, str]:
         """Return operation, texts of the key, call site without line number, and line of code."""
         labels = self._labels
-        named = labels.kinds.get(kind, Kind(UNKNOWN, "", "", "", ""))
-        seen = peer_label(named.op, peer, rank, labels.groups.get(group))
+        kind_row = labels.kinds.get(kind, Kind(UNKNOWN, "", "", "", ""))
+        peer_text = peer_label(kind_row.op, peer, rank, labels.groups.get(group))
         role, in_phase = labels.categories("role")[stream], labels.categories("phase")[phase]
-        texts = (named.dtype, named.reduce_op.lower(), in_phase, role, self._shapes.get(group, ""), seen)
+        texts = (kind_row.dtype, kind_row.reduce_op.lower(), in_phase, role, self._shapes.get(group, ""), peer_text)
         known = labels.sites.get(site)
         name, line = ("-", "") if known is None else (site_name(known), known.label(labels.files))
-        return named.op, tuple("_".join(text.split()) or "-" for text in texts), name, line
+        return kind_row.op, tuple("_".join(text.split()) or "-" for text in texts), name, line

@@ -1,9 +1,12 @@
-"""Hooks of PyTorch.
+"""Hooks for PyTorch.
 
-hook, recording_kernels, dispatcher, tracer, c10d_operators  the calls: kernels before torch's, and what arguments mean
-works, call_ends                                   the ends of calls
-process_groups, group_registry                     groups and their roles
-training, dtensor, fsdp                            steps and phases, and hooks of torch's parallel libraries
-captured_jobs, *_job, model_facts                  rows of the job table: what decides the communication
-passes                                             rows of the passes table: what ran in each step
+hook, recording_kernels, dispatcher   calls: kernels that run before torch's
+tracer, c10d_operators                calls: their records, and the meaning of arguments
+backend_methods                       direct calls of backend objects
+works, call_ends                      ends of calls
+process_groups, group_registry        groups and their roles
+training, dtensor, fsdp               steps, phases, and hooks for torch's parallel libraries
+captured_jobs, *_job, model_facts     rows of the job table: settings that determine communication
+passes                                rows of the passes table: what ran in each step
+unobserved                            warnings about calls that are not recorded
 """

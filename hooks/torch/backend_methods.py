@@ -1,8 +1,9 @@
-"""Direct calls of the methods of a backend object (`dist.ProcessGroupGloo(...).allreduce(...)`).
+"""Hook for direct calls of a backend's methods (`dist.ProcessGroupGloo(...).allreduce(...)`).
 
-torch itself calls backends from C++, below its dispatcher. So these methods of `Backend` are called in Python only by a
-program that has a backend object at hand, and wrapping them costs nothing elsewhere. A backend does not know the ranks
-of its group (`process_groups.likely_ranks`). With the native recorder, the ends of these calls are not observed.
+torch itself calls backends from C++, below its dispatcher. In Python, only programs that hold a
+backend object call these methods of `Backend`, so wrapping them costs nothing elsewhere. A backend
+does not have the ranks of its group: they are guessed (`process_groups.likely_ranks`). With the
+native recorder, the ends of these calls are not observed.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ _METHODS: Final = {
     "send": "send",
     "barrier": "barrier",
 }
-"""Method of a backend -> the operator of c10d that means the same."""
+"""Method of a backend -> the equivalent operator of c10d."""
 _NOT_NEEDED: Final = ("async_op", "asyncOp", "device_ids", "root_tensor", "sparse_indices", "timeout")
-"""Parameters of operators from which on a record needs none."""
+"""Parameters of operators that a record does not need, nor any after them."""
 
 _patches = Patches()
 
 
 @_patches.installer
 def install(operators: Sequence[Operator]) -> None:
-    """Wrap the methods."""
+    """Wrap the methods of backends."""
     by_name = {operator.variant: operator for operator in operators}
     for method, name in _METHODS.items():
         if name in by_name:
@@ -54,11 +55,11 @@ uninstall = _patches.undo
 
 @dataclass(frozen=True)
 class _BackendGroup:
-    """What a groups table asks of a process group, of all backend objects of a type, rank and size."""
+    """Stand-in for a process group, for all backend objects with the same type, rank and size."""
 
     name: str
     own_rank: int
-    ranks: int
+    group_size: int
     group_name = ""
     group_desc = "backend object"
 
@@ -66,7 +67,7 @@ class _BackendGroup:
         return self.own_rank
 
     def size(self) -> int:
-        return self.ranks
+        return self.group_size
 
     def _get_sequence_number_for_group(self) -> int:
         return 0
@@ -79,14 +80,14 @@ class _BackendOperator(Operator):
     """An operator whose group is a backend object."""
 
     def group(self, args: Sequence[Any]) -> Any:
-        """Return what stands for the backend: a program may get a new Python object of it for each call."""
+        """Return the stand-in for the backend, which may be a new Python object in each call."""
         backend = args[self.group_at or 0]
         key = type(backend).__name__, backend.rank(), backend.size()
         return _groups.setdefault(key, _BackendGroup(*key))
 
 
 class _Reduction:
-    """A reduction in the form in which an operator gets it."""
+    """A reduction with the interface of a boxed ReduceOp."""
 
     def __init__(self, op: Any) -> None:
         self._op = int(getattr(op, "op", op))
@@ -96,8 +97,8 @@ class _Reduction:
 
 
 def _wrapper(method: str, operator: Operator) -> Wrapper:
-    same = {field.name: getattr(operator, field.name) for field in fields(operator)}
-    direct = _BackendOperator(**{**same, "variant": f"Backend.{method}"})
+    attributes = {field.name: getattr(operator, field.name) for field in fields(operator)}
+    backend_operator = _BackendOperator(**{**attributes, "variant": f"Backend.{method}"})
     parameters = operator.overload._schema.arguments
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,7 +107,7 @@ def _wrapper(method: str, operator: Operator) -> Wrapper:
             try:
                 tracer = None if session.settings is None else current() or begin()
                 if tracer is not None:
-                    entry = tracer.before(direct, [*_operator_arguments(parameters, self, args, kwargs)])
+                    entry = tracer.before(backend_operator, [*_operator_arguments(parameters, self, args, kwargs)])
             except Exception as error:
                 return call_unmeasured(error, original, self, *args, **kwargs)
             if entry is None:
@@ -141,9 +142,10 @@ def _return(entry: TorchEntry, work: Any) -> None:
 def _operator_arguments(
     parameters: Sequence[Any], backend: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[Any]:
-    """Yield the arguments of the operator that a method's arguments mean, up to the last one that a record needs.
+    """Yield an operator's arguments from those of a method, up to the last one that a record needs.
 
-    A method takes tensors (one for a list of one), then options in one object, or as arguments of their own.
+    A method takes tensors (a tensor may replace a list of one), then options, in one object or as
+    separate arguments.
     """
     rest = [*args, *kwargs.values()]
     options = next((value for value in rest if hasattr(value, "timeout")), None)
@@ -152,21 +154,21 @@ def _operator_arguments(
         if parameter.name == "process_group":
             yield backend
         elif parameter.name == "reduce_op":
-            kinds = dist.ReduceOp, dist.ReduceOp.RedOpType
-            given = next((value for value in rest if isinstance(value, kinds)), dist.ReduceOp.SUM)
-            yield _Reduction(getattr(options, "reduceOp", given))
+            types = dist.ReduceOp, dist.ReduceOp.RedOpType
+            reduce_op = next((value for value in rest if isinstance(value, types)), dist.ReduceOp.SUM)
+            yield _Reduction(getattr(options, "reduceOp", reduce_op))
         elif parameter.name == "root_rank":
             yield getattr(options, "rootRank", next((value for value in rest if type(value) is int), 0))
         elif parameter.name in _NOT_NEEDED:
             return
         elif kind == "Tensor" and not (rest and isinstance(rest[0], torch.Tensor)):
-            yield None  # of a barrier, which has none
+            yield None  # a barrier has no tensor
         else:
             yield _nested(rest.pop(0), kind.count("List"))
 
 
 def _nested(value: Any, depth: int) -> Any:
-    """Return a tensor, or a list of tensors, in as many lists as an operator takes."""
+    """Return a tensor or list of tensors, nested in lists to the depth that an operator takes."""
     actual, inner = 0, value
     while isinstance(inner, (list, tuple)) and len(inner):
         actual, inner = actual + 1, inner[0]

@@ -1,7 +1,7 @@
 """The meaning of each `c10d::` operator's arguments: payload, own share, peer, tag.
 
-Arguments are found by their names in the operator's schema, so that new torch versions may add some. Trailing arguments
-that equal their defaults are not passed to a kernel.
+Arguments are found by their names in the operator's schema, so that new versions of torch may add
+some. Trailing arguments that equal their defaults are not passed to a kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Form(NamedTuple):
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements; of a sparse one, those of indices and values, which are sent."""
+    """Return the bytes of a tensor's elements; of a sparse tensor, of its indices and values."""
     if tensor.layout is torch.strided:
         return tensor.nbytes
     if tensor.layout is torch.sparse_coo:
@@ -79,7 +79,7 @@ def _pair(payload: str, share: str) -> Form:
 
 
 def _pairs(payload: str, share: str) -> Form:
-    """Return the form of an operator as of `_pair`, with a list of tensors for each."""
+    """Return the form of an operator with tensor lists as the payload and as this rank's share."""
     return Form("pair", lambda i, j, args, n, rank: (_total(args[i]), _total(args[j]), False), (payload, share))
 
 
@@ -129,16 +129,16 @@ _OPERATIONS: Final[dict[str, tuple[str, Form]]] = {
     "monitored_barrier_": ("barrier", _NOTHING),
 }
 
-# Not communication.
+# Operators that do not communicate.
 IGNORED: Final = frozenset({"check_for_nan"})
 
-# The operators of _c10d_functional that wait; the second is of torch 2.15.
+# The operators of _c10d_functional that wait; the second exists since torch 2.15.
 WAITS: Final = frozenset({"wait_tensor", "wait_tensors"})
 
 # Output arguments. A wait for a tensor is matched to its call through them.
 _OUTPUTS: Final = ("output_tensors", "output_tensor", "outputs", "output_lists", "output", "tensors")
 
-# Arguments that are set on every rank, a tensor or a list of tensors: they determine dtype and device.
+# Arguments that have tensors on every rank: they determine dtype and device.
 _SAMPLES: Final = ("input_tensors", "input_tensor", "inputs", "input_list", "input", "tensors", "tensor")
 _SAMPLE_OF: Final = {
     "reduce_scatter_": "output_tensors",
@@ -203,9 +203,10 @@ def operator_names(namespace: str) -> list[str]:
 
 
 def known_operators() -> tuple[list[Operator], list[str]]:
-    """Return the operators to hook, and the names of those that this version of commtrace does not know.
+    """Return the operators to hook, and the names of those that commtrace does not support.
 
-    Unknown operators with a process group are hooked too: their calls are counted as not recorded.
+    Unsupported operators with a process group are hooked, too: their calls are counted as not
+    recorded.
     """
     described = {name: _describe(name) for name in operator_names("c10d") if name not in IGNORED}
     operators = [operator for operator in described.values() if operator is not None]

@@ -1,4 +1,4 @@
-"""Calls that have returned and whose end is still to be observed: by a Work, a tensor, or the Work of a batch."""
+"""Calls that have returned but not ended: a Work, a tensor, or a batch's Work shows their end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WeakStorage: Any = reductions.StorageWeakRef  # torch does not annotate it
 
 
 class PendingWork(weakref.ref[Any]):
-    """A weak reference to the Work that ends these calls: a Work that is kept alive pins its tensors."""
+    """Reference to the Work that ends these calls; weak, because a Work pins its tensors."""
 
     __slots__ = ("calls", "cost", "first", "key", "on_host", "thread")
 
@@ -34,14 +34,14 @@ class PendingWork(weakref.ref[Any]):
 
 
 class Works:
-    """The Works that end calls. On a device a wait only orders streams, and is no end."""
+    """The Works that end calls. On a device, a wait only orders streams and is not an end."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._session = session
-        self._process = os.getpid  # an attribute: weak references still die when modules are gone
+        self._process = os.getpid  # an attribute: Works may die after module globals
         self._pending: dict[int, PendingWork] = {}
-        # By thread, the last Work, which its caller may not hold yet. Dropped after two drains at the latest.
+        # Last Work by thread, which the caller may not hold yet. Dropped after at most two drains.
         self._fresh: dict[int, Any] = {}
         self._old: dict[int, Any] = {}
 
@@ -60,9 +60,9 @@ class Works:
         return pending if pending is not None and pending() is work else None
 
     def waited(self, pending: PendingWork, t_wait: int, t_end: int) -> None:
-        """Record the end of these calls, as a wait has returned."""
+        """Record the end of these calls after a wait has returned."""
         if not self._take(pending):
-            return  # another thread's wait returned before
+            return  # another thread's wait returned earlier
         for call in pending.calls:
             if pending.on_host:
                 self._recorder.ended(call, t_wait, t_end, Clock.WAIT)
@@ -72,13 +72,13 @@ class Works:
             self._recorder.note_cost(pending.cost + now() - t_end, sampled=True, first=pending.first)
 
     def polled(self, pending: PendingWork, t_end: int) -> None:
-        """Record the end of these calls, as a poll has shown that the Work is complete."""
+        """Record the end of these calls after a poll has shown that the Work is complete."""
         if pending.on_host and self._take(pending):
             for call in pending.calls:
                 self._recorder.ended(call, 0, t_end, Clock.TEST)
 
     def failed(self, pending: PendingWork) -> None:
-        """Record that these calls failed, as a wait has raised an exception."""
+        """Record that these calls failed after a wait has raised an exception."""
         if self._take(pending):
             for call in pending.calls:
                 self._recorder.failed(call)
@@ -94,10 +94,10 @@ class Works:
         return True
 
     def _died(self, reference: Any) -> None:
-        """Give up on a Work that Python does not hold any more: only C++ can still wait for it."""
+        """Give up on a Work that Python no longer holds: only C++ can still wait for it."""
         pending: PendingWork = reference
         if self._recorder.pid != self._process() or not self._take(pending):
-            return  # the log belongs to the process that this one was forked from, or is closed
+            return  # in a forked child, or the calls have ended, or the log is closed
         for call in pending.calls:
             self._recorder.unobservable(call)
         if pending.cost:
@@ -106,7 +106,7 @@ class Works:
     def release(self) -> None:
         """Drop Works whose callers have had time to take them. Called by the drain thread.
 
-        After the session has ended, for the last time, drop everything: the ends of calls that are still under way in
+        After the session has ended, drop everything: the ends of calls that are still under way in
         other threads are not observed.
         """
         self._old, self._fresh = self._fresh, {}
@@ -116,11 +116,11 @@ class Works:
 
 
 class TensorWaits:
-    """Calls of functional collectives, whose waits name a tensor; its storage identifies the call, as in torch."""
+    """Calls of functional collectives. Waits take a tensor, whose storage identifies the call."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        # A weak reference keeps the address of a storage from being used again, but not its memory.
+        # A weak reference to a storage prevents the reuse of its address; its memory is freed.
         self._calls: dict[int, tuple[Any, PendingCall, bool]] = {}
 
     def add(self, tensors: Iterable[torch.Tensor], call: PendingCall, on_host: bool) -> None:
@@ -130,7 +130,7 @@ class TensorWaits:
             self._calls[storage._cdata] = _WeakStorage(storage), call, on_host
 
     def waited(self, tensor: torch.Tensor, t_wait: int, t_end: int) -> None:
-        """Record the end of a call, as a wait for this tensor has returned."""
+        """Record the end of a call after a wait for this tensor has returned."""
         _, call, on_host = self._calls.pop(tensor.untyped_storage()._cdata, (None, None, False))
         if call is not None and on_host:
             self._recorder.ended(call, t_wait, t_end, Clock.WAIT)

@@ -1,4 +1,4 @@
-"""Jobs: what decides the communication of a training engine, and the roles of its groups, written to the tables."""
+"""Captured jobs: settings that determine an engine's communication, and the roles of its groups."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ class Jobs:
 
         Args:
             describe: Returns an engine's row of the `job` table.
-            roles: Yields (group, role, source of that); later ones take precedence. The group may be None.
-            message_roles: Yields the same for point-to-point messages that serve another dimension than their group.
+            roles: Yields (group, role, source of the role); later ones take precedence. The group
+                may be None.
+            message_roles: Yields the same for point-to-point messages with a different role than
+                their group.
         """
         self._describe, self._roles, self._message_roles = describe, roles, message_roles
         _all_jobs.append(self)
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
-        """Write to the tables of each recorder that begins from now on."""
+        """Write to the tables of each recorder that starts from now on."""
         torch_tracer.started.append(self.write)
 
     def uninstall(self) -> None:
@@ -51,7 +53,7 @@ class Jobs:
 
     def add(self, engine: Any) -> None:
         """Add an engine that has been built."""
-        self._known[engine] = next(_numbers)  # an id may be used again for the next engine
+        self._known[engine] = next(_numbers)  # not its id, which the next engine may get
         self.write_now()
 
     def write_now(self) -> None:
@@ -61,11 +63,11 @@ class Jobs:
             self.write(tracer)
 
     def row(self, engine: Any, tracer: TorchTracer) -> int:
-        """Return the id of an engine's row in the tracer's `job` table, written when it is first asked for."""
+        """Return the id of an engine's row in the tracer's `job` table, written on first use."""
         return tracer.recorder.tables.number("job", self._known[engine], functools.partial(self._describe, engine))
 
     def write(self, tracer: TorchTracer) -> None:
-        """Write what is known to the tables, each row once. Never raises."""
+        """Write jobs and roles to the tables, each row once. Never raises."""
         try:
             for engine in list(self._known):
                 self.row(engine, tracer)

@@ -1,4 +1,4 @@
-"""The job row of DistributedDataParallel: what decides its all_reduces and broadcasts."""
+"""The job row of DistributedDataParallel: what determines its all_reduces and broadcasts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def describe(replica: Any) -> dict[str, Any]:
         **known(
             {
                 "data_parallel_size": lambda: replica.process_group.size(),
-                "first_bucket_bytes_cap": lambda: _first_bucket(replica),
-                # Of the first step; DDP then rebuilds them, in the order in which gradients became ready.
+                "first_bucket_bytes_cap": lambda: _first_bucket_bytes_cap(replica),
+                # Initially: DDP rebuilds them in the order in which gradients became ready.
                 "first_buckets_bytes": lambda: [
                     int(size) for size in replica._get_ddp_logging_data()["bucket_sizes"].replace(",", " ").split()
                 ],
@@ -43,7 +43,7 @@ def describe(replica: Any) -> dict[str, Any]:
     }
 
 
-def _first_bucket(replica: Any) -> int:
-    """Return the first bucket's capacity, smaller than the others if the program leaves their size to DDP."""
+def _first_bucket_bytes_cap(replica: Any) -> int:
+    """Return the first bucket's capacity, which is smaller if the program sets no size."""
     dist: Any = torch.distributed
     return int(dist._DEFAULT_FIRST_BUCKET_BYTES if replica.bucket_bytes_cap_default else replica.bucket_bytes_cap)

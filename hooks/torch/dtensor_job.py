@@ -31,7 +31,7 @@ class ParallelizedModules:
 
     @contextlib.contextmanager
     def within(self, module: Any) -> Iterator[None]:
-        """Enter a call, which calls itself for the modules of a plan: only the outermost module is a root."""
+        """Enter a (recursive) call of `parallelize_module`: only the outermost module is a root."""
         if not self._depth:
             self._roots.add(module)
         self._depth += 1
@@ -41,7 +41,7 @@ class ParallelizedModules:
             self._depth -= 1
 
     def record_style(self, module: Any, mesh: Any, plan: Any, source: Any) -> None:
-        """Record the style of a module after a call; a plan with names has recorded those of its modules already."""
+        """Record a module's style after a call; for a plan with names, inner calls have done so."""
         if plan is not None and not isinstance(plan, dict):
             self.styles[module] = (plan, mesh, source is not None)
 
@@ -88,7 +88,7 @@ def tensor_parallel_row(root: Any) -> dict[str, Any]:
 def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
     """Yield the roles of the meshes' groups."""
     for _, mesh, _ in [*parallelized_modules.styles.values()]:
-        if mesh is not None:  # None: the mesh of the program's context manager
+        if mesh is not None:  # None: the mesh is from the program's context manager
             yield mesh.get_group(), "tensor", "torch.distributed.tensor.parallel.parallelize_module"
 
 

@@ -1,7 +1,8 @@
-"""The hook of PyTorch's FSDP2: the job of `fully_shard`, the roles of its groups, and the passes of each step.
+"""Hook for PyTorch's FSDP2: the job of `fully_shard`, roles of its groups, and passes of each step.
 
-Installed when torch.distributed.fsdp is imported. The job is read when the model's forward first runs: only then FSDP
-determines the root unit. Passes, which no setting of the job tells, are counted at the root.
+Installed when torch.distributed.fsdp is imported. The job is read when the model's forward first
+runs, because FSDP determines the root unit only then. No setting of the job determines the passes:
+they are counted at the root.
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ _patches = Patches()
 _rows: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _roots = Jobs(lambda root: _rows[root], roles)
 _passes = Passes(_roots)
-_waiting: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # forward passes of a root until backward
+# Forward passes of a root since its last backward.
+_forwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _SETTINGS: Final = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 
 
 @_patches.installer
 def install() -> None:
-    """Hook the states that `fully_shard` gives to modules."""
-    # Not by an import statement: the package around it is still being imported.
+    """Hook the states that `fully_shard` attaches to modules."""
+    # No import statement: the package is still being imported.
     state = sys.modules[STATES].FSDPState
     _patches.wrap(state, "_lazy_init", _complete)
     _patches.wrap(state, "_register_pre_backward_hook", _end_forward)
     _patches.wrap(state, "_root_post_backward_final_callback", _end_backward)
     _patches.include(_roots, _passes)
     _patches.on_undo(_rows.clear)
-    _patches.on_undo(_waiting.clear)
+    _patches.on_undo(_forwards.clear)
 
 
 uninstall = _patches.undo
@@ -48,12 +50,12 @@ uninstall = _patches.undo
 
 @around
 def _complete(original: Callable[..., None], self: Any, /) -> None:
-    known = getattr(self, "_is_root", None) is not None
+    initialized = getattr(self, "_is_root", None) is not None
     original(self)
-    if not known:
+    if not initialized:
         try:
             root = self._modules[0]
-            _rows[root] = describe(root)  # now, as parameters are replaced while the model runs
+            _rows[root] = describe(root)  # now, because running the model replaces parameters
             _roots.add(root)
         except Exception:
             fault()
@@ -61,14 +63,14 @@ def _complete(original: Callable[..., None], self: Any, /) -> None:
 
 @around
 def _end_forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Note the end of the forward of each unit."""
-    # In a backward pass activations are recomputed.
+    """Note the end of each unit's forward."""
+    # A forward within a backward pass recomputes activations.
     if self._state_ctx.iter_forward_root is self and torch._C._current_graph_task_id() < 0:
         try:
             if not self._is_root:
                 _passes.add(_root(self), "part")
             elif torch.is_grad_enabled():
-                _waiting[_root(self)] = _waiting.get(_root(self), 0) + 1
+                _forwards[_root(self)] = _forwards.get(_root(self), 0) + 1
             else:
                 _passes.add(_root(self), "evaluation")
         except Exception:
@@ -82,7 +84,7 @@ def _end_backward(original: Callable[..., None], self: Any, /) -> None:
     original(self)
     try:
         root = _root(self)
-        if _waiting.pop(root, 0) == 1:
+        if _forwards.pop(root, 0) == 1:
             groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
             settings = {name: _setting(groups, name) for name in _SETTINGS}
             _passes.add(root, "training", **settings, is_last_backward=bool(self._state_ctx.is_last_backward))
@@ -93,8 +95,8 @@ def _end_backward(original: Callable[..., None], self: Any, /) -> None:
 
 
 def _root(state: Any) -> Any:
-    """Return the module of the root state that a state belongs to."""
-    return next(each for each in state._state_ctx.all_states if each._is_root)._modules[0]
+    """Return the root module of a state."""
+    return next(other for other in state._state_ctx.all_states if other._is_root)._modules[0]
 
 
 def _setting(groups: Iterable[Any], name: str) -> bool | None:

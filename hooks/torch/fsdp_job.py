@@ -11,7 +11,7 @@ from .model_facts import common, dtype_name, grouped, known, model_row
 
 
 def describe(root: Any) -> dict[str, Any]:
-    """Return a row of the `job` table, without what this torch does not have. Never raises."""
+    """Return a row of the `job` table, without settings that this torch lacks. Never raises."""
     groups = known({"groups": lambda: [*_groups(root)]}).get("groups", [])
     return {
         "source": "fsdp",
@@ -19,7 +19,7 @@ def describe(root: Any) -> dict[str, Any]:
             {
                 "engine": lambda: _engine(root),
                 "data_parallel_size": lambda: common({_copies(group) * _shards(group) for group in groups}),
-                # Of the first micro-batch, and so of all but the last of a step.
+                # In the first micro-batch, and therefore in all but the last one of a step.
                 "reduce_grads": lambda: common({group.reduce_grads for group in groups}),
                 "all_reduce_grads": lambda: common({group.all_reduce_grads for group in groups}),
                 "reshard_after_backward": lambda: common({group.reshard_after_backward for group in groups}),
@@ -39,7 +39,7 @@ def _engine(root: Any) -> str:
 
 
 def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yield the roles of all meshes' groups, including those that reshard within a node."""
+    """Yield the roles of all meshes' groups, including those for resharding within a node."""
     for group in _groups(root):
         for mesh in (group.mesh_info, group.post_forward_mesh_info):
             for name in ("replicate_process_group", "shard_process_group", "reduce_scatter_process_group"):
@@ -48,7 +48,7 @@ def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 def _groups(root: Any) -> Iterator[Any]:
-    """Yield the parameter groups that are communicated together, of all units, the root's first."""
+    """Yield the parameter groups of all units, the root's first: each is communicated together."""
     from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
     known_states = set()
@@ -69,7 +69,7 @@ def groups_of(state: Any) -> Iterator[Any]:
 
 def _units(root: Any, groups: Sequence[Any]) -> list[dict[str, Any]]:
     numbers = grouped(root, ([parameter.sharded_param for parameter in group.fsdp_params] for group in groups))
-    return [_unit(group, of_group) for group, of_group in zip(groups, numbers, strict=True)]
+    return [_unit(group, group_numbers) for group, group_numbers in zip(groups, numbers, strict=True)]
 
 
 def _unit(group: Any, numbers: list[int]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _unit(group: Any, numbers: list[int]) -> dict[str, Any]:
     return {
         "name": group._module_fqn,
         "parameters": numbers,
-        # Before sharding; of a tensor-parallel parameter, this rank's shard.
+        # Before sharding; for a tensor-parallel parameter, of this rank's shard.
         "shapes": [[int(size) for size in parameter._orig_size] for parameter in parameters],
         "dims": [int(parameter.fsdp_placement.dim) for parameter in parameters],
         "dtypes": [dtype_name(parameter.param_dtype or parameter.orig_dtype) for parameter in parameters],
@@ -90,7 +90,7 @@ def _unit(group: Any, numbers: list[int]) -> dict[str, Any]:
 
 
 def _reshard(group: Any) -> bool | int:
-    """Return whether parameters are resharded after forward; the number of ranks, if they are fewer than before."""
+    """Return whether parameters are resharded after forward; if to fewer ranks, to how many."""
     if group._use_post_forward_mesh:
         return int(group.post_forward_mesh_info.shard_mesh_size)
     return bool(group._reshard_after_forward)

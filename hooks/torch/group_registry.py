@@ -15,7 +15,7 @@ from .tracer import TorchTracer
 
 
 class Registry:
-    """A module that makes all groups in one function and keeps them in globals: a hook's `install` and `uninstall`."""
+    """Hook for a module that makes all groups in one function and keeps them in globals."""
 
     def __init__(self, module: str, maker: str, roles: Mapping[str, str]) -> None:
         """Describe a module.
@@ -31,7 +31,7 @@ class Registry:
         self.uninstall = self._patches.undo
 
     def _install(self) -> None:
-        self._patches.wrap(sys.modules[self._name], self._maker, around(self._make))
+        self._patches.wrap(sys.modules[self._name], self._maker, around(self._make_groups))
         self._patches.append(torch_tracer.started, self.write)
 
     def write(self, tracer: TorchTracer) -> None:
@@ -43,7 +43,7 @@ class Registry:
             tracer.recorder.fault()
 
     def _groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
-        """Return the groups that exist, with the name of their global."""
+        """Yield the groups that exist, with the name of their global."""
         variables = vars(sys.modules[self._name]) if self._name in sys.modules else {}
         for name in self._roles:
             value = variables.get(name)
@@ -52,7 +52,7 @@ class Registry:
             )
             yield from ((name, group) for group in groups if isinstance(group, dist.ProcessGroup))
 
-    def _make(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _make_groups(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         finally:

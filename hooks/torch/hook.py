@@ -1,9 +1,10 @@
-"""The hook of torch.distributed, at the dispatcher: nearly every collective is a call of a `c10d::` operator.
+"""Hook for torch.distributed at the dispatcher: nearly every collective is a `c10d::` operator.
 
-A kernel on the key BackendSelect is called first, on every device, and passes the call on with `redispatch`. (Never
-with `call_boxed`: it keeps the GIL, which gloo's worker thread needs while it holds a lock that the call waits for.)
-Not dispatched, and therefore wrapped (`works`), are the methods of Work that wait or poll, and the coalescing methods
-of ProcessGroup. The waits of `_c10d_functional` are operators and have kernels.
+A kernel on the key BackendSelect is called first, on every device, and passes the call on with
+`redispatch`. (Never with `call_boxed`: it keeps the GIL, which gloo's worker thread needs while it
+holds a lock that the call waits for.) The methods of Work that wait or poll and the coalescing
+methods of ProcessGroup are not dispatched, and are therefore wrapped (`works`). The waits of
+`_c10d_functional` are operators and have kernels.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NATIVE_DEVICE = (
     "waits (DDP's reducer), nothing waits, or the call is in a captured graph"
 )
 
-_NO_ASYNC = "torch before 2.8 does not tell which collectives are asynchronous: most lack the flag ASYNC"
+_NO_ASYNC = "torch before 2.8 does not show which collectives are asynchronous: most lack the flag ASYNC"
 
 _kernels = Kernels()
 _patches = Patches()
@@ -73,7 +74,7 @@ def install() -> None:
 
 
 uninstall = _patches.undo
-"""Restore everything but the kernels, which from here on only pass calls on."""
+"""Restore everything but the kernels, which then only pass calls on."""
 
 
 def _install_python(operators: list[Operator]) -> None:
@@ -93,7 +94,7 @@ def _install_python(operators: list[Operator]) -> None:
 
 
 def remove_kernels() -> None:
-    """Unregister the kernels, between recordings. Only where no other thread communicates: in benchmarks."""
+    """Unregister the kernels between recordings, if no other thread communicates: in benchmarks."""
     _kernels.remove()
     native.remove_kernels()
 

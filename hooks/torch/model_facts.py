@@ -1,4 +1,4 @@
-"""Facts of a model for its job row, whichever engine trains it: parameters, buffers, modules, architecture."""
+"""Facts about a model for the job row of any engine: parameters, buffers, modules, architecture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model_row(module: Any, arguments: Any = None) -> dict[str, Any]:
 
 
 def parameters(module: Any) -> list[dict[str, Any]]:
-    """Return name, full shape and dtype of each parameter; shared parameters once, of experts those of this rank."""
+    """Return name, full shape and dtype of the parameters: shared ones once, only local experts."""
     return [
         {
             **_tensor(name, parameter),
@@ -35,7 +35,7 @@ def buffers(module: Any) -> list[dict[str, Any]]:
 
 
 def grouped(module: Any, groups: Iterable[Iterable[Any]]) -> list[list[int]]:
-    """Return groups of parameters as indices into `parameters`. Raises KeyError for one of another model."""
+    """Return parameter groups as indices into `parameters`. Raises KeyError for another model's."""
     numbers = _numbers(module)
     return [[numbers[id(parameter)] for parameter in group] for group in groups]
 
@@ -48,7 +48,7 @@ _NEOX: Final = (
     "moe_num_experts", "moe_expert_interval", "moe_expert_parallel_size", "moe_top_k", "moe_train_capacity_factor",
     "moe_min_capacity", "moe_token_dropping",
     "fp32_allreduce", "gradient_clipping", "precision", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    # of GPT-NeoX's own program
+    # settings of GPT-NeoX's own program
     "norm", "pos_emb", "max_position_embeddings", "activation", "num_kv_heads", "intermediate_size", "expansion_factor",
     "mlp_multiple_of", "use_bias_in_attn_linear", "use_bias_in_mlp",
     "is_pipe_parallel", "partition_activations", "fp16_lm_cross_entropy",
@@ -61,14 +61,15 @@ _PROGRAM: Final = "NeoXArgs"
 
 
 def architecture(module: Any, arguments: Any = None) -> dict[str, Any]:
-    """Return the settings that decide the messages of a model of GPT-NeoX. Raises LookupError for other models.
+    """Return the settings that determine the messages of a GPT-NeoX model.
 
-    They are the attribute `neox_args` of the model or of a module in it, or else `arguments`, those of
-    `deepspeed.initialize`, if GPT-NeoX itself made them.
+    They come from the attribute `neox_args` of the model or one of its modules, else from
+    `arguments`, the `args` of `deepspeed.initialize`, if these are GPT-NeoX's own. Raises
+    LookupError for other models.
     """
-    holders = (getattr(part, "neox_args", None) for part in module.modules())
+    candidates = (getattr(submodule, "neox_args", None) for submodule in module.modules())
     is_neox = type(arguments).__name__ == _PROGRAM
-    neox_args = next((found for found in holders if found is not None), arguments if is_neox else None)
+    neox_args = next((args for args in candidates if args is not None), arguments if is_neox else None)
     if neox_args is None:
         raise LookupError
     settings = {name: getattr(neox_args, name) for name in _NEOX if hasattr(neox_args, name)}
@@ -88,7 +89,7 @@ def modules(module: Any, leaf: Callable[[Any], bool]) -> list[dict[str, Any]]:
         is_leaf = leaf(submodule)
         if getattr(type(submodule).forward, "__name__", "") == "_forward_unimplemented":
             continue
-        if any(name.startswith(f"{above}." if above else "") for above in leaves):
+        if any(name.startswith(f"{ancestor}." if ancestor else "") for ancestor in leaves):
             continue
         own = [numbers[id(parameter)] for parameter in submodule.parameters(recurse=is_leaf)]
         rows.append({"name": name, "parameters": own})
@@ -102,7 +103,7 @@ def _numbers(module: Any) -> dict[int, int]:
 
 
 def known(readers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Call the readers; leave out settings that this version of the library does not have, or not yet."""
+    """Return what the readers return, without settings that are missing or not yet set."""
     values = {}
     for name, read in readers.items():
         try:

@@ -1,6 +1,7 @@
 """Passes of a model in each step: the rows of the table `passes`.
 
-They decide what sharded models gather. A row is written for a step that has other passes than the step before.
+They determine what sharded models gather. A row is written for a step whose passes differ from
+those of the step before.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from .captured_jobs import Jobs
 from .tracer import TorchTracer
 
 MAX_ROWS: Final = 10_000
-"""Rows of a model: tables stay in memory. The last one has no passes: from its step on they are not known."""
+"""Limit of rows per model: tables stay in memory. From the last row on, passes are unknown."""
 
 
 class Passes:
     """Passes of all models of one kind."""
 
     def __init__(self, jobs: Jobs) -> None:
-        """Write the passes of models that are known as jobs."""
+        """Write the passes of models that are in `jobs`."""
         self._jobs = jobs
         self._reset()
 
     def _reset(self) -> None:
-        self._of_model: weakref.WeakKeyDictionary[Any, _ModelPasses] = weakref.WeakKeyDictionary()
-        self._all: list[_ModelPasses] = []  # also of models that are gone when the log ends
+        self._by_model: weakref.WeakKeyDictionary[Any, _ModelPasses] = weakref.WeakKeyDictionary()
+        self._all: list[_ModelPasses] = []  # including models that are gone when the log ends
 
     def install(self) -> None:
-        """Write to the tables of each recorder that begins from now on."""
+        """Write to the tables of each recorder that starts from now on."""
         torch_tracer.started.append(self._write_at_end)
 
     def uninstall(self) -> None:
@@ -50,10 +51,10 @@ class Passes:
         tracer.recorder.each_drain.append(write)
 
     def add(self, model: Any, kind: str, **settings: Any) -> None:
-        """Add a pass to the current step, which is that of its calls."""
-        passes = self._of_model.get(model)
+        """Add a pass to the current step, the step of its calls."""
+        passes = self._by_model.get(model)
         if passes is None:
-            passes = self._of_model[model] = _ModelPasses()
+            passes = self._by_model[model] = _ModelPasses()
             self._all.append(passes)
         passes.add({"kind": kind, **settings})
         tracer = torch_tracer.current()
@@ -86,7 +87,7 @@ class _ModelPasses:
         self._next_step(max(progress.step, self._step) + 1, tracer)
 
     def _next_step(self, step: int, tracer: TorchTracer | None) -> None:
-        """Write a row for the step, and for those up to the next one, which have no passes."""
+        """Write the current step, and those without passes before `step`, which becomes current."""
         self._write(tracer)
         if step > self._step + 1:
             self._step, self._passes = self._step + 1, []

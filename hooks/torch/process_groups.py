@@ -13,11 +13,11 @@ from commtrace.recording.log_writer import warn
 from commtrace.recording.table_writer import TableWriter
 
 UNREGISTERED: Final = "unregistered"
-"""Name of a group that torch.distributed does not know: only its size and this process's position are known."""
+"""Name of a group unknown to torch.distributed: only size and this process's position are known."""
 
 
 class ThreadedRanksError(Exception):
-    """Ranks are threads of one process, of which a log can hold one."""
+    """The ranks are threads of one process. A log can hold only one of them."""
 
 
 class TorchGroups(Groups[Group]):
@@ -52,7 +52,7 @@ class TorchGroups(Groups[Group]):
 
 
 def _global_ranks(pg: Any) -> list[int]:
-    """Return global ranks in the group's order; none for a group that torch.distributed did not make."""
+    """Return global ranks in the group's order; [] if torch.distributed did not make the group."""
     try:
         return list(dist.get_process_group_ranks(pg))
     except (KeyError, RuntimeError, ValueError):
@@ -60,7 +60,10 @@ def _global_ranks(pg: Any) -> list[int]:
 
 
 def likely_ranks(size: int, position: int, rank: int) -> list[int]:
-    """Return ranks for the positions of a group: this process's own, so that a root is known, and consecutive ones."""
+    """Return likely ranks of a group: consecutive, with this process's rank at its position.
+
+    Its own rank shows whether the process is the root of a call.
+    """
     if rank >= position:
         return list(range(rank - position, rank - position + size))
     ranks = list(range(size))

@@ -32,7 +32,7 @@ blind_spots: list[str] = recorder_setup.blind_spots.setdefault("torch", [])
 
 
 def begin() -> TorchTracer | None:
-    """Return the tracer of this process, made with the first call; None if tracing is off."""
+    """Return the tracer of this process, created at the first call; None if tracing is off."""
     recorder = session.recorder or recorder_setup.begin()
     return None if recorder is None else start(recorder)
 
@@ -56,7 +56,7 @@ def kernel_for(operator: Operator) -> Callable[..., Any]:
             tracer = current()
             if tracer is None:
                 tracer = _begin_with(operator, args)
-                entered = now()  # the recorder's set-up happens once and is no cost of a call
+                entered = now()  # the recorder is set up once: that is not a cost of this call
             if tracer is not None:
                 entry = tracer.before(operator, args)
         except Exception:
@@ -105,7 +105,7 @@ def functional_kernel(overload: Any) -> Callable[..., Any]:
 
 
 def wait_kernel(overload: Any) -> Callable[..., Any]:
-    """Return the kernel of an operator of `_c10d_functional` that waits for a tensor, or for each of a list."""
+    """Return the kernel of a `_c10d_functional` operator that waits for a tensor or for several."""
     redispatch = overload.redispatch
     below = BELOW
 
@@ -130,11 +130,12 @@ _crossing_ns = 0
 
 
 def measure_crossing() -> None:
-    """Measure the ns that a call spends entering and leaving a kernel in Python, which the kernel itself cannot.
+    """Measure the ns that a call spends entering and leaving a kernel in Python.
 
-    Calls an operator with arguments like those of all_reduce, with and without such a kernel. Call it when the hook is
-    installed, not later: the program then has no modes that would see the operator, and no thread still uses it when
-    torch destroys its libraries at interpreter exit.
+    The kernel itself cannot measure them. An operator with arguments like those of all_reduce is
+    called with and without such a kernel. Call this function when the hook is installed, not later:
+    the program then has no modes that would intercept the operator, and no thread still uses it
+    when torch destroys its libraries at interpreter exit.
     """
     global _crossing_ns
     library: Any = torch.library.Library("commtrace_calibration", "DEF")
@@ -143,25 +144,25 @@ def measure_crossing() -> None:
         library.impl("probe", lambda tensors, *_: tensors, "CPU")
         probe = torch.ops.commtrace_calibration.probe.default
         args = ([torch.zeros(1)], None, None, True, 1)
-        bare = _least_ns(lambda: probe(*args))
+        bare = _shortest_ns(lambda: probe(*args))
 
-        def through(keyset: Any, *args: Any) -> Any:
+        def kernel(keyset: Any, *args: Any) -> Any:
             return probe.redispatch(keyset & BELOW, *args)
 
-        library.impl("probe", through, "BackendSelect", with_keyset=True)
-        _crossing_ns = max(0, _least_ns(lambda: probe(*args)) - bare)
+        library.impl("probe", kernel, "BackendSelect", with_keyset=True)
+        _crossing_ns = max(0, _shortest_ns(lambda: probe(*args)) - bare)
     finally:
         library._destroy()
 
 
-def _least_ns(call: Callable[[], Any]) -> int:
-    def once() -> int:
+def _shortest_ns(call: Callable[[], Any]) -> int:
+    def mean_ns() -> int:
         begun = now()
         for _ in range(20):
             call()
         return (now() - begun) // 20
 
-    return min(once() for _ in range(10))
+    return min(mean_ns() for _ in range(10))
 
 
 PYTHON_BACKEND: Final = KernelBackend(lambda: _crossing_ns, None)

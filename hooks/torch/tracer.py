@@ -1,4 +1,4 @@
-"""The tracer of torch: turns a `c10d::` call into a record."""
+"""The tracer for torch, which turns `c10d::` calls into records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .process_groups import TorchGroups
 now: Final = time.monotonic_ns
 SAMPLE_MASK: Final = 15  # the cost of one call in sixteen is measured
 
-call_context.autograd(torch._C._current_graph_task_id, torch.is_grad_enabled)
+call_context.register_autograd(torch._C._current_graph_task_id, torch.is_grad_enabled)
 _unbox_work: Final = dist.Work.unbox
 _REDUCE_OPS: Final[dict[int, str]] = {int(op): name for name, op in reduce_ops.RED_OP_TYPE.__members__.items()}
 _ASYNC, _COALESCED, _OBJECT, _SPARSE, _UNEVEN = (
@@ -49,11 +49,11 @@ def _agree(proposal: str) -> str:
         store = distributed_c10d._get_default_store()
         return str(store.compare_set("commtrace/run", "", proposal).decode())
     except (RuntimeError, ValueError, NotImplementedError):
-        return proposal  # a store that cannot (a fake one); each process then stands for itself
+        return proposal  # a store without `compare_set` (a fake one): ranks cannot agree
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor belongs to a compiler that traces the program, and not to communication."""
+    """Return whether a tensor is fake or meta: a compiler is tracing, and nothing is sent."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
@@ -61,7 +61,7 @@ _thread: Final = threading.local()
 
 
 class functional:  # noqa: N801  (used as a function)
-    """Context in which this thread's calls are waited for by tensor, and not by Work."""
+    """Context in which this thread's calls are waited for by tensor, not by Work."""
 
     def __enter__(self) -> None:
         _thread.functional = getattr(_thread, "functional", 0) + 1
@@ -75,7 +75,7 @@ def _in_functional() -> bool:
 
 
 class TorchEntry:
-    """A call that has begun and not returned yet."""
+    """A call that has begun but not yet returned."""
 
     __slots__ = ("batch", "first", "on_host", "pending", "slot", "tracer")
 
@@ -104,7 +104,7 @@ class TorchEntry:
             self.pending = tracer.works.add(work, [call], self.on_host)
 
     def cost(self, ns: int, sampled: bool) -> None:
-        """Note what this call cost up to its return. To a sample, a wait that is still to come adds its part."""
+        """Note this call's cost up to its return. The wait of a sampled call adds its own."""
         if sampled and self.pending is not None:
             self.pending.cost, self.pending.first = ns, self.first
         else:
@@ -112,7 +112,7 @@ class TorchEntry:
 
 
 class TorchTracer:
-    """What the hooks of torch keep for one recorder."""
+    """State of torch's hooks for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -125,15 +125,15 @@ class TorchTracer:
         self._kinds: dict[tuple[str, torch.dtype | None, int], int] = {}
 
     def release(self) -> None:
-        """Drop the Works and tensors that are kept for a moment only. Called by the drain thread."""
+        """Drop Works and tensors that are kept only briefly. Called by the drain thread."""
         self.works.release()
         self.tensors.release()
 
     def before(self, operator: Operator, args: Sequence[Any]) -> TorchEntry | None:
-        """Record that a call begins; None for a call that is not communication, or if the ring is full."""
+        """Record the begin of a call; None if it is not communication, or if the ring is full."""
         recorder = self.recorder
         tensor = operator.sample(args)
-        if tensor is not None and is_fake(tensor):  # before anything asks for its size, which may be symbolic
+        if tensor is not None and is_fake(tensor):  # before its size is read, which may be symbolic
             return None
         lookups = recorder.tables.lookups
         group = self.groups.of(operator.group(args))

@@ -26,7 +26,7 @@ _patches = Patches()
 
 
 class _Steps:
-    """Training steps by optimizers. With several of them (in a GAN), the first one seen ends the steps."""
+    """Training steps. Of several optimizers (in a GAN), the first one to step ends the steps."""
 
     def __init__(self) -> None:
         self.reset()
@@ -38,7 +38,7 @@ class _Steps:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Ignore optimizers that step while an engine is built: with 16 bits and no ZeRO, to allocate their state."""
+        """Ignore optimizer steps, such as those that allocate state while an engine is built."""
         before, self.engine_decides = self.engine_decides, True
         try:
             yield
@@ -70,7 +70,7 @@ def install() -> None:
     _patches.on_undo(steps.reset)
     _patches.on_undo(register_optimizer_step_pre_hook(steps.begin).remove)
     _patches.on_undo(register_optimizer_step_post_hook(steps.end).remove)
-    _patches.wrap(DistributedDataParallel, "__init__", _setting_up)
+    _patches.wrap(DistributedDataParallel, "__init__", _init_ddp)
     _patches.include(_replicas)
 
 
@@ -78,7 +78,7 @@ uninstall = _patches.undo
 
 
 @around
-def _setting_up(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
+def _init_ddp(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
     with progress.within(Phase.INIT):
         original(self, *args, **kwargs)
     _replicas.add(self)

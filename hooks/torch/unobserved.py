@@ -1,4 +1,4 @@
-"""Calls that the hooks do not record: they name them when they are set up, which costs other calls nothing."""
+"""Warnings about unrecorded calls, printed at their set-up, which costs other calls nothing."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from commtrace.recording.session import session
 
 _LOCAL_TENSORS: Final = "torch.distributed._local_tensor"
 _SYMMETRIC_MEMORY: Final = ("empty_strided_p2p", "rendezvous", "get_mempool_allocator")
-"""Methods of torch's `_SymmetricMemory` that allocate or share: whatever uses symmetric memory calls one first."""
+"""Methods of torch's `_SymmetricMemory` that allocate or share. Any use calls one of them first."""
 
 _patches = Patches()
 _local_patches = Patches()
-_named: set[str] = set()
+_warned: set[str] = set()
 
 
 def install() -> None:
     """Watch groups whose class is written in Python, symmetric memory, and LocalTensorMode once it is imported."""
     if not _patches:
-        _patches.wrap(dist.ProcessGroup, "__init__", _making_group)
+        _patches.wrap(dist.ProcessGroup, "__init__", _init_group)
         for method in _SYMMETRIC_MEMORY if hasattr(torch._C._distributed_c10d, "_SymmetricMemory") else ():
-            _patches.wrap(torch._C._distributed_c10d._SymmetricMemory, method, _using_symmetric_memory)
+            _patches.wrap(torch._C._distributed_c10d._SymmetricMemory, method, _use_symmetric_memory)
     if not _local_patches and _LOCAL_TENSORS in sys.modules:
-        _local_patches.wrap(sys.modules[_LOCAL_TENSORS].LocalTensorMode, "__enter__", _entering_mode)
+        _local_patches.wrap(sys.modules[_LOCAL_TENSORS].LocalTensorMode, "__enter__", _enter_mode)
 
 
 def uninstall() -> None:
     """Restore everything."""
     _patches.undo()
     _local_patches.undo()
-    _named.clear()
+    _warned.clear()
 
 
 @around
-def _making_group(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
+def _init_group(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     if type(self) is not dist.ProcessGroup:
         name = f"{type(self).__module__}.{type(self).__qualname__}"
-        _name(f"calls on groups of {name}, a class written in Python, are recorded only if it passes them on")
+        _warn_once(f"calls on groups of {name}, a class written in Python, are recorded only if it passes them on")
 
 
 @around
-def _entering_mode(original: Callable[..., Any], self: Any, /) -> Any:
-    _name("calls within LocalTensorMode are not recorded: its ranks are one process, and nothing is sent")
+def _enter_mode(original: Callable[..., Any], self: Any, /) -> Any:
+    _warn_once("calls within LocalTensorMode are not recorded: its ranks are one process, and nothing is sent")
     return original(self)
 
 
 @around
-def _using_symmetric_memory(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    _name("transfers through symmetric memory (symm_mem::) are not recorded")
+def _use_symmetric_memory(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    _warn_once("transfers through symmetric memory (symm_mem::) are not recorded")
     return original(*args, **kwargs)
 
 
-def _name(text: str) -> None:
-    """Print a sentence once, where tracing is on and the process is no simulated rank."""
-    if session.settings is not None and not session.settings.simulated and text not in _named:
-        _named.add(text)
+def _warn_once(text: str) -> None:
+    """Print a warning once, if tracing is on and the rank is not simulated."""
+    if session.settings is not None and not session.settings.simulated and text not in _warned:
+        _warned.add(text)
         warn(text)

@@ -37,7 +37,7 @@ class WorkPatches:
         self._patches.wrap(dist.ProcessGroup, "_end_coalescing", _call_after(self._ended_coalescing))
 
     def _wrap_wait(self, patches: Patches, cls: Any, name: str) -> None:
-        """Replace a method of a Work class that waits."""
+        """Wrap a waiting method of a Work class."""
         patches.wrap(cls, name, _wrap_wait_method)
 
     def _polled(self, work: Any, completed: bool) -> None:
@@ -70,7 +70,7 @@ class WorkPatches:
 
 
 def _call_after(note: Callable[[Any, Any], None]) -> Wrapper:
-    """Return a wrapper of a method that calls `note(self, result)` after it."""
+    """Return a wrapper that calls `note(self, result)` after the method."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
