@@ -1,17 +1,17 @@
-"""Analyses of a run, one module each. Each makes tidy tables, which `table_specs` describes.
+"""Analyses of a run, one module each. Each returns tidy tables; `table_specs` describes them.
 
-An analysis is a fold over the records (`fold_engine`): `partial` makes a small table of one block of records, `merge`
-makes one table of many, `finish` makes the tables to show. So a log larger than memory works, and processes or a
-cluster can share the work. To add an analysis, write a module with an `Analysis` and append it to
+An analysis is a fold over the records (`fold_engine`): `partial` reduces a block of records to a small table, `merge`
+combines such tables into one, and `finish` returns the final tables. Logs may therefore be larger than memory, and
+processes or a cluster can share the work. To add an analysis, write a module with an `Analysis` and append it to
 `analysis_catalog.ANALYSES`.
 
 Definitions that hold in every table:
 
 * Counts and bytes are sums over the recorded ranks (those that left a log), unless the column says "per rank".
-* `payload_bytes` and `wire_bytes` follow `commtrace.volume`; wire bytes are the least that the algorithm sends, never
-  measured, and missing where they are not known for every call of the row.
-* Every recorded call counts, failed and unfinished ones too; the table `states` has their numbers.
-* `step` -1 is start-up, everything before the first training step; -2 are evaluations.
+* `payload_bytes` and `wire_bytes` are defined in `commtrace.volume`. Wire bytes are the fewest that can be sent:
+  computed, never measured, and missing unless they are known for every call of the row.
+* Every recorded call counts, including calls that failed or did not end; the table `states` counts them.
+* `step` is -1 for start-up, everything before the first training step, and -2 for evaluations.
 * Missing values mean "not known", never zero.
 """
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 def analyse(
     run: RecordedRun, *, details: bool = False, across_ranks: bool = True, agreeing: bool = True
 ) -> dict[str, pd.DataFrame]:
-    """Compute the tables of all analyses in one pass over the records, by the run's executor.
+    """Compute the tables of all analyses in one pass over the records, with the run's executor.
 
     Args:
         run: The run to analyse.
         details: Whether to add the tables that only figures use.
-        across_ranks: Whether to add the tables that need all calls of all ranks matched.
-        agreeing: Whether `expected` and `reconciliation` have the steps in which nothing differs.
+        across_ranks: Whether to add the tables that require matching all calls of all ranks.
+        agreeing: Whether `expected` and `reconciliation` include the steps in which nothing differs.
 
     Returns:
         The tables by name.
@@ -45,13 +45,13 @@ def analyse(
     from .analysis_catalog import ACROSS_RANKS, ANALYSES, DETAILS
     from .fold_engine import fold
 
-    with_theory = reconciliation.ANALYSIS if agreeing else reconciliation.DIFFERENCES
-    more = (*(ACROSS_RANKS if across_ranks else ()), *(DETAILS.values() if details else ()))
-    return fold(run, (*ANALYSES, with_theory, *more))
+    comparison = reconciliation.ANALYSIS if agreeing else reconciliation.DIFFERENCES
+    optional = (*(ACROSS_RANKS if across_ranks else ()), *(DETAILS.values() if details else ()))
+    return fold(run, (*ANALYSES, comparison, *optional))
 
 
 def detail(run: RecordedRun, name: str) -> pd.DataFrame | None:
-    """Compute a table that only figures use; None if there is none of this name."""
+    """Compute a table that only figures use; return None if no such table has this name."""
     from .analysis_catalog import DETAILS
     from .fold_engine import fold
 
@@ -59,9 +59,9 @@ def detail(run: RecordedRun, name: str) -> pd.DataFrame | None:
 
 
 def tables_to_store(run: RecordedRun) -> Iterator[tuple[str, dict[str, pd.DataFrame]]]:
-    """Yield names and tables of analyses that `commtrace pack` stores, so that reports and checks read no records.
+    """Yield the names and tables of the analyses that `commtrace pack` stores for reports and checks.
 
-    Not stored are stuck calls, for which few records are read, and ACROSS_RANKS.
+    Stuck calls, for which few records are read, and ACROSS_RANKS are not stored.
     """
     from . import fold_engine, reconciliation
     from .across_ranks import stuck_calls

@@ -1,4 +1,4 @@
-"""The analyses that a report runs besides `reconciliation`, in the order of their tables; append one to add it."""
+"""Analyses that a report runs besides `reconciliation`, in the order of their tables. Append one to add it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANALYSES: Final[tuple[AnyAnalysis, ...]] = (
 )
 
 ACROSS_RANKS: Final[tuple[AnyAnalysis, ...]] = (waits.ANALYSIS,)
-"""Analyses that match all calls of all ranks, which takes as long as all others: not of the default text report."""
+"""Analyses that match all calls of all ranks. They take as long as all others, so text reports omit them by default."""
 
 DETAILS: Final[dict[str, AnyAnalysis]] = {
     analysis.name: analysis

@@ -1,4 +1,4 @@
-"""Times of calls observed on the host, and bandwidths. Columns of `host_time` and `bandwidth`: `table_specs`."""
+"""Times of calls observed on the host, and bandwidths. See `table_specs` for the columns."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ END_SEEN_BY: Final = {
 
 _ENDS: Final = sorted({*END_SEEN_BY.values(), "unknown"})
 _END_OF_CLOCK: Final = np.array([_ENDS.index(END_SEEN_BY.get(clock, "unknown")) for clock in Clock])
-"""Position in _ENDS of each number of a clock."""
+"""Position in _ENDS of each value of `Clock`."""
 
 _NO_EXACT_END: Final = int(Flag.CAPTURED | Flag.SIMULATED | Flag.COALESCED | Flag.SPARSE | Flag.UNEVEN | Flag.OBJECT)
 
-# Durations share a histogram bin if their exponent and the first seven bits of their fraction are the same as
-# floating-point numbers: they differ by a 128th at most, so their mean is at most 1 % off for any of them.
+# Durations share a histogram bin if, as floating-point numbers, they have the same exponent and the same first seven
+# bits of the fraction. They differ by at most 1/128, so their mean is within 1 % of each.
 _DROPPED_BITS: Final = 52 - 7
 _UNKNOWN_BIN, _ZERO_BIN = -2, -1
 
 
 def exact_ends(block: Fields) -> Array:
-    """Return whether the end of each record is when the transfer ended, bool, and not when the program observed it.
+    """Return whether each record's end is the end of the transfer, not a later observation, bool, shape (n,).
 
-    Ends are exact that the call, a completion callback or the device observed; that of a wait only if the program did
-    not ask for a handle, and so waited at once. Calls of coalesced batches and captured graphs have no exact end.
+    An end is exact if the call, a completion callback or the device observed it. An end observed by a wait is exact
+    only if the program did not request a handle, because such a call waits at once. Calls of coalesced batches and
+    captured graphs have no exact end.
     """
     clock = block["clock"]
     exact = np.isin(clock, (int(Clock.RETURN), int(Clock.FUTURE)))
@@ -59,9 +60,9 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
 
 
 def _partial_of_histograms(block: HistogramBlock) -> pd.DataFrame:
-    """Return the table of `_partial`: calls of a bucket are in the bin of their mean."""
-    at = block.rows["measure"] != TRANSFER
-    rows = {name: column[at] for name, column in block.rows.items()}
+    """Return the table of `_partial`, with the calls of a bucket in the bin of their mean."""
+    selected = block.rows["measure"] != TRANSFER
+    rows = {name: column[selected] for name, column in block.rows.items()}
     is_unknown = rows["bucket"] == UNKNOWN_BUCKET
     return pd.DataFrame(
         {
@@ -147,7 +148,7 @@ def _bandwidth_of_histograms(block: HistogramBlock) -> pd.DataFrame:
 
 
 def _bandwidth_sums(labels: RunLabels, columns: Mapping[str, Array], used: Array) -> pd.DataFrame:
-    """Sum rows of `summary_format.TIMES`, those `used` that are of groups of two or more."""
+    """Sum the `used` rows of `summary_format.TIMES` that are of groups of two or more ranks."""
     sizes = labels.group_sizes(columns["group"])
     at = np.flatnonzero(used & (sizes > 1))
     rows = {name: column[at] for name, column in columns.items()}
@@ -161,7 +162,7 @@ def _bandwidth_sums(labels: RunLabels, columns: Mapping[str, Array], used: Array
 
 
 def busbw_factors(labels: RunLabels, kinds: Array, sizes: Array) -> Array:
-    """Return busbw / algbw of each call, nan for operations without such a factor."""
+    """Return busbw / algbw of each call, NaN for operations without such a factor."""
     result = np.full(len(kinds), np.nan)
     for op, at in labels.by_operation(kinds):
         factor = busbw_factor(op, sizes[at].astype(float))
@@ -171,7 +172,7 @@ def busbw_factors(labels: RunLabels, kinds: Array, sizes: Array) -> Array:
 
 
 def _bandwidth_finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-    # bytes per ns are GB/s. An operation has a factor for all of its calls or for none.
+    # Bytes per ns are GB/s. An operation has a factor for all of its calls or for none.
     table = table.assign(end_seen_by=np.array(_ENDS, object)[table["end_seen_by"]])
     has_factor = table["op"].map(lambda op: busbw_factor(op, 2) is not None).astype(bool)
     algbw, busbw = table["payload_bytes"] / table["time_ns"], table["bus_bytes"] / table["time_ns"]

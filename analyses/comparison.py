@@ -1,4 +1,4 @@
-"""Runs side by side: calls and volume of a training step of each run. Columns: `table_specs`."""
+"""Runs side by side: calls and volume of a training step of each run. See `table_specs` for the columns."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def compare(runs: Mapping[str, Run], tables: Mapping[str, NamedTables] | None = 
     """Compare runs.
 
     Args:
-        runs: The runs by name. The tables have the name in column `run`.
-        tables: The tables of each run, by the same names. None: they are computed.
+        runs: The runs by name, which the column `run` of the tables has.
+        tables: The tables of each run, by the same names. None: compute them.
 
     Returns:
         The tables, by name.
@@ -45,7 +45,7 @@ def compare(runs: Mapping[str, Run], tables: Mapping[str, NamedTables] | None = 
 
 
 def short_names(paths: Sequence[Path]) -> dict[str, Path]:
-    """Return the paths by short name: the fewest trailing components that are distinct; equal paths are numbered."""
+    """Return the paths by short name: the fewest trailing parts that distinguish them. Equal paths are numbered."""
     components = [path.absolute().parts for path in paths]
     length = 1
     while len({path[-length:] for path in components}) < len({*components}):

@@ -1,4 +1,4 @@
-"""Coverage of the log: its processes, states of calls, blind spots and problems. Columns: `table_specs`."""
+"""Coverage of the log: its processes, call states, blind spots and problems. See `table_specs` for the columns."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _process(process: Process, records: int) -> dict[str, object]:
 
 
 def _not_found(counters: dict[str, int | None], records: int) -> int | None:
-    """Return how many counted calls have no record, are selected, and are in none of the other (final) counters."""
+    """Return how many selected calls were counted but have no record and are in no other (final) counter."""
     calls, *without_record = (counters[name] for name in ("calls", *WITHOUT_RECORD[:3]))
     if calls is None or None in without_record:
         return None
@@ -106,7 +106,7 @@ def _coverage(processes: pd.DataFrame, run: RecordedRun) -> dict[str, object]:
         "processes": len(processes),
         "without_end": int(processes["end"].isna().sum()),
         "records": int(processes["records"].sum()),
-        # A sum with a term that is not known is not known.
+        # A sum is not known if any of its terms is not.
         **{
             name: None if processes[name].isna().any() else int(processes[name].sum())
             for name in (*COUNTERS, NOT_SELECTED, "not_found")

@@ -1,10 +1,10 @@
-"""The engine that runs analyses over the records of a run.
+"""Engine that runs analyses over the records of a run.
 
-An analysis is three functions, as in map and reduce:
+An analysis consists of three functions, as in map-reduce:
 
-    partial(block) -> table          of one block of records of some processes, with numbers in place of labels
-    merge(tables) -> table           of any number of such tables; merge([merge([a, b]), c]) == merge([a, b, c])
-    finish(table, run) -> {name: table}       of the merged table, with labels
+    partial(block) -> table               reduces one block of records, with numbers in place of labels
+    merge(tables) -> table                combines such tables; merge([merge([a, b]), c]) == merge([a, b, c])
+    finish(table, run) -> {name: table}   returns the final tables, given the merged table with labels
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ NamedTables: TypeAlias = dict[str, pd.DataFrame]
 
 @dataclass(frozen=True)
 class Analysis:
-    """Functions that compute tables of a run, pure and picklable; the module docstring defines them."""
+    """Pure, picklable functions that compute tables of a run. The module docstring defines them."""
 
     name: str
     partial: Callable[[RecordBlock], pd.DataFrame]
     merge: Callable[[Sequence[pd.DataFrame]], pd.DataFrame]
     finish: Callable[[pd.DataFrame, RecordedRun], NamedTables]
     reads_records: Callable[[RecordedRun], bool] | None = None
-    """Whether the tables of this run depend on its records. None: those of every run do."""
+    """Whether the tables of a run depend on its records. None: they always do."""
     reads_cells: bool = False
-    """Whether blocks may be of a summary: without times, and with rows that stand for several calls."""
+    """Whether blocks may come from a summary: they have no times, and a row may stand for several calls."""
     times_partial: Callable[[HistogramBlock], pd.DataFrame] | None = None
-    """As `partial`, of histograms of durations."""
+    """Like `partial`, for histograms of durations."""
     categorical: bool = False
-    """Whether labels in the table for `finish` are categoricals, for a long table."""
+    """Whether `finish` receives labels as categoricals, which suit long tables."""
 
 
 class RunAnalysis(NamedTuple):
@@ -63,7 +63,7 @@ AnyAnalysis: TypeAlias = Analysis | RunAnalysis
 
 
 def fold(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
-    """Compute the tables of analyses of distinct names in one pass over the records of a run, by its executor."""
+    """Compute the tables of analyses with distinct names in one pass over a run's records, with its executor."""
     stored = _stored_tables(run, analyses)
     merged = _merged_tables(run, [analysis for analysis in analyses if analysis.name not in stored])
     merged |= {name: tables[MERGED] for name, tables in stored.items() if MERGED in tables}
@@ -77,7 +77,7 @@ def fold(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
 
 
 def _merged_tables(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
-    """Return the merged tables of those of the analyses that read the records of this run."""
+    """Return the merged tables of the analyses that read the records of this run."""
     folds = [analysis for analysis in analyses if isinstance(analysis, Analysis)]
     read = {fold.name: fold for fold in folds if fold.reads_records is None or fold.reads_records(run)}
     wanted = {name: _Fold(analysis.partial, analysis.merge) for name, analysis in read.items()}
@@ -89,7 +89,7 @@ def _merged_tables(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> NamedTa
 
 
 def tables_to_store(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> Iterator[tuple[str, NamedTables]]:
-    """Yield of each analysis what `fold` takes in place of a packed log's records: the merged table, or all tables."""
+    """Yield, by analysis, what `fold` reads in place of a packed log's records: the merged table, or all tables."""
     merged = _merged_tables(run, analyses)
     for analysis in analyses:
         if analysis.name in merged:
@@ -107,12 +107,12 @@ def _stored_tables(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> dict[st
         _STORED[run] = open_stored(run.log, code_digest)
     stored = _STORED[run]
     tables = {analysis.name: stored.read(analysis.name) for analysis in analyses} if stored else {}
-    return {name: of_analysis for name, of_analysis in tables.items() if of_analysis}
+    return {name: by_name for name, by_name in tables.items() if by_name}
 
 
 @functools.cache
 def code_digest() -> str:
-    """Return a digest of the code of commtrace, from which tables of other code are known."""
+    """Return a digest of commtrace's code, which identifies tables computed by other code."""
     digest = hashlib.sha256(commtrace.__version__.encode())
     for folder in (Path(commtrace.__file__).parent, Path(__file__).parent):
         for path in sorted(folder.rglob("*.py")):
@@ -121,7 +121,7 @@ def code_digest() -> str:
 
 
 def _summary_partials(analyses: Mapping[str, Analysis], run: RecordedRun) -> dict[str, list[pd.DataFrame]]:
-    """Return the partial tables of the summaries of a run by the name of their analysis."""
+    """Return the partial tables of a run's summaries, by the name of the analysis."""
     tables: dict[str, list[pd.DataFrame]] = defaultdict(list)
     for ids, process in zip(run.labels.processes, run.processes, strict=True):
         if process.summary is None:
@@ -137,13 +137,13 @@ def _summary_partials(analyses: Mapping[str, Analysis], run: RecordedRun) -> dic
         for name, analysis in analyses.items():
             if analysis.times_partial is not None:
                 tables[name].append(analysis.times_partial(HistogramBlock(rows, run.labels)))
-        for name, parts in tables.items():  # a few at a time, to bound memory
-            tables[name] = [analyses[name].merge(parts)]
+        for name, partials in tables.items():  # after each process, to bound memory
+            tables[name] = [analyses[name].merge(partials)]
     return tables
 
 
 class _Fold(NamedTuple):
-    """What of an analysis is computed where the records are."""
+    """The functions of an analysis that run where the records are."""
 
     partial: Callable[[RecordBlock], pd.DataFrame]
     merge: Callable[[Sequence[pd.DataFrame]], pd.DataFrame]
@@ -156,11 +156,11 @@ def _partials(folds: Mapping[str, _Fold], labels: RunLabels, part: RunPart) -> N
 
 
 def _merged(folds: Mapping[str, _Fold], tables: Sequence[NamedTables]) -> NamedTables:
-    return {name: fold.merge([of_part[name] for of_part in tables]) for name, fold in folds.items()}
+    return {name: fold.merge([by_name[name] for by_name in tables]) for name, fold in folds.items()}
 
 
 def _labelled(analysis: Analysis, table: pd.DataFrame | None, run: RecordedRun) -> pd.DataFrame:
-    """Return the merged table, with labels or categories of them in place of the numbers in LABEL_COLUMNS."""
+    """Return the merged table, with labels or categoricals in place of the numbers in LABEL_COLUMNS."""
     if table is None:
         table = analysis.merge([analysis.partial(EMPTY_BLOCK)])
     columns: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Operations on columns of integers that analyses are made of: groups of equal rows, and sums of groups."""
+"""Operations on integer columns that analyses share: groups of equal rows, and sums by group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def group_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
 
 
 def positions_by_value(values: Array) -> dict[int, Array]:
-    """Return the positions of each integer in an array of shape (n,), both ascending."""
+    """Return the positions of each value of an integer array of shape (n,), both in ascending order."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     firsts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(values)])
@@ -41,7 +41,7 @@ def positions_by_value(values: Array) -> dict[int, Array]:
 
 
 def _joint_keys(columns: Sequence[Array], *, ordered: bool = False) -> Array:
-    """Return one integer for each row of columns of integers, equal for equal rows; `ordered`: and in their order."""
+    """Return an integer key per row, equal for equal rows. With `ordered`, keys sort as the rows do."""
     keys, span = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
         codes, count = _codes(column, ordered=ordered)
@@ -52,7 +52,7 @@ def _joint_keys(columns: Sequence[Array], *, ordered: bool = False) -> Array:
 
 
 def _codes(column: Array, *, ordered: bool) -> tuple[Array, int]:
-    """Return the column as codes from 0, and an upper bound of their number."""
+    """Return the column as codes from 0, and an upper bound on their number."""
     if not len(column):
         return column.astype(np.int64), 1
     low, high = int(column.min()), int(column.max())
@@ -62,7 +62,7 @@ def _codes(column: Array, *, ordered: bool) -> tuple[Array, int]:
 
 
 def _dense_codes(column: Array, *, ordered: bool = False) -> tuple[Array, int]:
-    """Return the column as codes from 0 without gaps, and their number. Hashes: sorting takes far longer."""
+    """Return the column as codes from 0 without gaps, and their number. Hashing is far faster than sorting."""
     codes, values = pd.factorize(column, sort=ordered)
     return codes.astype(np.int64, copy=False), len(values)
 
@@ -71,11 +71,11 @@ def number_sequences(values: Array, begins: Array) -> tuple[Array, Array]:
     """Number sequences so that equal ones have the same number.
 
     Args:
-        values: The values of all sequences, one after the other, int64 from 0.
+        values: The values of all sequences, concatenated, int64 from 0.
         begins: Position of the first value of each sequence, ascending, shape (sequences,).
 
     Returns:
-        The number of each sequence from 0, shape (sequences,), and an example of each number, a position in `begins`.
+        The number of each sequence from 0, shape (sequences,), and for each number an example, a position in `begins`.
     """
     lengths = np.diff(begins, append=len(values))
     numbers = np.zeros(len(begins), np.int64)
@@ -88,7 +88,7 @@ def number_sequences(values: Array, begins: Array) -> tuple[Array, Array]:
 
 
 def concatenated_ranges(begins: Array, lengths: Array) -> Array:
-    """Return the integers of ranges with these begins and lengths, one range after the other."""
+    """Return the concatenated integer ranges that start at `begins` and have these lengths."""
     return np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
 
 
@@ -100,17 +100,17 @@ def sum_groups(values: Array, groups: Array, count: int) -> Array:
 
 
 def concat_tables(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Return the rows of tables with the same columns; empty tables do not change the dtypes of others."""
+    """Concatenate tables with the same columns. Empty tables do not change the dtypes of others."""
     filled = [table for table in tables if len(table)] or [tables[0]]
     return filled[0] if len(filled) == 1 else pd.concat(filled, ignore_index=True)
 
 
 def merge_sums(*keys: str, **how: str) -> Callable[[Sequence[pd.DataFrame]], pd.DataFrame]:
-    """Return a merge to a row per combination of keys, in their order, which sums the other columns.
+    """Return a merge function: a row per combination of keys, in their order, with sums of the other columns.
 
     Args:
         keys: Columns of integers.
-        how: "min" or "max" by column, for those that are not summed.
+        how: "min" or "max" for each column that is not summed.
     """
     return functools.partial(_merge_by, keys, how)
 
@@ -122,11 +122,11 @@ def _merge_by(keys: Sequence[str], how: Mapping[str, str], tables: Sequence[pd.D
     order = np.argsort(joint, kind="stable")
     begins = np.flatnonzero(np.diff(joint[order], prepend=-1))
     merged = {name: columns.pop(name)[order[begins]] for name in keys}
-    merged |= {name: _RULES[how.get(name, "sum")].reduceat(column[order], begins) for name, column in columns.items()}
+    merged |= {name: _UFUNCS[how.get(name, "sum")].reduceat(column[order], begins) for name, column in columns.items()}
     return pd.DataFrame(merged, copy=False)
 
 
-_RULES: Final = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+_UFUNCS: Final = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
 
 def rows_of(table: pd.DataFrame) -> Iterator[Any]:

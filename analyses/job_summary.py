@@ -9,7 +9,10 @@ from commtrace.reading.table_reader import Row
 
 
 def summarize_job(run: RecordedRun) -> str:
-    """Return, for example, "DeepSpeedEngine, ZeRO stage 1, fp32, 4,870,144 parameters"; "" if no job was captured."""
+    """Return, for example, "DeepSpeedEngine, ZeRO stage 1, fp32, 4,870,144 parameters".
+
+    If no job was captured, return "simulated" for a dry run, else "".
+    """
     job = run.job
     if job is None:
         return "simulated" if run.simulated else ""
@@ -30,7 +33,7 @@ def summarize_job(run: RecordedRun) -> str:
 
 
 def parameter_count(job: Row | None) -> int | None:
-    """Return the elements of all parameters of a job row, None if the row does not have them."""
+    """Return the number of elements of all parameters of a job row; None if the row does not list them."""
     rows = (job or {}).get("parameters")
     try:
         return sum(math.prod(int(length) for length in row["shape"]) for row in rows) if rows else None

@@ -1,8 +1,8 @@
-"""Message sizes of each operation: exact, by powers of two, and over time. Columns: `table_specs`.
+"""Message sizes of each operation: exact, by powers of two, and over time. See `table_specs` for the columns.
 
-`sizes_over_time` has at most MAX_SPANS equal spans of time. A span is 2**shift ns long and begins at a multiple of
-that, so two neighbours make one span of the next length: blocks are binned before the length of the run is known, and
-merge to the spans that the whole run would have had.
+`sizes_over_time` has at most MAX_SPANS time spans of equal length. A span is 2**shift ns long and begins at a multiple
+of that, so two neighbours merge into one span of twice the length. Blocks can thus be binned before the length of the
+run is known, and still merge into the same spans.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     from_bytes, below_bytes = size_bins(sizes["payload_bytes"].to_numpy())
     binned = sizes.assign(from_bytes=from_bytes, below_bytes=below_bytes)
     bins = binned.groupby(_BIN, as_index=False)[["calls", "sum_bytes"]].sum()
-    # Of a summary, sizes may be known by powers of two only.
+    # In a summary, some sizes may be known by powers of two only.
     return {"message_sizes": sizes.loc[sizes["exact"] > 0].drop(columns="exact"), "message_size_bins": bins}
 
 
@@ -61,7 +61,7 @@ def _partial_over_time(block: RecordBlock) -> pd.DataFrame:
 
 
 def _shift(times: Array) -> int:
-    """Return the binary logarithm of the shortest span of which MAX_SPANS reach from the first time to the last."""
+    """Return the binary logarithm of the shortest span with which MAX_SPANS spans cover all times."""
     shift = 0
     while len(times) and (int(times.max()) >> shift) - (int(times.min()) >> shift) >= MAX_SPANS:
         shift += 1

@@ -1,13 +1,12 @@
-"""Measured times of calls and the times that a network should take for them. Columns: `table_specs`.
+"""Measured times of calls, and the times that a network should take for them. See `table_specs` for the columns.
 
-A **transfer time** is not the time that a rank spends in a call, which includes the wait for the last rank. It is the
-time that the last rank spends, so the shortest of all ranks' times. That holds for operations that no rank can leave
-before all ranks have entered (SYNCHRONIZING), and needs no common clock. The transfer time of an operation is known if
-every rank of the group has recorded it with an exact end (`call_times.exact_ends`), and if no other call of any of the
-ranks overlapped it, with which it would have shared the network. Other operations have an expected time, but no
-efficiency.
+A **transfer time** is the time that the last rank spends in an operation, and so the shortest of all ranks' times: the
+other ranks also wait for the last one. This holds for operations that no rank can leave before all ranks have entered
+(SYNCHRONIZING), and needs no common clock. The transfer time is known if every rank of the group recorded an exact end
+(`call_times.exact_ends`), and if no other call of these ranks overlapped the operation and shared the network with it.
+Other operations have an expected time, but no efficiency.
 
-Of each group, the first 512 operations count, and of later ones 256 in every doubling, so that the table stays small.
+To keep the table small, only the first 512 operations of each group count, and 256 for every later doubling.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from .record_blocks import RecordBlock
 from .table_specs import TABLES
 
 SYNCHRONIZING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-"""Operations that no rank can leave before all have come."""
+"""Operations that no rank can leave before all ranks have entered."""
 
 _KEYS: Final = ("op", "group", "group_ranks", "ranks", "payload_bytes", "rank", "peer", "seq")
 _CALL: Final = ["op", "ranks", "hosts", "payload_bytes"]
 _NO_TIME: Final = np.iinfo(np.int64).max
 
-_NOT_SYNCHRONIZING: Final = "a rank may leave it before others come"
+_NOT_SYNCHRONIZING: Final = "a rank may leave it before others enter"
 _NOT_EXACT: Final = "no operation whose exact end all ranks observed, without other calls in flight"
-_NOT_DESCRIBED: Final = "the network's file has nothing of this operation"
+_NOT_DESCRIBED: Final = "the network's file does not describe this operation"
 _NO_LOG: Final = "not all ranks of the group left a log"
 
 
@@ -68,7 +67,7 @@ def _calls(block: RecordBlock) -> pd.DataFrame:
 
 
 def _operations(block: RecordBlock) -> pd.DataFrame:
-    """Return a row per sampled operation that may have a transfer time, and whether this rank knows it exactly."""
+    """Return a row per sampled operation that may have a transfer time, and whether this rank observed it exactly."""
     synchronizing = np.isin(block.labels.text("op", block["kind"]).astype(str), SYNCHRONIZING)
     several = block.labels.group_sizes(block["group"]) > 1
     at = np.flatnonzero(synchronizing & is_sampled(block["seq"]) & several)
@@ -85,7 +84,7 @@ def _operations(block: RecordBlock) -> pd.DataFrame:
 
 def _table(block: RecordBlock, at: Array, **columns: Array) -> pd.DataFrame:
     labels, groups, kinds = block.labels, block["group"][at], block["kind"][at]
-    others = {"rank": -1, "peer": -1, "seq": -1, "calls": 0, "exact": 1, "shortest_ns": _NO_TIME}
+    defaults = {"rank": -1, "peer": -1, "seq": -1, "calls": 0, "exact": 1, "shortest_ns": _NO_TIME}
     return pd.DataFrame(
         {
             "op": labels.codes("op", kinds),
@@ -93,7 +92,7 @@ def _table(block: RecordBlock, at: Array, **columns: Array) -> pd.DataFrame:
             "group_ranks": labels.codes("group_ranks", groups),
             "ranks": labels.group_sizes(groups),
             "payload_bytes": block["payload"][at],
-            **others,
+            **defaults,
             **columns,
             "seen": 1,
         }
@@ -101,7 +100,7 @@ def _table(block: RecordBlock, at: Array, **columns: Array) -> pd.DataFrame:
 
 
 def is_sampled(seq: Array) -> Array:
-    """Return which operations of a group count, by their sequence numbers, which are the same on all ranks."""
+    """Return which operations of a group count, given their sequence numbers, which are equal on all ranks."""
     number = seq.astype(np.int64)
     octave = np.floor(np.log2(np.maximum(number, 1))).astype(np.int64)
     stride = np.left_shift(np.int64(1), np.maximum(octave - 8, 0))
@@ -109,7 +108,7 @@ def is_sampled(seq: Array) -> Array:
 
 
 def _overlapped(block: RecordBlock, begin: Array, end: Array) -> Array:
-    """Return whether another call of its rank overlaps each call. A call without a known end lasts for its step."""
+    """Return whether each call overlaps another of its rank. A call without a known end lasts until its step ends."""
     first, number = group_rows([block["process"], block["step"]])
     last = np.zeros(len(first), np.int64)
     np.maximum.at(last, number, np.maximum(block["t_return"], block["t_begin"]))
@@ -142,7 +141,7 @@ def _finish(network: Network, table: pd.DataFrame, run: RecordedRun) -> NamedTab
 
 
 def _host_counts(table: pd.DataFrame, hosts: Mapping[int, str]) -> Array:
-    """Return the number of hosts of the ranks of each row, 0 if some of them left no log or are not known."""
+    """Return the number of hosts of each row's ranks; 0 if a rank left no log or is not known."""
 
     def count(text: str) -> int:
         try:

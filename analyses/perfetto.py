@@ -3,13 +3,13 @@
     host node17                     a process
       rank 3                        a group of tracks
         thread 1                    calls, nested in phases, nested in steps
-        in flight                   each operation from start to end, and in it the program's wait for it
+        in flight                   each operation from start to end, and within it the program's wait for it
         bytes in flight, bandwidth  counters
       rank 4 ...
 
 Operations that overlap get further tracks of the same name, which the viewer draws as one. Arrows (flows) connect the
-calls that are one operation, in the order in which they began. Times are ns since the first call, on the hosts' aligned
-clocks. The messages are those of the package `perfetto`: https://perfetto.dev/docs/reference/synthetic-track-event
+calls of one operation, in the order in which they began. Times are ns since the first call, on the hosts' aligned
+clocks. The package `perfetto` defines the messages: https://perfetto.dev/docs/reference/synthetic-track-event
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _NUMBERS: Final = {"payload": "payload bytes", "seq": "sequence number", "step":
 _STEP_NAMES: Final = {-1: "start-up", EVALUATION: "evaluation"}
 _SEQUENCE: Final = 1
 _BLOCK: Final = 4096
-"""Calls that are encoded at a time: their packets fit into a processor's cache."""
+"""Calls encoded at a time, so that their packets fit into a processor's cache."""
 
 _Lanes: TypeAlias = dict[int, Array]
-"""Tracks, and the calls that are spans of each, by begin, of which none overlaps another."""
+"""The calls of each track, ordered by begin, without overlaps."""
 
 
 def export_perfetto(
@@ -67,7 +67,7 @@ def export_perfetto(
     """Write the trace of a run to a file, atomically.
 
     Args:
-        run: The run. All its ranks are read, also for the trace of a few: arrows and aligned clocks need them.
+        run: The run. All its ranks are read even if few are written, because arrows and aligned clocks need them.
         out: The file.
         force: Whether to replace an existing file.
         ranks: Ranks to write; None: all.
@@ -77,7 +77,7 @@ def export_perfetto(
         The number of calls written.
 
     Raises:
-        LogError: The run is a dry run, or none of its calls is wanted.
+        LogError: The run is a dry run, or has no call of these ranks and steps.
         OutputError: The file exists or cannot be written.
         MissingLibraryError: The package perfetto is not installed.
     """
@@ -120,7 +120,7 @@ class _Times:
         self.started = np.maximum(self.begin, self.start)
         last = np.zeros(len(run.processes), np.int64)
         np.maximum.at(last, process, np.maximum.reduce([self.begin, self.returned, self.end]))
-        # A call that never returned is drawn to the last time that its process has in the log.
+        # A call that never returned is drawn until the last timestamp of its process.
         self.returned = np.where(self.returned >= self.begin, self.returned, last[process])
 
 
@@ -148,7 +148,7 @@ class _Writer:
         self._exact = exact_ends(calls)
 
     def write(self, run: RecordedRun) -> None:
-        times_of_day = ((6, 0), (1, self._times.first_unix_ns))  # the trace's own clock, the time of day
+        times_of_day = ((6, 0), (1, self._times.first_unix_ns))  # the trace's own clock, and the time of day
         self._write_packet(
             sequence_flags=self._messages.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED,
             clock_snapshot={"clocks": [{"clock_id": clock, "timestamp": moment} for clock, moment in times_of_day]},
@@ -177,7 +177,7 @@ class _Writer:
         return lanes
 
     def _in_flight_tracks(self, group: int, at: Array) -> _Lanes:
-        """Write the tracks of the operations of a process that have ended, and its counters."""
+        """Write the tracks of the completed operations of a process, and its counters."""
         at = at[self._times.end[at] >= self._times.begin[at]]
         at = at[np.argsort(self._times.started[at], kind="stable")]
         lanes = self._tracks(group, "in flight", at, self._times.started, self._times.end)
@@ -189,7 +189,7 @@ class _Writer:
         return lanes
 
     def _tracks(self, group: int, name: str, at: Array, begin: Array, end: Array) -> _Lanes:
-        """Write as many tracks of one name as calls need, which are ordered by begin, for no two on one to overlap."""
+        """Write as many tracks of one name as needed to draw the calls, ordered by begin, without overlaps."""
         return {self._track(parent_uuid=group, name=name): lane for lane in _lanes(at, begin[at], end[at])}
 
     def _write_threads(self, tracks: Array, at: Array) -> None:
@@ -222,7 +222,7 @@ class _Writer:
             )
 
     def _write_in_flight(self, tracks: Array, at: Array) -> None:
-        """Write operations from begin to end, and in each the wait of the program for its end, if it waited."""
+        """Write operations from start to end, and within each the program's wait for it, if any."""
         begin, end, wait = self._times.started[at], self._times.end[at], self._times.wait[at]
         waits = (begin <= wait) & (wait < end)
         [waiting] = self._event_names(["program waits"])
@@ -248,14 +248,14 @@ class _Writer:
         return fields
 
     def _arrow(self, at: Array) -> list[Column]:
-        """Return the field of the arrow through each call; the arrow of a call without counterpart ends at the call."""
+        """Return the field of the arrow through each matched call. An arrow ends at the last call of its operation."""
         instance = self._calls["instance"][at].astype(np.int64)
         ends = self._last[instance] == at if len(self._last) else np.zeros(len(at), bool)
         field = np.where(ends, self._event.TERMINATING_FLOW_IDS_FIELD_NUMBER, self._event.FLOW_IDS_FIELD_NUMBER)
         return where(instance != NOT_MATCHED, [protobuf.fixed64(field, instance + 1)])
 
     def _begin(self, track: Column, moments: Array, fields: Sequence[Column]) -> list[Column]:
-        """Return packets that begin spans. Their names are interned, so a reader that missed the names skips them."""
+        """Return packets that begin spans. Names are interned, so a reader that missed them skips the packets."""
         packet = self._messages.TracePacket
         flags = constant(packet(sequence_flags=packet.SEQ_NEEDS_INCREMENTAL_STATE).SerializeToString())
         return self._packet(self._event.TYPE_SLICE_BEGIN, track, moments, fields, [flags])
@@ -278,7 +278,7 @@ class _Writer:
         return varint(self._event.TRACK_UUID_FIELD_NUMBER, tracks)
 
     def _write_counter(self, group: int, name: str, unit: str, begin: Array, end: Array, values: Array) -> None:
-        """Write a counter that is, at each moment, the sum of the values of the spans that it lies in."""
+        """Write a counter: at each moment, the sum of the values of the spans in progress."""
         if not len(values):
             return
         track = self._track(parent_uuid=group, name=name, counter={"unit_name": unit})
@@ -287,14 +287,14 @@ class _Writer:
         np.add.at(changes, at, np.concatenate([values, -values]))
         spans = np.zeros(len(moments), np.int64)
         np.add.at(spans, at, np.repeat([1, -1], len(values)))
-        sums = np.where(np.cumsum(spans) > 0, np.cumsum(changes), 0)  # sums of fractions do not end at exactly 0
+        sums = np.where(np.cumsum(spans) > 0, np.cumsum(changes), 0)  # floating-point sums do not end at exactly 0
         for block in _blocks(len(moments)):
             value = protobuf.fixed64(self._event.DOUBLE_COUNTER_VALUE_FIELD_NUMBER, sums[block].astype(np.float64))
             tracks = self._track_of(np.array([track]))
             self._write_rows(self._packet(self._event.TYPE_COUNTER, tracks, moments[block], [value]))
 
     def _last_calls(self) -> Array:
-        """Return the position of the call of each instance at which its arrow ends, of those that are written."""
+        """Return the position of the last written call of each instance, at which its arrow ends."""
         calls = self._calls
         at = np.flatnonzero(self._wanted & (calls["instance"] != NOT_MATCHED))
         at = at[np.argsort(self._times.begin[at], kind="stable")]
@@ -309,7 +309,7 @@ class _Writer:
         return self._uuid
 
     def _texts_of(self, call: Array) -> bytes:
-        """Return the fields with the name and texts that all calls like the one at `call`, shape (1,), share."""
+        """Return the fields of the name and texts that all calls like the one at `call`, shape (1,), have."""
         arguments = []
         for column, title in _LABELS.items():
             text = self._intern("debug_annotation_string_values", str(*self._calls.text(column, call)))
@@ -318,11 +318,11 @@ class _Writer:
         return bytes(self._event(name_iid=int(name), debug_annotations=arguments).SerializeToString())
 
     def _event_names(self, names: Iterable[str]) -> Array:
-        """Return the numbers that stand for the names of events."""
+        """Return the ids of interned event names."""
         return np.array([self._intern("event_names", name) for name in names], np.int64)
 
     def _intern(self, kind: str, text: str) -> int:
-        """Return the number that stands for a text in the trace."""
+        """Return the id of an interned text."""
         if (kind, text) not in self._interned:
             number = self._interned[kind, text] = len(self._interned) + 1
             value = {"str": text.encode()} if kind == "debug_annotation_string_values" else {"name": text}
@@ -330,7 +330,7 @@ class _Writer:
         return self._interned[kind, text]
 
     def _write_new_texts(self) -> None:
-        """Write the texts of the numbers that are new since the last time."""
+        """Write the texts that were interned since the last call."""
         self._write_packet(interned_data=self._new_texts)
         self._new_texts.Clear()
 
@@ -358,7 +358,7 @@ def _changes(values: Array) -> Array:
 
 
 def _end_of_runs(new: Array, end: Array) -> Array:
-    """Return for each position the latest `end` of its run; runs begin where `new` is true."""
+    """Return for each position the latest `end` of its run. A run begins where `new` is true."""
     firsts = np.flatnonzero(new)
     return np.repeat(np.maximum.reduceat(end, firsts), np.diff(np.append(firsts, len(end)))) if len(end) else end
 
@@ -375,7 +375,7 @@ def _blocks(rows: int) -> Iterator[slice]:
 
 
 def _lanes(at: Array, begin: Array, end: Array) -> list[Array]:
-    """Distribute calls, by begin, to tracks on which none overlaps another, each to the first that is free."""
+    """Distribute calls, ordered by begin, to tracks without overlaps: each call goes to the first free track."""
     lanes = np.zeros(len(at), np.int64)
     overlaps_earlier = np.append(False, begin[1:] < np.maximum.accumulate(end)[:-1])
     overlapping = np.flatnonzero(overlaps_earlier | np.append(overlaps_earlier[1:], False))

@@ -1,6 +1,6 @@
-"""Protobuf messages of the same shape, many at a time (https://protobuf.dev/programming-guides/encoding).
+"""Encoding of many protobuf messages of one shape at a time (https://protobuf.dev/programming-guides/encoding).
 
-The bytes of a field in all rows are a `Column`. A row is the concatenation of its cells in all columns.
+A `Column` has the bytes of one field in all rows. A row is the concatenation of its cells in all columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _VARINT, _FIXED64, _LENGTH_DELIMITED = 0, 1, 2
 
 
 class Column(NamedTuple):
-    """Bytes of each row: the first `length` of its `data`.
+    """Bytes of one field in each row: the first `length` of its `data`.
 
     Attributes:
         data: uint8, shape (n, width), or (1, width) if all rows have the same bytes.
@@ -28,12 +28,12 @@ class Column(NamedTuple):
 
 
 def constant(data: bytes) -> Column:
-    """Return a column of the same bytes in all rows, such as fields that are serialised already."""
+    """Return a column of the same bytes in all rows, such as fields that are already serialised."""
     return Column(np.frombuffer(data, np.uint8)[None], np.array([len(data)]))
 
 
 def chosen(texts: Column, at: Array) -> Column:
-    """Return a column with the bytes of the rows `at` of another one."""
+    """Return the rows of a column at these positions."""
     return Column(texts.data[at], texts.length[at])
 
 
@@ -46,7 +46,7 @@ def stacked(texts: Sequence[bytes]) -> Column:
 
 
 def varint(field: int, values: Array) -> Column:
-    """Return a field with integers that are not negative, shape (n,)."""
+    """Return a field with non-negative integers, shape (n,)."""
     key = _base128(np.array([field << 3 | _VARINT])).data
     value = _base128(values)
     return Column(np.hstack([key.repeat(len(values), axis=0), value.data]), key.shape[1] + value.length)
@@ -71,7 +71,7 @@ def where(present: Array, columns: Sequence[Column]) -> list[Column]:
 
 
 def joined(columns: Sequence[Column]) -> bytes:
-    """Return the bytes of all rows."""
+    """Return the concatenated bytes of all rows."""
     rows = max(len(column.length) for column in columns)
     stops = np.cumsum([column.data.shape[1] for column in columns]).tolist()
     data = np.empty((rows, stops[-1]), np.uint8)
@@ -84,10 +84,10 @@ def joined(columns: Sequence[Column]) -> bytes:
 
 
 def _base128(values: Array) -> Column:
-    """Return integers as varints: 7 bits per byte, lowest first; all bytes but the last have the highest bit set."""
+    """Return integers as varints: 7 bits per byte, lowest first. All bytes but the last have the highest bit set."""
     width = max(1, -(-int(values.max(initial=0)).bit_length() // 7))
-    rest = values[:, None] >> np.arange(0, 7 * width, 7)
-    more = rest[:, 1:] > 0
-    data = (rest & 127).astype(np.uint8)
-    data[:, :-1] |= more.astype(np.uint8) << 7
-    return Column(data, 1 + more.sum(axis=1))
+    shifted = values[:, None] >> np.arange(0, 7 * width, 7)
+    continues = shifted[:, 1:] > 0
+    data = (shifted & 127).astype(np.uint8)
+    data[:, :-1] |= continues.astype(np.uint8) << 7
+    return Column(data, 1 + continues.sum(axis=1))

@@ -21,7 +21,7 @@ from commtrace.schema import RECORD, Phase, Records
 from .grouping import Array, group_rows, sum_groups
 
 ROWS_OF_BLOCK: Final = BLOCK
-"""Number of records in a block, if there are as many."""
+"""Maximum number of records in a block."""
 
 READ_FIELDS: Final = (
     "t_begin", "t_return", "t_wait", "t_start", "t_end", "payload", "local", "seq", "group", "site", "step", "peer",
@@ -32,14 +32,14 @@ _CALL_FIELDS: Final = ("kind", "group", "site", "phase", "state", "payload", "lo
 
 
 class RecordBlock:
-    """Records as columns, a row per call, or in `distinct` and `alike` per number of equal calls.
+    """Records as columns. A row is a call or, in `distinct` and `alike`, stands for several equal calls.
 
-    Besides the fields of the records there are "process", the position of their process in the log, and "rank".
+    Besides the fields of the records there are "process", the position of the process in the log, and "rank".
 
     Attributes:
-        labels: Translates the numbers in the records.
-        calls: Calls that each row stands for, int64, shape (n,).
-        exact: Whether the row's sizes are those of each call, bool, shape (n,): of a summary, some are near their mean.
+        labels: Labels of the numbers in the records.
+        calls: Number of calls that each row stands for, int64, shape (n,).
+        exact: Whether each row has the exact sizes of its calls, bool, shape (n,). Some rows of a summary have means.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RecordBlock:
         exact: Array | None = None,
         alike: tuple[RecordBlock, Array] | None = None,
     ) -> None:
-        # `distinct` refers to it, not to the block: a circle would hold the records until Python looks for it.
+        # `distinct` refers to the records, not to the block: a reference cycle would delay freeing them.
         self._records = records
         self.exact = np.ones(len(records), bool) if exact is None else exact
         self.labels = labels
@@ -85,16 +85,16 @@ class RecordBlock:
 
     @cached_property
     def distinct(self) -> RecordBlock:
-        """The distinct calls of each process and step: a row is of one process, step and row of `alike`."""
+        """The distinct calls of each process and step: a row per process, step and row of `alike`."""
         first, groups = group_rows([self["process"], self["step"], self.call])
         return self._grouped(first, groups, (self.alike, self.call[first]))
 
     @property
     def alike(self) -> RecordBlock:
-        """The distinct calls of the block; training repeats itself, so they are far fewer than the records.
+        """The distinct calls of the block. Training repeats itself, so there are far fewer of them than records.
 
         Calls of a row are equal in `kind`, `group`, `site`, `phase`, `state`, `payload` and `local`, and in whether
-        their rank is the `peer`. Other fields are those of any one of them.
+        their rank is the `peer`. Other fields are those of an arbitrary one of the calls.
         """
         return self._alike[0]
 
@@ -117,7 +117,7 @@ class RecordBlock:
 
 
 class _Rows:
-    """Some rows of records: columns of shape (n,), made when they are first asked for."""
+    """Selected rows of records. Columns, of shape (n,), are computed on first access."""
 
     def __init__(self, fields: Fields, at: Array) -> None:
         self._fields, self._at = fields, at
@@ -141,11 +141,11 @@ class HistogramBlock:
 
 
 EVALUATION: Final = -2
-"""The step of evaluations in tables of steps."""
+"""Value of `step` for evaluations."""
 
 
 def steps_of(block: RecordBlock) -> Array:
-    """Return the training step of each record, -1 for start-up and EVALUATION for evaluations, which are in no step."""
+    """Return the training step of each record: -1 for start-up, EVALUATION for evaluations, which belong to no step."""
     return np.where(block["phase"] == Phase.EVALUATION, EVALUATION, block["step"].astype(np.int64))
 
 
@@ -159,13 +159,13 @@ def read_blocks(
     select: Callable[[Records], Records] = _all_records,
     fields: Sequence[str] = (),
 ) -> Iterator[RecordBlock]:
-    """Yield the records of a part in blocks that span processes, at least one.
+    """Yield the records of a part in blocks that span processes; at least one block.
 
     Args:
-        part: The part.
-        labels: The labels of its run.
-        select: Chooses among records, shape (n,); the others are left out.
-        fields: Fields that are needed besides those of every block.
+        part: Part of a run.
+        labels: The labels of the run.
+        select: Function that returns the records to keep, given records, shape (n,).
+        fields: Fields to read besides READ_FIELDS.
     """
     size = max(1, min(ROWS_OF_BLOCK, sum(segment.count for segment in part.segments)))
     memory = bytearray(min(BLOCK, max((segment.count for segment in part.segments), default=0)) * RECORD.itemsize)
@@ -187,7 +187,7 @@ def sums_by(labels: RunLabels, keys: Mapping[str, Array], values: Mapping[str, A
 
     Args:
         labels: The labels of the ids in keys.
-        keys: Columns of integers, each of shape (n,); those of LABEL_COLUMNS are ids, and become numbers of labels.
+        keys: Columns of integers, each of shape (n,); those in LABEL_COLUMNS are ids, and become numbers of labels.
         values: Columns to sum, each of shape (n,).
     """
     first, groups = group_rows([*keys.values()])
@@ -201,7 +201,7 @@ def sums_by(labels: RunLabels, keys: Mapping[str, Array], values: Mapping[str, A
 def table_by(rows: RecordBlock, keys: Sequence[str], values: Mapping[str, Array]) -> pd.DataFrame:
     """Return `keys`, `calls` and the sums of `values`, a row per combination of keys.
 
-    A combination may take several rows (two kinds that are the same operation); `merge_sums` adds them up.
+    A combination may have several rows, one per kind of the same operation; `merge_sums` adds them up.
 
     Args:
         rows: The calls, n rows.
@@ -226,4 +226,4 @@ def mask_unknown_wire(table: pd.DataFrame) -> pd.DataFrame:
 EMPTY_BLOCK: Final = RecordBlock(
     RecordColumns.of(RECORD.names or (), 0), RunLabels(Log(Path(), "", processes=(), notes=(), other_runs=()))
 )
-"""A block without records, from which every partial table gets its columns."""
+"""A block without records, for partial tables that have columns but no rows."""

@@ -1,4 +1,4 @@
-"""Volume of each training step, times of its calls, and the typical step. Columns: `table_specs`."""
+"""Volume of each training step, times of its calls, and the typical step. See `table_specs` for the columns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     table = _selected(table, run)
     steps = table.groupby("step", as_index=False)[SUMS].sum()
     training = steps.loc[steps["step"] >= 0].assign(op=ALL)
-    # The sum first: the stable sort below then keeps it before the only operation of a run.
+    # The sum comes first, so that the stable sort below keeps it before the operation of a run that has only one.
     all_and_each = pd.concat([training, table.loc[table["step"] >= 0]]) if len(training) else training
     rows = [
         _steady(str(op), rows, training["step"], ranks_seen(run)) for op, rows in all_and_each.groupby("op", sort=False)
@@ -40,7 +40,7 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
 
 
 def _selected(table: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
-    """Return the rows of selected steps: of others, the log has at most the calls that were in flight at its end."""
+    """Return the rows of selected steps. The log may have calls of other steps that were in flight at its end."""
     return table.loc[run.select_steps(table["step"].to_numpy())]
 
 

@@ -1,9 +1,10 @@
-"""Calls of one training step of each rank, in the order of time. Columns: `table_specs`.
+"""Calls of one training step of each rank, in the order of time. See `table_specs` for the columns.
 
-The step is 0 or a power of two, the last one that is over on every rank shown: late enough to be past the warm-up, and
-known before the log has been read to its end. The table has the first FIRST_PROCESSES processes of the log, and further
-ones at powers of two. Times are on one clock, as far as the calls bound the hosts' clocks (`across_ranks.clocks`); else
-they are as comparable as the hosts' wall clocks are synchronised.
+Only step 0 and powers of two are candidates, because they are known before the log has been read to its end. The step
+is the last candidate that is complete on every rank shown, which is late enough to be past the warm-up. The table has
+the first FIRST_PROCESSES processes of the log, and further ones at powers of two. Times are on one clock if the calls
+bound the hosts' clocks (`across_ranks.clocks`). Otherwise they are only as comparable as the hosts' wall clocks are
+synchronised.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ MAX_CALLS: Final = 4096
 
 _CANDIDATE_STEPS: Final = 2
 _NO_CANDIDATE: Final = -1
-"""Step of a row that only carries `last_step`, the latest step of a process; kept if no row of a candidate has it."""
-_NAMED: Final = ("op", "role", "phase", "site")
+"""Step of a row that only has `last_step`, the latest step of a process. Kept if the process has no candidate row."""
+_LABELS: Final = ("op", "role", "phase", "site")
 
 
 def shown(process: int) -> bool:
@@ -52,7 +53,7 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
             "step": np.concatenate([*(steps[own] for own in calls), np.full(len(latest) - 1, _NO_CANDIDATE)]),
             "last_step": steps[used],
             "t_begin": block["t_begin"][used],
-            **{name: block.labels.codes(name, block.labels.ids(name, block)[used]) for name in _NAMED},
+            **{name: block.labels.codes(name, block.labels.ids(name, block)[used]) for name in _LABELS},
             "payload_bytes": block["payload"][used],
             "in_call_ns": durations("in_call", block)[used],
             "to_completion_ns": durations("to_completion", block)[used],
@@ -62,13 +63,13 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
 
 
 def _kept(table: pd.DataFrame) -> pd.DataFrame:
-    """Keep the first calls of the last candidate steps of each process, one more than MAX_CALLS, for `more_calls`."""
+    """Keep the first calls of each process's last candidate steps. One more than MAX_CALLS sets `more_calls`."""
     by_process = table.groupby("process")
     table = table.assign(last_step=by_process["last_step"].transform("max"))
     is_call = table["step"] > _NO_CANDIDATE
     is_recent = by_process["step"].rank(method="dense", ascending=False) <= _CANDIDATE_STEPS
-    stands_alone = (by_process["step"].transform("max") == _NO_CANDIDATE) & ~table["process"].duplicated()
-    kept = table.loc[(is_call & is_recent) | stands_alone]
+    has_no_candidate = (by_process["step"].transform("max") == _NO_CANDIDATE) & ~table["process"].duplicated()
+    kept = table.loc[(is_call & is_recent) | has_no_candidate]
     ordered = kept.sort_values(["process", "step", "t_begin"], kind="stable", ignore_index=True)
     return ordered.loc[ordered.groupby(["process", "step"]).cumcount() <= MAX_CALLS].reset_index(drop=True)
 
@@ -87,12 +88,12 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     )
     for measure in ("in_call_ns", "to_completion_ns"):
         result[measure] = result[measure].astype("Int64").mask(result[measure] < 0)
-    columns = ["rank", "step", *_NAMED, "payload_bytes", "begin_ns", "in_call_ns", "to_completion_ns", "more_calls"]
+    columns = ["rank", "step", *_LABELS, "payload_bytes", "begin_ns", "in_call_ns", "to_completion_ns", "more_calls"]
     return {"timeline": result[columns].reset_index(drop=True)}
 
 
 def _step(table: pd.DataFrame) -> int:
-    """Return the last step that is over on every process shown; else that all have; else that any has."""
+    """Return the last step that is complete on every process shown, else that all have, else that any has."""
     if not len(table):
         return -1
     processes = table["process"].nunique()
@@ -103,7 +104,7 @@ def _step(table: pd.DataFrame) -> int:
 
 
 def _on_one_clock(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
-    """Return the calls that can be compared with others, with `begin` on a clock that all of them share."""
+    """Return the calls whose times are known on one clock, with `begin` on that clock."""
     if run.simulated:
         return calls.head(0).assign(begin=0)
     begin, known = to_one_clock(run, calls["process"].to_numpy(), calls["t_begin"].to_numpy())

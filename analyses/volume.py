@@ -1,7 +1,8 @@
-"""Volume by operation, parallel dimension, phase, call site and rank, and of the whole job. Columns: `table_specs`.
+"""Volume by operation, parallel dimension, phase, call site and rank, and of the whole job.
 
-`whole_job` is of a dry run of some ranks of the job: a call counts once for each rank that its rank represents. The
-table has no rows if the run is real, or if the simulated ranks do not represent every rank of the job.
+See `table_specs` for the columns. `whole_job` scales a dry run of some ranks up to the job: a call counts once for each
+rank that its rank represents. The table has no rows if the run is real, or if the simulated ranks do not represent
+every rank of the job.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _partial_by_rank(block: RecordBlock) -> pd.DataFrame:
 
 def _finish_by_rank(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     ranks = pd.DataFrame({"rank": sorted({process.rank for process in run.processes})}, dtype=np.int64)
-    # A rank without records is known to have none in the log, so 0 is its value.
+    # The values of a rank without records are 0, not missing: the log has no call of it.
     filled = ranks.merge(table, on="rank", how="left").fillna(0).astype(table.dtypes.to_dict())
     median = filled["training_payload_bytes"].median()
     share = filled["training_payload_bytes"] / median if median else np.nan
@@ -77,13 +78,13 @@ def _partial_of_job(block: RecordBlock) -> pd.DataFrame:
     return table.assign(part=np.clip(table.pop("step"), EVALUATION, 0))
 
 
-def _is_of_whole_job(run: RecordedRun) -> bool:
+def _covers_whole_job(run: RecordedRun) -> bool:
     return run.simulated and sum(run.stands_for.values()) == run.world_size
 
 
 def _finish_of_job(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     table = table.assign(part=table["part"].map({EVALUATION: "evaluations", -1: "start-up", 0: "training steps"}))
-    if not _is_of_whole_job(run):
+    if not _covers_whole_job(run):
         table = table.iloc[:0]
     ranks = table["process"].map({at: process.tables.stands_for[1] for at, process in enumerate(run.processes)})
     sums = table.assign(**{name: table[name] * ranks.astype(np.int64) for name in SUMS})
@@ -92,5 +93,5 @@ def _finish_of_job(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
 
 
 WHOLE_JOB: Final = Analysis(
-    "whole_job", _partial_of_job, merge_sums("process", "part", "op"), _finish_of_job, _is_of_whole_job
+    "whole_job", _partial_of_job, merge_sums("process", "part", "op"), _finish_of_job, _covers_whole_job
 )

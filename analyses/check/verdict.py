@@ -1,13 +1,13 @@
-"""The verdict on a run by the prediction rules: cells that differ, the program's own calls, what was not compared.
+"""Verdict on a run by the prediction rules: differing cells, the program's own calls, and what was not compared.
 
-A cell is one operation of one parallel dimension in one step of one rank. It agrees if its payload is the expected one,
-and if its calls are the expected ones in size and number. If the order of gradients and modules determines how many
-calls carry the same bytes (`calls_max` of the table `expected`), their number only has to stay within that bound. With
-a tolerance above 0 the payload alone is compared.
+A cell is one operation of one parallel dimension in one step of one rank. It agrees if its payload, and the
+sizes and number of its calls, are as expected. If the order of gradients and modules determines how many calls carry
+the same bytes (`calls_max` of the table `expected`), their number only has to be within that bound. With a tolerance
+above 0, only the payload is compared.
 
-Extra calls are the program's own if their call site is not in a library that has rules, and if none of the expected
-calls of the cell is missing: otherwise they may replace expected calls. Calls in a group of one rank, which send
-nothing, are listed with them.
+Extra calls are the program's own if their call site is not in a library that has rules, and if no expected call of the
+cell is missing; otherwise they may replace expected calls. Calls in a group of one rank, which send nothing, are listed
+with them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LIBRARIES_WITH_RULES: Final = (
     "deepspeed/", "torch/", "mpu/mappings.py", "mpu/layers.py", "mpu/cross_entropy.py",
     "megatron/core/tensor_parallel/", "tensor_parallel/",
 )  # fmt: skip
-"""How call sites in them begin; those of Megatron in a checkout, and installed."""
+"""Prefixes of call sites in these libraries, for Megatron both in a checkout and installed."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Verdict:
     ranks: tuple[int, ...]
     """Ranks that were compared."""
     differences: pd.DataFrame
-    """Cells that do not agree: COLUMNS. Calls are all calls of the cell; causes and sites are those of what differs."""
+    """Cells that do not agree, with COLUMNS. Counts are of all calls; causes and sites are of those that differ."""
     own: Mapping[tuple[str, str], OwnCalls]
     """The program's own calls, by call site and operation; no cell counts them."""
     not_compared: tuple[str, ...]
-    """What could not be compared with theory: sentences without their full stop."""
+    """What could not be compared with theory: sentences without a full stop."""
 
     @property
     def agrees(self) -> bool:
@@ -65,15 +65,15 @@ class Verdict:
 
 
 def declare_own(analysis: Analysis, patterns: Sequence[str]) -> Analysis:
-    """Return the analysis `reconciliation` without the calls of these call sites, which its table `declared` has."""
+    """Return the analysis `reconciliation` with the calls of these call sites moved to a table `declared`."""
 
     def finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-        first, places = group_rows([table[name].cat.codes.to_numpy() for name in ("phase", "site")])
+        first, groups = group_rows([table[name].cat.codes.to_numpy() for name in ("phase", "site")])
         own = [
             any(is_own(pattern, str(phase), path_in_packages(str(site))) for pattern in patterns)
             for phase, site in zip(table["phase"].iloc[first], table["site"].iloc[first], strict=True)
         ]
-        declared = np.array(own, bool)[places]
+        declared = np.array(own, bool)[groups]
         steps = compared_steps(last_steps(table, len(run.processes)), run)
         calls = sums_in(table.loc[declared], steps)
         ranks = np.array([process.rank for process in run.processes], np.int64)[calls["process"]]
@@ -98,11 +98,11 @@ def compute_verdict(
 
     Args:
         tables: The tables by name, also those of `declare_own`.
-        ranks: The ranks that left a log, and those that were not to be recorded.
+        ranks: The ranks that left a log, and those excluded from recording.
         world_size: The number of ranks of the job; None: not known, and no rank counts as missing.
         tolerance: Share of the expected payload of a cell by which the measured payload may differ.
         strict: Whether only declared calls are the program's own.
-        losses: What recording lost, a sentence each: calls that nothing was compared with.
+        losses: Sentences on what recording lost: calls that were not compared.
     """
     expected, rows, agreeing = _differing_cells(tables)
     is_own = _is_own(rows) & (not strict)
@@ -124,7 +124,7 @@ def compute_verdict(
 
 
 def describe_losses(losses: Sequence[tuple[int, str]], *, per_rank: bool = False) -> list[str]:
-    """Return what ranks lost, a sentence per rank; of many ranks, unless `per_rank`, a sentence per loss."""
+    """Return a sentence per rank on what it lost; for many ranks, unless `per_rank`, a sentence per loss."""
     if per_rank or len(losses) <= MAX_SINGLE:
         return [f"rank {rank}: {loss}" for rank, loss in losses]
     by_loss: dict[str, list[int]] = {}
@@ -134,7 +134,7 @@ def describe_losses(losses: Sequence[tuple[int, str]], *, per_rank: bool = False
 
 
 def _differing_cells(tables: Mapping[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame, int]:
-    """Return the rows of `expected` and `reconciliation` of cells in which something differs; the number of others."""
+    """Return the rows of `expected` and `reconciliation` of differing cells, and the number of agreeing cells."""
     expected, reconciliation = tables["expected"], tables["reconciliation"]
     differs = reconciliation["cause"].to_numpy() != EXPECTED
     _, numbers = _number_cells(pd.concat([expected[[*CELL]], reconciliation[[*CELL]]]))
@@ -150,26 +150,26 @@ def _number_cells(rows: pd.DataFrame) -> tuple[Array, Array]:
 
 
 def _is_own(rows: pd.DataFrame) -> pd.Series[bool]:
-    """Return which rows are surplus calls of the program's own, or in groups of one rank."""
-    surplus = (rows["expected_calls"] == 0) & (rows["cause"] != EXPECTED)
-    shortage = (rows["expected_calls"] - rows["measured_calls"]).clip(lower=0)
+    """Return which rows are extra calls that are the program's own or in groups of one rank."""
+    is_extra = (rows["expected_calls"] == 0) & (rows["cause"] != EXPECTED)
+    missing = (rows["expected_calls"] - rows["measured_calls"]).clip(lower=0)
     examples, cells = _number_cells(rows)
-    is_short = sum_groups(shortage.to_numpy(np.int64), cells, len(examples)) > 0
+    is_short = sum_groups(missing.to_numpy(np.int64), cells, len(examples)) > 0
     in_library = [site for site in rows["sites"].unique() if path_in_packages(site).startswith(_LIBRARIES_WITH_RULES)]
     of_program = rows["cause"].isin(PROGRAM_CAUSES) & ~rows["sites"].isin(in_library)
-    return surplus & (of_program | (rows["role"] == "self")) & ~is_short[cells]
+    return is_extra & (of_program | (rows["role"] == "self")) & ~is_short[cells]
 
 
 def compared_cells(expected: pd.DataFrame, reconciliation: pd.DataFrame) -> pd.DataFrame:
-    """Return COLUMNS, a row per cell that has expected or measured calls."""
+    """Return a row, with COLUMNS, per cell that has expected or measured calls."""
     rows = pd.concat([expected[[*CELL]], reconciliation[[*CELL]]])
     examples, numbers = _number_cells(rows)
     of_expected, of_reconciliation = np.split(numbers, [len(expected)])
     cells = rows.iloc[examples].reset_index(drop=True)
     for name in NUMBERS:
         cells[name] = sum_groups(reconciliation[name].to_numpy(np.int64), of_reconciliation, len(cells))
-    most = pd.Series(expected["calls_max"].array, of_expected)
-    cells["calls_max"] = most.loc[~most.index.duplicated()].reindex(cells.index)
+    calls_max = pd.Series(expected["calls_max"].array, of_expected)
+    cells["calls_max"] = calls_max.loc[~calls_max.index.duplicated()].reindex(cells.index)
     differs = reconciliation["cause"].to_numpy() != EXPECTED
     for name, column in (("causes", "cause"), ("sites", "sites")):
         texts = reconciliation[column].to_numpy()[differs]
@@ -178,7 +178,7 @@ def compared_cells(expected: pd.DataFrame, reconciliation: pd.DataFrame) -> pd.D
 
 
 def _joined_items(texts: Array, cells: Array, count: int) -> Array:
-    """Return the joined items of the texts of each cell, given by number; equal items appear once."""
+    """Return the joined distinct items of the texts of each cell. `cells` has the number of each text's cell."""
     order = np.argsort(cells, kind="stable")
     codes, items = pd.factorize(texts[order])
     begins = np.flatnonzero(np.diff(cells[order], prepend=-1))

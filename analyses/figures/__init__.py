@@ -78,8 +78,8 @@ _NO_STEP: Final = (
     "The log has no training step: all calls belong to start-up or evaluations. Mark steps with commtrace.step()."
 )
 _NO_THEORY: Final = (
-    "There is no prediction for this run: it needs a job, captured in the log, and rules for its scheme. Compare with "
-    "a dry run instead (commtrace check --against)."
+    "There is no prediction for this run: it would need a job captured in the log, and rules for its scheme. Compare "
+    "with a dry run instead (commtrace check --against)."
 )
 _NO_STEP_TIMES: Final = (
     "The log does not have the times for this figure. It needs three training steps of every rank, with ends of calls "
@@ -88,38 +88,38 @@ _NO_STEP_TIMES: Final = (
 
 FIGURES: Final[dict[str, Figure]] = {
     "volume": Figure("Volume by operation and parallel dimension", "volume_by_role_and_operation", volume,
-        "The operation with the longest bar moves the most data. The thin grey bar is the wire bytes: where it is "
-        "longer, the operation sends more bytes than its buffers have.", view="page"),
+        "The operation with the longest bar moves the most data. The thin grey bar shows the wire bytes: where it is "
+        "longer, the operation sends more bytes than its buffers hold.", view="page"),
     "waterfall": Figure("From the closed form to the recorded bytes", "waterfall", waterfall,
-        "Each bar between the first and the last is one cause for which this run sends more (or less) than the closed "
-        "form predicts. A hatched bar has no known cause: look there.", _NO_THEORY, view="page"),
+        "Each bar between the first and the last is a cause of this run sending more (or less) than the closed form "
+        "predicts. A hatched bar has no known cause: look there.", _NO_THEORY, view="page"),
     "waterfall_by_role": Figure("From the closed form to the recorded bytes, by dimension", "waterfall_by_role",
         waterfall_by_role,
         "The formula of each parallel dimension, and what the ranks send in it. A dimension without a formula (the "
         "norm of all gradients, for example) begins at 0.",
         "The closed form of this run, if there is one, has a single dimension.", view="page"),
     "expected_and_measured": Figure("Expected and recorded, by operation", "reconciliation", expected_and_measured,
-        "Pale bars: expected from the job's settings; solid bars: recorded. Pairs of equal length agree; an operation "
-        "in place of another shows as two pairs that differ in opposite directions.", _NO_THEORY, _has_steps,
+        "Pale bars: expected from the job's settings; solid bars: recorded. Bars of equal length agree; an operation "
+        "used in place of another shows as two pairs that differ in opposite directions.", _NO_THEORY, _has_steps,
         view="page"),
     "message_sizes": Figure("Message sizes", "message_size_bins", message_sizes,
-        "Above, how many calls have each size; below, how many bytes they move. Many calls on the left that move few "
-        "bytes below cost latency, and are candidates for merging.", view="page"),
+        "Above, how many calls have each size; below, how many bytes they move. Many small calls that move few "
+        "bytes cost latency, and are candidates for merging.", view="page"),
     "steps": Figure("Volume and time of each step", "steps_by_operation", steps,
-        "Bars of equal height are equal steps; an outlier did something else. Time that changes while the volume does "
-        "not is waiting, for other ranks or for the machine. Calls that overlap are each counted in full.", _NO_STEP,
-        _has_steps),
+        "Bars of equal height are equal steps; an outlier did something else. If the time changes but the volume does "
+        "not, the step waited for other ranks or for the machine. Calls that overlap are each counted in full.",
+        _NO_STEP, _has_steps),
     "timeline": Figure("Timeline of one training step", "timeline", timeline,
         "An all_reduce, all_gather or reduce_scatter ends on all ranks together, so the rank with the shortest bar "
         "came last, and the others waited for it. (A bar is too long if the end was observed only by a later wait.) "
         "Drag to zoom in, double-click to zoom out.", _NO_STEP),
     "delays": Figure("Computation beyond that of the other ranks", "delay_by_rank_and_step", delays,
         "A bright row is a rank that is always late, a bright cell one that was late once, a bright column a step in "
-        "which a few ranks had more to do. Waiting does not count, so that a delay shows where it began.",
+        "which a few ranks had more to do. Waiting does not count, so a delay shows only where it began.",
         _NO_STEP_TIMES),
     "critical_path": Figure("Critical path of the slowest step", "critical_path", critical_path,
-        "What the end of the step depended on: a shorter piece here makes a shorter step, one elsewhere does not. The "
-        "path changes ranks where one waited for the other.", _NO_STEP_TIMES),
+        "What the end of the step depended on: shortening a piece of the path shortens the step, shortening anything "
+        "else does not. The path changes ranks where one waited for another.", _NO_STEP_TIMES),
     "sizes_over_time": Figure("Message sizes over time", "sizes_over_time", sizes_over_time,
         "Start-up is at the left. A row that continues to the right is a message of every step; a single cell happened "
         "once. Brighter is more calls."),
@@ -135,7 +135,7 @@ COMPARISONS: Final[dict[str, Figure]] = {
         "steps.", view="page"),
     "measured_and_predicted": Figure("Recorded against the closed form", "runs_predicted", measured_and_predicted,
         "A run at 1.00 x sends what the closed form predicts. The report of a run explains other ratios.",
-        "There is no prediction for any of these runs: it needs the jobs that are trained, captured in the logs.",
+        "There is no prediction for any of these runs: it would need jobs captured in the logs.",
         lambda table: bool(table["predicted_bytes"].notna().any()), view="page"),
     "role_volumes": Figure("Volume of each parallel dimension", "runs_by_role", role_volumes,
         "What each parallel dimension sends in the whole run. Groups of a single rank send nothing and are left out.",

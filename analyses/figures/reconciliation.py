@@ -1,4 +1,4 @@
-"""Figures of the reconciliation: expected against measured, and the causes between them."""
+"""Figures of the reconciliation: expected and measured calls, and the causes of their differences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .style import CLOSED_FORM, bytes_scale, finish, horizontal_bars, in_order, 
 def waterfall(table: pd.DataFrame) -> go.Figure:
     """Draw `waterfall`: from the closed form to the measured bytes of a step of one rank, a bar per cause.
 
-    Of `waterfall_by_role`, the waterfall of each parallel dimension, one below the other.
+    For `waterfall_by_role`, draw the waterfall of each parallel dimension, one below the other.
     """
     title = "From the closed form to the recorded bytes" + (", by dimension" if "role" in table else "")
     roles = table["role"] if "role" in table else pd.Series("", table.index)
@@ -37,7 +37,7 @@ def waterfall(table: pd.DataFrame) -> go.Figure:
     ]
     pattern = {"shape": ["/" if kind == "unexplained" else "" for kind in table["kind"]]}
     bars = horizontal_bars(
-        list(range(len(table))),  # by number, so that two causes of one name stay two bars
+        list(range(len(table))),  # by number, so that two causes with the same label stay two bars
         scale.axis(table["bytes"]),
         hover,
         text=texts,
@@ -48,10 +48,10 @@ def waterfall(table: pd.DataFrame) -> go.Figure:
     )
     figure = go.Figure(bars)
     for number, (end, kind) in enumerate(zip(scale.axis(top)[:-1], table["kind"][:-1], strict=True)):
-        if kind != "measured":  # from the end of the bar to the begin of the next one
+        if kind != "measured":  # from the end of the bar to the start of the next one
             line = {"width": 1, "color": style.GREY}
             figure.add_shape(type="line", x0=end, x1=end, y0=number, y1=number + 1, line=line, layer="below")
-    # Above its bar: a cause is a sentence, too long for the space beside it.
+    # Labels are above their bars: a cause is a sentence, too long for the space beside its bar.
     place = {"align": "left", "x": 0, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
     for number, name in enumerate(labels):
         figure.add_annotation(text=wrapped(name, 52, 2), y=number - 0.25, **place)
@@ -91,7 +91,7 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
                 showlegend=False,
             )
             figure.add_trace(bars)
-        # An empty bar, for the meaning of pale and full colours in the legend.
+        # An empty bar explains pale and solid colours in the legend.
         figure.add_trace(
             go.Bar(x=[None], y=[None], name=name, offsetgroup=side, marker={"color": CLOSED_FORM}, opacity=opacity)
         )

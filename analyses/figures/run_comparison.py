@@ -1,8 +1,8 @@
 """Figures that compare runs: side by side, and of one program on increasing numbers of ranks.
 
 Those of runs side by side are figures 7, 8, 10, 11 and 13 of "Demystifying the Communication Characteristics for
-Distributed Transformer Models" (Anthony et al., 2024). Figure 12, tensor parallelism by operation, is drawn as figure 8
-is.
+Distributed Transformer Models" (Anthony et al., 2024). Figure 12, tensor parallelism by operation, is drawn like
+figure 8.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def operation_volumes(table: pd.DataFrame) -> go.Figure:
 
 def role_volumes(table: pd.DataFrame) -> go.Figure:
     """Draw the wire bytes of each run by parallel dimension, from `runs_by_role` (the paper's figure 11, in total)."""
-    # A row that sends nothing has no dimension, and so no bar.
+    # Rows that send nothing get no dimension, and so no bar.
     rows = table.assign(role=table["role"].where(table["wire_bytes_per_rank"] > 0))
     hover = [
         f"{text} (min)<br>{format_bytes(payload)} payload"
@@ -97,19 +97,22 @@ def predicted_by_role(table: pd.DataFrame) -> go.Figure:
 
 def speedup(table: pd.DataFrame) -> go.Figure:
     """Draw speedup and efficiency of `scaling` against the number of ranks, and ideal scaling."""
-    ranks, perfect = table["ranks"], table["ranks"] / table["ranks"].iloc[0]
+    ranks, ideal_speedup = table["ranks"], table["ranks"] / table["ranks"].iloc[0]
     hover = [
         f"{label(row.run)}<br>{row.ranks} ranks<br>{row.speedup:.2f}x, {format_share(row.efficiency)}"
         for row in rows_of(table)
     ]
-    ideal = {"mode": "lines", "line": {"color": style.CLOSED_FORM, "dash": "dot"}, "hoverinfo": "skip"}
-    seen = {"mode": "lines+markers", "line": {"color": BLUE}, "marker": {"size": 9}, **style.hover_texts(hover)}
+    dotted = {"mode": "lines", "line": {"color": style.CLOSED_FORM, "dash": "dot"}, "hoverinfo": "skip"}
+    markers = {"mode": "lines+markers", "line": {"color": BLUE}, "marker": {"size": 9}, **style.hover_texts(hover)}
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
-    panels = (("speedup", perfect, table["speedup"]), ("efficiency, %", perfect * 0 + 100, table["efficiency"] * 100))
-    for panel, (title, of_perfect, measured) in enumerate(panels, start=1):
+    panels = (
+        ("speedup", ideal_speedup, table["speedup"]),
+        ("efficiency, %", ideal_speedup * 0 + 100, table["efficiency"] * 100),
+    )
+    for panel, (title, ideal, measured) in enumerate(panels, start=1):
         options = {"x": ranks, "showlegend": panel == 1, "row": 1, "col": panel}
-        figure.add_scatter(y=of_perfect, name="ideal scaling", **ideal, **options)
-        figure.add_scatter(y=measured, name="measured", **seen, **options)
+        figure.add_scatter(y=ideal, name="ideal scaling", **dotted, **options)
+        figure.add_scatter(y=measured, name="measured", **markers, **options)
         figure.update_yaxes(title_text=title, rangemode="tozero", row=1, col=panel)
     ticks = sorted(set(ranks))
     figure.update_xaxes(title_text="ranks", type="log", tickvals=ticks, ticktext=[str(tick) for tick in ticks])
@@ -201,7 +204,7 @@ def _volume_hover(rows: pd.DataFrame, by: str, kind: str = "payload") -> list[st
 
 
 def _runs_axis(table: pd.DataFrame) -> dict[str, Any]:
-    """Return an axis with the runs from top to bottom in the order of the table, those without a value too."""
+    """Return an axis with the runs from top to bottom in the order of the table, including those without a value."""
     runs = [label(run) for run in table["run"].drop_duplicates()]
     limits = [len(runs) - 0.5, -0.5]
     return {

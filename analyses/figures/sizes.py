@@ -112,8 +112,8 @@ def _size_axis(exponents: Iterable[int]) -> dict[str, Any]:
     """Return an axis with ticks at edges of the bins, about ten at most."""
     low, high = min(exponents, default=0), max(exponents, default=0)
     step = next((step for step in (1, 2, 5) if (high + 1 - low) / step <= 9), 10)
-    none = low == _NO_PAYLOAD  # then the edge of 1 B is too close to 0 B for a tick of its own
-    edges = [edge for edge in range(max(low, int(none)), high + 2) if edge % step == 0]
-    ticks = [*([_NO_PAYLOAD + 0.5] if none else []), *edges]
-    texts = [*(["0 B"] if none else []), *map(format_power_of_two, edges)]
+    has_zero = low == _NO_PAYLOAD  # then the edge of 1 B is too close to 0 B for a tick of its own
+    edges = [edge for edge in range(max(low, int(has_zero)), high + 2) if edge % step == 0]
+    ticks = [*([_NO_PAYLOAD + 0.5] if has_zero else []), *edges]
+    texts = [*(["0 B"] if has_zero else []), *map(format_power_of_two, edges)]
     return {"tickvals": ticks, "ticktext": texts, "range": [low - 0.15, high + 1.15]}

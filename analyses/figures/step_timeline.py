@@ -14,7 +14,7 @@ from commtrace.formatting import format_bytes, format_count, format_duration, fo
 from .style import finish, in_order, label, numbered_rows, operation_style, span_bars, time_scale
 
 MAX_BARS: Final = 3000
-"""Of more calls, neighbours of one operation are drawn as one bar."""
+"""If there are more calls, neighbours of one operation are drawn as one bar."""
 
 MAX_RANKS: Final = 16
 
@@ -46,7 +46,7 @@ def timeline(table: pd.DataFrame) -> go.Figure:
 
 
 def _spans(table: pd.DataFrame) -> pd.DataFrame:
-    """Return bars, times in ns: `rank`, `op`, `begin`, `end`, `ended`, `calls`, `payload_bytes`, `phase`, `site`."""
+    """Return bars (times in ns): `rank`, `op`, `begin`, `end`, `ended`, `calls`, `payload_bytes`, `phase`, `site`."""
     ended = table["to_completion_ns"].notna()
     length = table["to_completion_ns"].fillna(table["in_call_ns"]).fillna(0).astype(np.int64)
     calls = table.assign(begin=table["begin_ns"], end=table["begin_ns"] + length, ended=ended, calls=1)
@@ -74,5 +74,5 @@ def _hover(row: Any) -> str:
     inside = f"{length} inside {'the call' if row.calls == 1 else 'the calls'}; the end was not observed"
     lines = [f"{calls}, payload {format_bytes(row.payload_bytes)}", length if row.ended else inside]
     if row.calls == 1:
-        lines += [f"phase {label(row.phase)}", label(row.site or "line not recorded")]
+        lines += [f"phase {label(row.phase)}", label(row.site or "call site not recorded")]
     return "<br>".join(lines)

@@ -1,4 +1,4 @@
-"""Figures of training steps across ranks: who was late when, and what a step's end depended on."""
+"""Figures of training steps across ranks: which rank was late when, and what the end of a step depended on."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MAX_RANKS: Final = 64
 """Rows of a critical path: the ranks with the largest part of it."""
 MAX_ROWS: Final = 48
 MAX_COLUMNS: Final = 160
-"""Rows and columns of a heat map of more than MAX_SINGLE ranks: the largest value of each range of ranks and steps."""
+"""Rows and columns of a heat map of more than MAX_SINGLE ranks. A cell is the largest value of its ranks and steps."""
 
 
 def delays(table: pd.DataFrame) -> go.Figure:
-    """Draw `delay_by_rank_and_step`: a row per rank and a column per step; of many ranks, per range of them."""
+    """Draw `delay_by_rank_and_step`: a row per rank and a column per step; for many ranks, per range of them."""
     late = table.pivot_table(index="rank", columns="step", values="delay_ns", aggfunc="sum").clip(lower=0)
     binned = len(late) > MAX_SINGLE
     rows, columns = (
         np.array_split(np.arange(length), min(length, most) if binned else length) if length else []
         for length, most in zip(late.shape, (MAX_ROWS, MAX_COLUMNS), strict=True)
     )
-    cells = [[_latest(late, part, steps) for steps in columns] for part in rows]
+    cells = [[_largest_delay(late, part, steps) for steps in columns] for part in rows]
     values = np.array([[ns for ns, _ in row] for row in cells], float).reshape(len(rows), len(columns))
     scale = time_scale(values.ravel().tolist())
     figure = go.Figure(
@@ -46,8 +46,8 @@ def delays(table: pd.DataFrame) -> go.Figure:
     return finish(figure, "Computation beyond that of the other ranks", max(240, 150 + 18 * len(rows)))
 
 
-def _latest(late: pd.DataFrame, rows: Any, columns: Any) -> tuple[float, str]:
-    """Return the largest delay in ns of a range of rows and columns, and what is shown of it under the pointer."""
+def _largest_delay(late: pd.DataFrame, rows: Any, columns: Any) -> tuple[float, str]:
+    """Return the largest delay in ns of a range of rows and columns, and its hover text."""
     block = late.to_numpy()[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     row, column = divmod(int(np.nan_to_num(block, nan=-1).argmax()), len(columns))
     place = f"rank {_range(late.index[rows])}, step {_range(late.columns[columns])}"
@@ -79,7 +79,7 @@ def critical_path(table: pd.DataFrame) -> go.Figure:
         y, hover = [place[rank] for rank in rows["rank"]], map(_hover, rows_of(rows))
         figure.add_trace(span_bars(rows["begin_ns"], rows["ns"], scale, y=y, hover=hover, width=0.6, **paint))
     figure.update_layout(barmode="overlay")
-    figure.update_xaxes(title_text=f"time since the step's begin, {scale.unit}")
+    figure.update_xaxes(title_text=f"time since the start of the step, {scale.unit}")
     figure.update_yaxes(**numbered_rows(f"rank {rank}" for rank in ranks))
     step = int(path["step"].iloc[0]) if len(path) else 0
     return finish(figure, f"Critical path of the slowest step, {step}", max(240, 150 + 26 * len(ranks)))

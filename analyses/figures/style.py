@@ -1,7 +1,7 @@
 """Colours, units, labels and traces that all figures share.
 
 An operation has one colour in every figure, and bytes have binary units. The colours are those of Okabe and Ito, which
-are distinct with any colour vision. Related operations share a colour and differ by a pattern, so that the rarer ones
+are distinct for any colour vision. Related operations share a colour and differ by a pattern, so that the rarer ones
 stay distinct without a colour that is too similar.
 """
 
@@ -44,7 +44,7 @@ OPERATIONS: Final[dict[str, tuple[str, str]]] = {
 }
 OTHER: Final = (GREY, "/")
 
-# Bars that are not operations have none of their colours.
+# Bars that are not operations use other colours.
 CLOSED_FORM, MORE, LESS, UNEXPLAINED = "#66727F", "#AA4465", "#44AA99", "#B8A13B"
 
 # Light enough at one end and dark enough at the other for a white and a black page: viridis without its ends.
@@ -90,8 +90,8 @@ _UNPRINTABLE: Final = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\
 def label(text: object, longest: int = 80) -> str:
     """Return text from a log, escaped: plotly interprets HTML, links included.
 
-    Texts over `longest` characters lose their beginning. Invisible characters, and those that change the direction of
-    writing, are replaced.
+    Texts over `longest` characters lose their beginning. Invisible characters, and those that change the writing
+    direction, are replaced.
     """
     plain = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text))
     short = plain if len(plain) <= longest else "…" + plain[1 - longest :]
@@ -99,7 +99,7 @@ def label(text: object, longest: int = 80) -> str:
 
 
 def wrapped(text: object, width: int = 60, lines: int = 6) -> str:
-    """Return a label that is wrapped at `width` characters, of at most so many lines."""
+    """Return a label wrapped at `width` characters, of at most `lines` lines."""
     return "<br>".join(label(line) for line in textwrap.wrap(str(text), width, max_lines=lines, placeholder=" …"))
 
 
@@ -122,12 +122,12 @@ def operation_style(op: object) -> dict[str, Any]:
 
 
 def hover_texts(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the properties of a trace that shows these texts, escaped HTML, under the pointer."""
+    """Return the properties of a trace with these hover texts, in escaped HTML."""
     return {"customdata": [*texts], "hovertemplate": "%{customdata}<extra></extra>"}
 
 
 def numbered_rows(names: Iterable[object]) -> dict[str, Any]:
-    """Return a vertical axis of rows 0, 1 ... with these names, of which the row 0 is the uppermost."""
+    """Return a vertical axis of rows 0, 1, ... with these names, and row 0 at the top."""
     labels = [label(name) for name in names]
     return {
         "tickvals": list(range(len(labels))),
@@ -139,7 +139,7 @@ def numbered_rows(names: Iterable[object]) -> dict[str, Any]:
 
 
 def text_positions(values: Iterable[float], longest_of: Iterable[float]) -> list[str]:
-    """Return the `textposition` of bars: inside those longer than 0.6 of the longest of `longest_of`, else outside."""
+    """Return the `textposition` of bars: inside if longer than 0.6 of the longest of `longest_of`, else outside."""
     longest = _largest(longest_of)
     return ["inside" if longest and _largest([value]) > 0.6 * longest else "outside" for value in values]
 
@@ -157,12 +157,12 @@ def horizontal_bars(
     """Return horizontal bars.
 
     Args:
-        y: Places or names of the bars.
+        y: Positions or names of the bars.
         x: Their lengths, in the unit of the axis.
-        hover: What is shown of each bar under the pointer, escaped HTML.
-        text: What is written at each bar.
+        hover: Hover text of each bar, in escaped HTML.
+        text: Text at each bar.
         text_position: "inside" or "outside", for all bars or for each.
-        text_anchor: Where text inside a bar stands: "start", "middle" or "end".
+        text_anchor: Position of text inside a bar: "start", "middle" or "end".
         options: Further properties of `go.Bar`.
     """
     if text is not None:
@@ -172,14 +172,14 @@ def horizontal_bars(
 
 
 def span_bars(begin: pd.Series[Any], length: pd.Series[Any], scale: Scale, **options: Any) -> go.Bar:
-    """Return horizontal bars of these lengths from `begin` on; `options` are those of `horizontal_bars`."""
+    """Return horizontal bars of these lengths that start at `begin`; `options` are those of `horizontal_bars`."""
     bars = horizontal_bars(x=scale.axis(length), base=scale.axis(begin), **options)
-    # The outline keeps a bar visible that is shorter than a pixel.
+    # The outline keeps bars shorter than a pixel visible.
     return bars.update(marker_line={"color": bars.marker.color, "width": 1})
 
 
 def heat_map(unit: str, ticks: Mapping[str, Any] | None = None, **options: Any) -> go.Heatmap:
-    """Return a heat map from 0 on; `ticks` are further properties of its colour bar, and `options` of itself."""
+    """Return a heat map that starts at 0; `ticks` are further properties of its colour bar, `options` of the map."""
     bar = {"title": {"text": unit, "side": "top"}, "thickness": 12, "outlinewidth": 0, **(ticks or {})}
     return go.Heatmap(zmin=0, colorscale=SCALE, colorbar=bar, **options)
 
@@ -222,10 +222,10 @@ def stack_totals(
     places: Sequence[Any] | None = None,
     formatter: Callable[[Any], str] = format_bytes,
 ) -> go.Scatter:
-    """Return the totals of horizontal stacks as text behind their ends.
+    """Return the totals of horizontal stacks as text after their ends.
 
-    `lengths` are the totals in the unit of the axis; `places`, where the stacks are on the other one, are their names
-    by default.
+    `lengths` are the totals in the unit of the axis. `places` are the positions of the stacks on the other axis, by
+    default their names.
     """
     return go.Scatter(
         x=lengths,
@@ -241,7 +241,7 @@ def stack_totals(
 
 
 def show_legend_once(figure: go.Figure) -> None:
-    """Show each name once in the legend, though several panels have traces of it."""
+    """Show each name only once in the legend, even if several panels have traces of it."""
     seen: set[str] = set()
     for trace in figure.data:
         trace.showlegend = bool(trace.name) and trace.showlegend is not False and trace.name not in seen
@@ -253,5 +253,5 @@ def _largest(values: Iterable[float]) -> float:
 
 
 def finish(figure: go.Figure, title: str, height: int) -> go.Figure:
-    """Apply the common layout. `height` is in px; the width is that of the place where the figure is shown."""
+    """Apply the common layout. `height` is in px; the figure is as wide as its container."""
     return figure.update_layout(template=TEMPLATE, title_text=title, height=height, autosize=True)

@@ -1,4 +1,4 @@
-"""Figures of the volume: by operation and parallel dimension, and, with the host's time, by step."""
+"""Figures of the volume: by operation and parallel dimension, and by step, with the host time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ROW_HEIGHT: Final = 38
 """Height of a bar and the space to the next one, px."""
 
 MAX_STEPS: Final = 400
-"""Steps drawn one by one; of more, neighbours are drawn as their mean."""
+"""Maximum number of steps drawn one by one. If there are more, neighbours are drawn as their mean."""
 
-# Measure: its name, and its line (they may cover each other, so they differ not by colour alone).
+# Measure: its name and its line. Lines may overlap, so they differ by more than their colours.
 _TIMES: Final = {
     "to_completion": ("from the call to its end", {"color": "#AA4465", "dash": "solid", "width": 2}),
     "in_call": ("inside the call", {"color": "#44AA99", "dash": "dot", "width": 2.5}),
@@ -59,7 +59,7 @@ def volume(table: pd.DataFrame) -> go.Figure:
 
 
 def _by_operation(table: pd.DataFrame) -> pd.DataFrame:
-    # Wire bytes that are not known for a part of the calls are not known for the operation.
+    # The wire bytes of an operation are not known if those of any dimension are not.
     sums = table.groupby("op", as_index=False).agg(
         calls=("calls", "sum"),
         payload_bytes=("payload_bytes", "sum"),
@@ -98,7 +98,7 @@ def _draw_operations(figure: go.Figure, operations: pd.DataFrame, longest: float
 
 
 def steps(table: pd.DataFrame) -> go.Figure:
-    """Draw payload by operation and host's time of each training step, per rank, from `steps_by_operation`."""
+    """Draw payload by operation and host time of each training step, per rank, from `steps_by_operation`."""
     table, width = _averaged(table.loc[table["step"] >= 0])
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06)
     volumes = table.pivot_table(index="step", columns="op", values="payload_bytes_per_rank", aggfunc="sum")
@@ -115,7 +115,7 @@ def steps(table: pd.DataFrame) -> go.Figure:
             ),
         )
         figure.add_trace(bars.update(marker_line_width=0), row=1, col=1)
-    _host_time(figure, table, width)
+    _draw_host_time(figure, table, width)
     figure.update_yaxes(title_text=f"payload per rank, {scale.unit}", rangemode="tozero", row=1, col=1)
     figure.update_xaxes(title_text="training step" + (f" (means of {width})" if width > 1 else ""), row=2, col=1)
     if len(volumes) <= 20 and width == 1:
@@ -124,7 +124,7 @@ def steps(table: pd.DataFrame) -> go.Figure:
     return finish(figure, "Volume and time of each step", 480)
 
 
-def _host_time(figure: go.Figure, table: pd.DataFrame, width: int) -> None:
+def _draw_host_time(figure: go.Figure, table: pd.DataFrame, width: int) -> None:
     columns = [f"{measure}_ns_per_rank" for measure in _TIMES]
     # min_count: a step in which no time is known has a missing sum, not 0.
     times = table.groupby("step")[columns].sum(min_count=1)
@@ -148,7 +148,7 @@ def _host_time(figure: go.Figure, table: pd.DataFrame, width: int) -> None:
 
 
 def _averaged(training: pd.DataFrame) -> tuple[pd.DataFrame, int]:
-    """Return means of neighbouring steps if there are more than MAX_STEPS, and the number of steps of a mean."""
+    """Return means of neighbouring steps if there are more than MAX_STEPS, and the number of steps per mean."""
     if not len(training):
         return training, 1
     first, last = int(training["step"].min()), int(training["step"].max())

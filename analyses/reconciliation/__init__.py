@@ -1,12 +1,12 @@
-"""Comparison of the recorded calls with those that theory expects of the captured job. Columns: `table_specs`.
+"""Comparison of the recorded calls with the expected calls of the captured job. See `table_specs` for the columns.
 
 A cell is one operation of one parallel dimension in one step of one rank. Calls of a cell are compared by payload, and
 by group size in dimensions whose groups differ in size; from step DETAILED_STEPS on, by number and bytes. Calls that
 match, or whose size is within its bounds, have the cause "expected". All others are unmatched, with the label of a
 cause (`causes.CAUSES`) or "unexplained". Only processes that trained one model, of a scheme with rules, are compared.
 
-The waterfall leads from the paper's closed form (equation 2 or 3 with the real number of parameters, times the bytes of
-a parameter's element) to the wire bytes of one rank's step. Sums are exact; running sums are rounded to whole bytes.
+The waterfall leads from the paper's closed form (equation 2 or 3 with the real number of parameters, times the element
+size) to the wire bytes of one rank's step. Sums are exact; running sums are rounded to whole bytes.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ def _finish(
     own_last = last_steps(table, len(run.processes))
     comparison = RankComparison(measured, compared_steps(own_last, run))
     for number, (process, last) in enumerate(zip(run.processes, own_last, strict=True)):
-        # Stages have equally many ranks each, and are in the order of the ranks.
+        # All stages have the same number of ranks, in the order of the ranks.
         job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
         comparison.add(number, process, job, _problem(process, last, run), last)
     return comparison.tables(agreeing=agreeing)
 
 
 def compared_steps(last_steps: Iterable[int], run: RecordedRun) -> Array:
-    """Return the steps that are compared, ascending from -1 (start-up), given the last one of each process."""
+    """Return the steps that are compared, ascending from -1 (start-up), given the last step of each process."""
     last = [own for own, process in zip(last_steps, run.processes, strict=True) if not _problem(process, own, run)]
-    steps = np.arange(_first_whole_step(run), max(last, default=-1) + 1)
+    steps = np.arange(_first_complete_step(run), max(last, default=-1) + 1)
     return steps[_is_compared(steps, run)]
 
 
 def _problem(process: Process, last_step: int, run: RecordedRun) -> str | None:
-    """Return why a process with this last step is not compared, if so."""
+    """Return why a process with this last step is not compared, None if it is."""
     return process.steps_problem(last_step) or run.selection_problem
 
 
-def _first_whole_step(run: RecordedRun) -> int:
-    """Return the first step of which no process has removed records, -1: start-up.
+def _first_complete_step(run: RecordedRun) -> int:
+    """Return the first step from which no process has removed records; -1 is start-up.
 
-    Records are written in the order in which calls end, more or less: the first ones that are left may be of several
+    Records are written roughly in the order in which calls end. The first remaining ones may therefore be of several
     steps, and those of calls that are never waited for come last.
     """
     first = -1
@@ -73,7 +73,7 @@ def _first_whole_step(run: RecordedRun) -> int:
 
 
 def _is_compared(steps: Array, run: RecordedRun) -> Array:
-    """Return whether the calls of each step are in the log, apart from those of other steps, bool, shape (n,)."""
+    """Return whether the calls of each step are in the log separately from those of other steps, bool, shape (n,)."""
     compared = np.asarray(run.select_steps(steps) & (steps != MIXED))
     for process in run.processes:
         for first, last in process.summary.summed_steps if process.summary else ():
@@ -97,9 +97,9 @@ ANALYSIS: Final = Analysis(
 
 
 DIFFERENCES: Final = replace(ANALYSIS, finish=partial(_finish, agreeing=False))
-"""The same without the cells of steps in which nothing differs: of many ranks and steps, they take much memory."""
+"""ANALYSIS without the cells of steps in which nothing differs: for many ranks and steps, they take much memory."""
 
 
 def differences_from(*jobs: Mapping[str, Any]) -> Analysis:
-    """Return DIFFERENCES with job rows in place of the captured ones, for a pipeline one per stage."""
+    """Return DIFFERENCES with job rows in place of the captured ones; a pipeline has one per stage."""
     return replace(DIFFERENCES, finish=partial(_finish, jobs=jobs, agreeing=False), reads_records=None)

@@ -1,7 +1,7 @@
 """Causes of differences between recorded and expected calls. Append to CAUSES to add one.
 
-A cause is a label and a function that selects the unmatched calls of one rank and step that it explains. The first
-cause of CAUSES that selects calls is their cause; calls that none selects are UNEXPLAINED.
+A cause is a label and a function that selects the unmatched calls of one rank and step that it explains. Calls get
+the first cause in CAUSES that selects them; calls that none selects are UNEXPLAINED.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _overflow(unmatched: Sequence[EqualCalls], context: StepContext) -> Sequence
 
 
 def _split_differently(unmatched: Sequence[EqualCalls], context: StepContext) -> Sequence[EqualCalls]:
-    """Select missing and framework calls of a parallel dimension and operation if their bytes add up to 0."""
+    """Select missing and framework calls of one parallel dimension and operation if their bytes add up to 0."""
     by_key: dict[tuple[str, str], list[EqualCalls]] = defaultdict(list)
     for calls in unmatched:
         if calls.calls < 0 or is_framework_call(calls):

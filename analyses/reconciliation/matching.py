@@ -1,4 +1,4 @@
-"""Matching of expected against recorded calls of one step of one rank."""
+"""Matching of expected and recorded calls of one step of one rank."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def compare(
     Args:
         expected: The calls that theory expects.
         measured: The recorded calls.
-        ranks_of: Function from a parallel dimension to the size of its group.
+        ranks_of: Function that returns the group size of a parallel dimension.
 
     Returns:
-        A sorted cell per parallel dimension and operation that has an expected or a recorded call.
+        A cell per parallel dimension and operation that has an expected or a recorded call, sorted.
     """
     counts: dict[CellKey, ExpectedCounts] = defaultdict(lambda: defaultdict(int))
     least: dict[CellKey, dict[int, int]] = defaultdict(dict)
@@ -64,7 +64,7 @@ def compare(
 def _match(
     key: CellKey, expected: ExpectedCounts, measured: Sequence[EqualCalls], ranks: int, least: Mapping[int, int]
 ) -> Cell:
-    """Match call by call. `ranks`: size of the dimension's group; `least`: lower bound of each upper bound."""
+    """Match call by call. `ranks` is the size of the dimension's group; `least` maps upper to lower bounds."""
     if any(calls.payload < 0 for calls in measured):
         return _match_sums(key, expected, measured, ranks, least)
     missing = dict(expected)
@@ -109,15 +109,15 @@ def _wire_difference(op: str, size: int, most: int, ranks: int) -> Fraction:
 def _match_sums(
     key: CellKey, expected: ExpectedCounts, measured: Sequence[EqualCalls], ranks: int, least: Mapping[int, int]
 ) -> Cell:
-    """Match by count and total bytes, for a log without payloads: all calls, those in training, or framework calls."""
+    """Match by count and total bytes, for calls without payloads: all calls, calls in training, or framework calls."""
     most = sum(size * count for (size, _), count in expected.items())
     low = sum(least.get(size, size) * count for (size, _), count in expected.items())
-    of_frameworks = [calls for calls in measured if is_framework_call(calls)]
-    of_steps = [calls for calls in measured if calls.phase != "evaluation"]
-    for candidates in (measured, of_steps, of_frameworks):
+    framework_calls = [calls for calls in measured if is_framework_call(calls)]
+    training_calls = [calls for calls in measured if calls.phase != "evaluation"]
+    for candidates in (measured, training_calls, framework_calls):
         total = sum(calls.bytes for calls in candidates)
         if sum(calls.calls for calls in candidates) == sum(expected.values()) and low <= total <= most:
-            group = max((own or ranks for _, own in expected), default=ranks)
+            group = max((size or ranks for _, size in expected), default=ranks)
             sites = tuple(calls.site for calls in candidates)
             rest = tuple(_extra(calls, calls.calls) for calls in measured if calls not in candidates)
             below_bound = _wire_difference(key[1], total, most, group)

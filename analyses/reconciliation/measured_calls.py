@@ -14,10 +14,10 @@ from commtrace.analyses.grouping import Array, concatenated_ranges, group_rows, 
 from commtrace.analyses.record_blocks import RecordBlock
 
 DETAILED_STEPS: Final = 64
-"""Steps whose message sizes are kept apart, so that a log of many steps stays a small table; later ones have -1."""
+"""Number of steps that keep message sizes. Later ones have -1, so that the table of a long log stays small."""
 
 _CALL: Final = ("role", "op", "phase", "site", "payload", "ranks")
-"""Fields in which equal calls are equal, besides their process and step."""
+"""Fields that are the same in equal calls, besides process and step."""
 
 _MAX_CODE: Final = (1 << 64) - 1
 
@@ -44,14 +44,14 @@ class EqualCalls:
 
 
 def partial(block: RecordBlock) -> pd.DataFrame:
-    """Return in what the steps of each process differ from the steps before.
+    """Return how each step of a process differs from the step before.
 
-    Training repeats its steps: there are far fewer differences than steps.
+    Training repeats its steps, so there are far fewer differences than steps.
 
     Returns:
-        `process`, the fields of _CALL, `step`, and how much larger the sums of `calls`, `payload_bytes`, `wire_parts`
-        (wire bytes times `ranks`) and `wire_unknown` are in the step than in the one before. `ranks` is the size of the
-        call's group. Wire bytes are multiples of 1/`ranks` byte: sums of `wire_parts` are exact.
+        `process`, the fields of _CALL, `step`, and the changes of the sums of `calls`, `payload_bytes`, `wire_parts`
+        (wire bytes times `ranks`) and `wire_unknown` since the step before. `ranks` is the size of the call's group.
+        Wire bytes are multiples of 1/`ranks` byte, so sums of `wire_parts` are exact.
     """
     alike, rows = block.alike, block.distinct
     ranks = block.labels.group_sizes(alike["group"])
@@ -77,9 +77,9 @@ def partial(block: RecordBlock) -> pd.DataFrame:
 
 
 def _changes(sums: pd.DataFrame) -> pd.DataFrame:
-    """Return sums by `process`, `call` and `step`, in this order, as differences to the step before."""
+    """Return sums by `process`, `call` and `step`, in this order, as differences from the step before."""
     keys = {name: sums[name].to_numpy() for name in ("process", "call", "step")}
-    follows = np.zeros(len(sums) + 1, bool)  # the row before, in the step after
+    follows = np.zeros(len(sums) + 1, bool)  # the same call as in the row before, one step later
     follows[1:-1] = np.logical_and.reduce([np.diff(key) == (name == "step") for name, key in keys.items()])
     ends = sums[~follows[1:]]
     values = {name: sums[name].to_numpy() for name in _SUMS}
@@ -93,20 +93,20 @@ _merge_sums: Final = merge_sums("process", *_CALL, "step")
 
 
 def merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Return the differences of what all tables count, in the order of the keys."""
+    """Return the sums of the differences of all tables, in the order of the keys."""
     table = _merge_sums(tables)
     return table[np.any([table[name] != 0 for name in _SUMS], axis=0)]
 
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """The measured calls of all processes by period: steps in a row with equal calls.
+    """The measured calls of all processes by period: consecutive steps with equal calls.
 
     Attributes:
         first: Position of the first period of each process, and of the end, int64, shape (processes + 1,).
         step: First step of each period, int64, shape (periods,), ascending within a process.
         content: Position in `calls` of the calls of each step of the period, int64, shape (periods,).
-        calls: The calls of a step, all of them different. The first step has none.
+        calls: The distinct sets of calls that steps have. The first one is empty.
     """
 
     first: Array
@@ -115,24 +115,24 @@ class MeasuredSteps:
     calls: Sequence[Sequence[EqualCalls]]
 
     def of(self, process: int, steps: Array) -> Array:
-        """Return the position in `calls` of the calls of each step of a process, shape as `steps`."""
+        """Return the position in `calls` of the calls of each step of a process, same shape as `steps`."""
         own = slice(self.first[process], self.first[process + 1])
         period = np.searchsorted(self.step[own], steps, side="right")
         return np.append(0, self.content[own])[period]
 
 
 def last_steps(table: pd.DataFrame, processes: int) -> list[int]:
-    """Return the last step of each process that has a call, -1 without one, from the merged table."""
+    """Return each process's last step that has a call, from the merged table; -1 without one."""
     ends = np.zeros(processes, np.int64)
     np.maximum.at(ends, table["process"].to_numpy(np.int64), table["step"].to_numpy(np.int64))
     return [int(end) - 1 for end in ends]
 
 
 def sums_in(table: pd.DataFrame, steps: Array) -> pd.DataFrame:
-    """Return the merged table without `step`, a row per process and fields of calls: sums in all of some steps.
+    """Sum the calls of the merged table over steps: a row per process and fields of _CALL.
 
     Args:
-        table: The merged table, or all its rows of some processes or fields.
+        table: The merged table, or all of its rows for some processes or fields.
         steps: The steps, int64, shape (n,), ascending.
     """
     times = len(steps) - np.searchsorted(steps, table["step"].to_numpy(np.int64))
@@ -142,8 +142,8 @@ def sums_in(table: pd.DataFrame, steps: Array) -> pd.DataFrame:
 
 
 def measured_steps(table: pd.DataFrame, processes: int) -> MeasuredSteps:
-    """Return the measured calls by process and step, from the merged table of a run with so many processes."""
-    # A row's sums hold from its step to that of the next row, and are 0 in the last row of a process and fields.
+    """Return the measured calls by process and step, from the merged table of a run with this many processes."""
+    # A row's sums hold until the step of the next row. In the last row of a process and fields, they are 0.
     rows = table[[*_CALL]].assign(**{name: table[name].cumsum() for name in _SUMS})
     process, step = (table[name].to_numpy(np.int64) for name in ("process", "step"))
     low, high = step.min(initial=0), step.max(initial=0)
@@ -151,7 +151,7 @@ def measured_steps(table: pd.DataFrame, processes: int) -> MeasuredSteps:
     first, distinct = group_rows([pd.factorize(rows[name])[0] for name in rows.columns])
     holds = np.flatnonzero(rows["calls"] != 0)
 
-    # Steps whose rows have random codes of the same sum are taken as equal: of different ones, 2 ** -64 have.
+    # Steps are equal if the random codes of their rows have the same sum, except with a probability of 2 ** -64.
     codes = np.zeros(len(rows), np.uint64)
     codes[holds] = np.random.default_rng(0).integers(_MAX_CODE, size=len(first), dtype=np.uint64)[distinct[holds]]
     order = np.argsort(moment, kind="stable")
@@ -160,7 +160,7 @@ def measured_steps(table: pd.DataFrame, processes: int) -> MeasuredSteps:
     periods = order[is_last]
     content = pd.factorize(np.append(np.uint64(0), sums))[0][1:]
 
-    # An example of each content but that of no calls, in the order of time, and the rows that hold then.
+    # An example of each content except the empty one, in the order of time, and the rows that hold at that time.
     examples, at = np.unique(content, return_index=True)
     at = moment[periods[at[examples > 0]]]
     in_time = np.argsort(at)

@@ -1,4 +1,4 @@
-"""The tables of all ranks, process by process. Ranks that are alike share an expectation and its comparison."""
+"""Comparison of all ranks with their expected calls. Alike ranks share their expectation and its comparison."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def _table(name: str, rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class _Expectation:
-    """What theory expects of alike ranks.
+    """Expected calls of alike ranks.
 
     Attributes:
         prediction: The prediction.
-        calls: The different calls of a step.
+        calls: The distinct sets of calls that steps have.
         calls_of_step: Position in `calls` of the calls of each step, from -1 on, shape (steps,).
         payload_bytes: Payload of the calls of all steps.
     """
@@ -55,7 +55,7 @@ class _Expectation:
 
 @dataclass(frozen=True, eq=False)
 class _AlikeRanks:
-    """What the comparison of ranks has in common that are expected to do the same, and did the same.
+    """Comparison shared by ranks with the same expected and the same measured calls.
 
     Attributes:
         positions: Position in `RankComparison._compared` of each step.
@@ -67,13 +67,12 @@ class _AlikeRanks:
 
 
 class RankComparison:
-    """Comparison of the recorded with the expected calls of all ranks. Their alike steps are compared once."""
+    """Comparison of the recorded and the expected calls of all ranks. Equal steps are compared once."""
 
     def __init__(self, measured: MeasuredSteps, steps: Array) -> None:
         self._measured = measured
         self._steps = steps
-        self._expectations: list[tuple[Mapping[str, Any], _Expectation | NotPredictedError]] = []
-        """By job."""
+        self._expectations: list[tuple[Mapping[str, Any], _Expectation | NotPredictedError]] = []  # by job
         self._compared: list[ComparedStep] = []
         self._position_of = functools.cache(self._compare)
         self._alike: dict[tuple[object, ...], _AlikeRanks] = {}
@@ -82,7 +81,7 @@ class RankComparison:
         self._waterfall: WaterfallRows | None = None
 
     def tables(self, *, agreeing: bool) -> NamedTables:
-        """Return the tables of the processes added; unless `agreeing`, without steps in which nothing differs."""
+        """Return the tables of the added processes; unless `agreeing`, without steps in which nothing differs."""
         bars, bars_by_role = self._waterfall or ([], [])
         shown = [step if agreeing or step.differs else None for step in self._compared]
         return {
@@ -94,9 +93,9 @@ class RankComparison:
         }
 
     def _expanded(self, name: str, rows: Sequence[Sequence[Mapping[str, object]]]) -> pd.DataFrame:
-        """Return the table of all steps of all ranks, given the rows of each of `_compared`."""
-        table = _table(name, [{"rank": 0, "step": 0, **row} for same in rows for row in same])
-        lengths = np.array([len(same) for same in rows], np.int64)
+        """Return the table of all steps of all ranks, given the rows of each step in `_compared`."""
+        table = _table(name, [{"rank": 0, "step": 0, **row} for step_rows in rows for row in step_rows])
+        lengths = np.array([len(step_rows) for step_rows in rows], np.int64)
         begins = np.cumsum(lengths) - lengths
 
         @functools.cache
@@ -113,9 +112,14 @@ class RankComparison:
     def add(
         self, number: int, process: Process, given_job: Mapping[str, Any] | None, problem: str | None, own_last: int
     ) -> None:
-        """Add the process at a position of the log. It may lack the last step of the run: its own is `own_last`.
+        """Add a process.
 
-        `given_job` replaces the captured job; `problem` is why the process is not compared.
+        Args:
+            number: Its position in the log.
+            process: The process.
+            given_job: A job row that replaces the captured one.
+            problem: Why the process is not compared, if so.
+            own_last: Its last step, which may be before that of the run.
         """
         known = process.tables.process.get("versions")
         versions = known if isinstance(known, Mapping) else {}
@@ -133,8 +137,8 @@ class RankComparison:
         self._theory.append({**summary, **alike.theory})
 
     def _expectation(self, job: Mapping[str, Any]) -> _Expectation:
-        """Return what theory expects of a job, the same for equal jobs. Raises NotPredictedError."""
-        expectation = next((same for known, same in self._expectations if known == job), None)
+        """Return the expected calls of a job, the same object for equal jobs. Raises NotPredictedError."""
+        expectation = next((expected for known, expected in self._expectations if known == job), None)
         if expectation is None:
             try:
                 expectation = _expect(job, self._steps)
@@ -146,7 +150,7 @@ class RankComparison:
         return expectation
 
     def _alike_ranks(self, number: int, process: Process, expectation: _Expectation, own_last: int) -> _AlikeRanks:
-        """Return the comparison of a process, the same for alike ones."""
+        """Return the comparison of a process, the same object for alike ones."""
         measured = self._measured.of(number, self._steps)
         has_ended, has_lost_records = process.tables.end is not None, process.lost_records > 0
         key = expectation, measured.tobytes(), own_last, has_ended, has_lost_records
@@ -158,7 +162,7 @@ class RankComparison:
             different = [self._position_of(expectation, has_lost_records, *step) for step in distinct]
             positions = np.array(different, np.int64)[alike]
             if self._waterfall is None:
-                own = np.flatnonzero(measured)[: None if has_ended else -1]  # of the last one, calls may be missing
+                own = np.flatnonzero(measured)[: None if has_ended else -1]  # the last step may lack calls
                 self._waterfall = self._waterfall_of(process, expectation.prediction, positions, own)
             self._alike[key] = _AlikeRanks(positions, self._theory_of(expectation, positions))
         return self._alike[key]
@@ -169,11 +173,11 @@ class RankComparison:
         """Compare a step, and return its position in `_compared`.
 
         Args:
-            expectation: What theory expects.
+            expectation: The expected calls.
             has_lost_records: Whether some counted calls have no record in the log.
             expected: Position of the step's calls in `expectation.calls`.
             measured: Their position in `_measured.calls`, 0 without any.
-            ends: Whether it is start-up, whether the log ends within it, and whether it ends before.
+            ends: Whether the step is start-up, whether the log ends within it, and whether the log ends before it.
         """
         is_start, ends_within, ends_before = ends
         context = StepContext(
@@ -195,7 +199,7 @@ class RankComparison:
         for position, times in zip(*map(np.ndarray.tolist, np.unique(positions, return_counts=True)), strict=True):
             step = self._compared[position]
             cells += times * step.cells
-            measured_bytes += times * sum(same.bytes for same in step.calls)
+            measured_bytes += times * sum(calls.bytes for calls in step.calls)
             for cause, size in step.bytes_by_cause.items():
                 sums[cause] += times * size
         return {
@@ -212,15 +216,15 @@ class RankComparison:
     def _waterfall_of(
         self, process: Process, prediction: Prediction, positions: Array, measured: Array
     ) -> WaterfallRows | None:
-        """Return the waterfall of the last regular one of the measured steps, rather of one without an evaluation.
+        """Return the waterfall of the last regular measured step, preferably of one without an evaluation.
 
-        `measured` are their positions in `_steps`.
+        `measured` has the positions of the measured steps in `_steps`.
         """
         for evaluates, position in itertools.product((False, True), measured[::-1].tolist()):
             step = int(self._steps[position])
             compared: ComparedStep = self._compared[positions[position]]
             if (
-                any(same.phase == "evaluation" for same in compared.calls) == evaluates
+                any(calls.phase == "evaluation" for calls in compared.calls) == evaluates
                 and step >= prediction.steady
                 and prediction.special_step(step) is None
             ):
@@ -229,13 +233,13 @@ class RankComparison:
 
 
 def _expect(job: Mapping[str, Any], steps: Array) -> _Expectation:
-    """Return what theory expects of a job in steps from -1 on. Raises NotPredictedError."""
+    """Return the expected calls of a job in steps from -1 on. Raises NotPredictedError."""
     try:
         prediction = predict(job)
         calls, calls_of_step = _calls_by_step(prediction, steps)
         times = np.bincount(calls_of_step, minlength=len(calls)).tolist()
         expected_bytes = sum(
-            number * sum(call.bytes for call in same) for number, same in zip(times, calls, strict=True)
+            number * sum(call.bytes for call in step_calls) for number, step_calls in zip(times, calls, strict=True)
         )
     except NotPredictedError:
         raise
@@ -247,17 +251,17 @@ def _expect(job: Mapping[str, Any], steps: Array) -> _Expectation:
 
 
 def _calls_by_step(prediction: Prediction, steps: Array) -> tuple[list[tuple[ExpectedCall, ...]], Array]:
-    """Return the different calls of a step, and the position in them of each step's calls, from step -1 on."""
+    """Return the distinct sets of calls of steps, and the position of each step's set in them, from step -1 on."""
     if not prediction.has_special_steps:
         return [prediction.start, *prediction.steps], np.minimum(steps + 1, len(prediction.steps))
     different: dict[tuple[ExpectedCall, ...], int] = {}
-    same: dict[int, tuple[tuple[ExpectedCall, ...], int]] = {}  # by identity, which takes far less than a comparison
+    by_id: dict[int, tuple[tuple[ExpectedCall, ...], int]] = {}  # far faster than comparing calls
     calls_of_step = []
     for step in steps.tolist():
         calls = prediction.step(step)
-        if id(calls) not in same:
-            same[id(calls)] = calls, different.setdefault(calls, len(different))
-        calls_of_step.append(same[id(calls)][1])
+        if id(calls) not in by_id:
+            by_id[id(calls)] = calls, different.setdefault(calls, len(different))
+        calls_of_step.append(by_id[id(calls)][1])
     return [*different], np.array(calls_of_step, np.int64)
 
 

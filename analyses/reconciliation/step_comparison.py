@@ -1,4 +1,4 @@
-"""Rows of the tables `expected` and `reconciliation` of one step: its expected and measured calls compared."""
+"""Comparison of the expected and measured calls of one step: rows of the tables `expected` and `reconciliation`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ComparedStep:
         calls: The measured calls.
         context: The expected calls, and what causes depend on.
         expected: Rows of the table `expected`, without `rank` and `step`.
-        reconciliation: Likewise of the table `reconciliation`.
+        reconciliation: Rows of the table `reconciliation`, likewise.
         bytes_by_cause: Payload of the matched calls (EXPECTED) and of the unmatched calls of each cause.
     """
 
@@ -39,7 +39,7 @@ class ComparedStep:
 
     @property
     def cells(self) -> int:
-        """Number of operations of a dimension that are expected or measured."""
+        """Number of cells that have expected or measured calls."""
         return len({(row["role"], row["op"]) for row in (*self.expected, *self.reconciliation)})
 
     @property
@@ -48,7 +48,7 @@ class ComparedStep:
         return any(row["cause"] != EXPECTED for row in self.reconciliation)
 
     def waterfall(self, label: str) -> WaterfallRows | None:
-        """Return the waterfall of the step, which ends with `label`; None if wire bytes are not known."""
+        """Return the waterfall of the step, with `label` in its last row; None if wire bytes are not known."""
         if any(calls.wire is None for calls in self.calls):
             return None
         cells, explained = _match(self.calls, self.context)

@@ -1,4 +1,4 @@
-"""From the closed form to the measured bytes of a step, one cause after the other."""
+"""Waterfall from the closed form to the measured bytes of a step, cause by cause."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def waterfall(
     """Return the rows of `waterfall` and of `waterfall_by_role` for one step of one rank.
 
     Args:
-        prediction: What theory expects.
+        prediction: The prediction for the job.
         cells: The compared calls of the step.
         explained: The unmatched calls of the cells with their causes.
         measured: The calls of the step; all their wire bytes are known.

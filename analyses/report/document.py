@@ -16,8 +16,8 @@
       }
     }
 
-Every table is there, also one without rows; a row has every column. Bytes and times are exact, in bytes and ns. null:
-not known. Strict JSON: no NaN, no Infinity.
+Every table is present, even without rows, and every row has every column. Bytes and times are exact, in bytes and ns.
+null means "not known". The JSON is strict: no NaN, no Infinity.
 
 Runs side by side, with the tables of `commtrace.analyses.comparison`, and runs by number of ranks, with those of
 `commtrace.analyses.scaling`:
@@ -25,7 +25,7 @@ Runs side by side, with the tables of `commtrace.analyses.comparison`, and runs 
     {"format": "commtrace-comparison", "version": 1, "tables": {"runs": [...], ...}, "columns": {...}}
     {"format": "commtrace-scaling", "version": 1, "tables": {"scaling": [...]}, "sentences": [...], "columns": {...}}
 
-Differences of two runs, with the tables of `commtrace diff`:
+Differences between two runs, with the tables of `commtrace diff`:
 
     {"format": "commtrace-diff", "version": 1, "equal": true, "tables": {"call_differences": [...], ...},
      "not_compared": [...], "notes": [...], "columns": {...}}
@@ -54,7 +54,7 @@ VERSION: Final = 1
 
 
 def report_to_json(run: RecordedRun, tables: Mapping[str, pd.DataFrame], *, per_rank: bool = False) -> str:
-    """Return the document of one run; `per_rank`: with every row of every rank."""
+    """Return the document of one run; with `per_rank`, every row of every rank."""
     return _document(
         "commtrace-report",
         tables if per_rank else _reduced(tables),
@@ -71,12 +71,12 @@ def comparison_to_json(tables: Mapping[str, pd.DataFrame]) -> str:
 
 
 def scaling_to_json(tables: Mapping[str, pd.DataFrame], sentences: Sequence[str], *, per_rank: bool = False) -> str:
-    """Return the document of runs by number of ranks; `per_rank`: with every row of every rank."""
+    """Return the document of runs by number of ranks; with `per_rank`, every row of every rank."""
     return _document("commtrace-scaling", tables if per_rank else _reduced(tables), last={"sentences": [*sentences]})
 
 
 def diff_to_json(differences: RunDifferences, *, per_rank: bool = False) -> str:
-    """Return the document of the differences of two runs; `per_rank`: with every row of every rank."""
+    """Return the document of the differences of two runs; with `per_rank`, every row of every rank."""
     tables = {"call_differences": differences.table, "setting_differences": differences.settings}
     tables = tables if per_rank else _reduced(tables)
     last = {"not_compared": [*differences.not_compared], "notes": [*differences.notes]}
@@ -92,10 +92,10 @@ def _reduced(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
 
 
 def _document(
-    form: str, tables: Mapping[str, pd.DataFrame], *, last: Mapping[str, Any] | None = None, **first: Any
+    format_name: str, tables: Mapping[str, pd.DataFrame], *, last: Mapping[str, Any] | None = None, **first: Any
 ) -> str:
     """Return the document, indented, without a newline at its end."""
-    head = json.dumps({"format": form, "version": VERSION, **first}, indent=1, allow_nan=False)
+    head = json.dumps({"format": format_name, "version": VERSION, **first}, indent=1, allow_nan=False)
     columns: dict[str, Any] = {**describe_columns(tables)}
     for name, table in tables.items():
         if ALIKE in table:
@@ -106,7 +106,7 @@ def _document(
 
 
 def _rows_to_json(table: pd.DataFrame) -> str:
-    """Return the rows as a list of objects: column by column, because json takes long for the values of a row."""
+    """Return the rows as a list of objects. Encodes column by column, because json takes long for single values."""
     if not len(table):
         return "[]"
     row = ",\n".join(f"    {json.dumps(name)}: %s" for name in table.columns)
@@ -125,7 +125,7 @@ def _column_to_json(column: pd.Series[Any]) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value in JSON's types: null if it is missing or not finite, a whole number if it is a whole float."""
+    """Return a value in JSON's types: null if it is missing or not finite, an integer if it is a whole float."""
     if isinstance(value, Distribution | Different):
         return plain(asdict(value))
     if isinstance(value, Mapping):

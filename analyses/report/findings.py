@@ -108,24 +108,25 @@ def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[s
         yield f"Ranks {missing} left no log: sums and means are over the recorded ranks."
     if not_selected:
         yield (
-            f"Ranks {not_selected} were not recorded, as COMMTRACE_RANKS asks: sums and means are "
+            f"Ranks {not_selected} were not recorded because of COMMTRACE_RANKS: sums and means are "
             "over the recorded ranks."
         )
     if coverage["not_selected"]:
         yield (
-            f"{format_count(coverage['not_selected'])} calls of other steps than COMMTRACE_STEPS="
+            f"{format_count(coverage['not_selected'])} calls of steps outside COMMTRACE_STEPS="
             f"{coverage['steps_selected']} were not recorded: sums are over the recorded steps."
         )
     if lost := lost_calls(coverage):
         total = f" of {int(coverage['calls']):,}" if is_known(coverage["calls"]) else ""
         yield f"Recorded {coverage['records']:,}{total} calls ({lost}): volumes are lower bounds."
     if coverage["without_end"]:
-        yield f"{format_plural(int(coverage['without_end']), 'process', 'processes')} ended early, or still run."
+        processes = format_plural(int(coverage["without_end"]), "process", "processes")
+        yield f"{processes} ended early, or {'is' if coverage['without_end'] == 1 else 'are'} still running."
     if run.is_summary:
         yield (
-            f"A summary (COMMTRACE_MODE=summary): counts and sizes are exact, times of calls within "
+            f"The log is a summary (COMMTRACE_MODE=summary): counts and sizes are exact, times of calls within "
             f"{format_share(RELATIVE_ERROR)}. Waits, clocks, delays, step times and timelines cannot be known from it: "
-            "they are of the calls that were recorded in full, if any."
+            "they cover only the calls that were recorded in full, if any."
         )
     if coverage["simulated"]:
         yield "Simulated, a dry run: the calls are the job's, nothing was sent, and there are no times."
@@ -187,7 +188,7 @@ def delay_sentences(tables: Mapping[str, pd.DataFrame]) -> Iterator[str]:
 
 
 def _waiting(waiting: pd.Series[Any], clock_steps: pd.DataFrame) -> Iterator[str]:
-    """Yield how much of the time in calls certainly is waiting, if it is much, and which clocks jumped."""
+    """Yield the share of the time in calls that is certainly waiting, if it is large, and the clocks that jumped."""
     duration, least = waiting["duration_ns"], waiting["wait_min_ns"]
     if duration and least / duration >= SIGNIFICANT_WAIT:
         most = waiting["wait_max_ns"] / duration
@@ -312,7 +313,7 @@ def _damage(run: RecordedRun) -> str:
 
 
 def recorder_line(processes: pd.DataFrame) -> str:
-    """Return which recorder recorded, and how to get the native one; "" if no process wrote it."""
+    """Return which recorder was used, and how to get the native one; "" if no process wrote it."""
     counts = processes["recorder"].dropna().value_counts()
     if not len(counts):
         return ""
@@ -325,7 +326,7 @@ def recorder_line(processes: pd.DataFrame) -> str:
 
 
 def cost_per_call(cost: pd.DataFrame) -> str:
-    """Return the cost of recording a call as text: of steady calls and of first calls, if the log has them apart."""
+    """Return the cost of recording a call as text, separately for steady and first calls if the log has both."""
     split = cost.dropna(subset=["first_mean_ns", "steady_mean_ns"])
     first_calls, steady_calls = split["first_calls"], split["calls"] - split["first_calls"]
     if not steady_calls.sum():

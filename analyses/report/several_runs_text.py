@@ -35,7 +35,7 @@ def render_side_by_side(
     predicted = tables["runs_predicted"].set_index("run")["predicted_bytes"]
     yield heading("A training step of each run, mean per recorded rank")
     predictions = [(TextColumn("predicted"), [format_bytes(predicted[run]) for run in runs["run"]])]
-    yield spec_table("runs", runs, width, more=predictions)
+    yield spec_table("runs", runs, width, extra_columns=predictions)
     for part, title in (
         (TRAINING_STEP, "Payload of a training step"),
         (FULL_RUN, "Payload of the whole run, start-up included"),
@@ -49,13 +49,13 @@ def render_side_by_side(
 
 
 def _by_operation(table: pd.DataFrame, runs: list[str], part: str, width: int) -> RenderableType:
-    """Return a row per run, a column per operation; the largest first, the last are left out if there is no room."""
+    """Return a row per run and a column per operation, the largest first; the last are left out if there is no room."""
     rows = table.loc[table["part"] == part]
     payloads = rows.pivot(index="run", columns="op", values="payload_bytes_per_rank").fillna(0).reindex(runs)
     sums = payloads.sum().sort_values(ascending=False, kind="stable")
     operations = [str(op) for op in sums.index[sums > 0]]
     if not operations:
-        return paragraph("There is none in any of these runs.", width)
+        return paragraph("None of these runs has any.", width)
     columns = [
         left_column("run", shortenable=True),
         *(TextColumn(op, optional=number > 0) for number, op in enumerate(operations)),
@@ -67,7 +67,7 @@ def _by_operation(table: pd.DataFrame, runs: list[str], part: str, width: int) -
 def render_scaling(
     tables: Mapping[str, pd.DataFrame], sentences: Sequence[str], width: int
 ) -> Iterator[RenderableType]:
-    """Yield the report of the tables of `commtrace.analyses.scaling`, top to bottom, and of what they say."""
+    """Yield the report of the tables of `commtrace.analyses.scaling`, top to bottom, and the findings."""
     for name, view, title in _SCALING_TABLES:
         if len(tables[name]):
             yield title

@@ -18,18 +18,18 @@ def spec_table(
     width: int,
     *,
     view: str = "terminal",
-    more: Sequence[tuple[TextColumn, Sequence[str]]] = (),
+    extra_columns: Sequence[tuple[TextColumn, Sequence[str]]] = (),
 ) -> Table:
-    """Lay out a table, maybe reduced to classes of alike ranks, as a view of its description shows it.
+    """Lay out a table, possibly reduced to classes of alike ranks, as a view of its description shows it.
 
-    `more` has further columns, each with a cell for each row: at the right, before columns that may be left out.
+    `extra_columns` have a cell per row, and go to the right, before columns that may be left out.
     """
     specs, rows = text_rows(TABLES[name], view, table)
     columns = [TextColumn(spec.head, spec.kind == "number", spec.shortenable, spec.optional) for spec in specs]
     end = len(columns)
     while columns[end - 1].optional:
         end -= 1
-    for column, cells in reversed(more):
+    for column, cells in reversed(extra_columns):
         columns.insert(end, column)
         for row, cell in zip(rows, cells, strict=True):
             row.insert(end, cell)

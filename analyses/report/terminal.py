@@ -1,4 +1,4 @@
-"""Text report of one run. Renders tables; computes and prints nothing."""
+"""Text report of one run, rendered from its tables. Nothing is computed or printed here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_RANKS: Final = 16
 MAX_SIZES: Final = 10
 MAX_PATH_PARTS: Final = 8
 MAX_LIST_ITEMS: Final = 12
-"""Number of items of a list that are shown; the others are counted."""
+"""Number of items shown of a list; the others are counted."""
 
 _IDENTITY: Final = ("job", "log", "ranks")
 """Facts printed at the top of the report; the others are in section "log"."""
@@ -173,7 +173,7 @@ def _sizes(report: _Report) -> Iterator[RenderableType]:
     bar_character = "█" if stdout_takes_unicode() else "#"
     bars = [bar_character * max(1, round(_BAR_WIDTH * calls / bins["calls"].max())) for calls in bins["calls"]]
     yield heading("Message sizes, by the payload of a call")
-    yield spec_table("message_size_bins", bins, report.width, more=[(left_column(""), bars)])
+    yield spec_table("message_size_bins", bins, report.width, extra_columns=[(left_column(""), bars)])
     sizes = report.tables["message_sizes"].sort_values("sum_bytes", ascending=False, kind="stable")
     yield Text()
     selection = f", the top {MAX_SIZES} of {len(sizes):,} by total payload" if len(sizes) > MAX_SIZES else ""

@@ -1,4 +1,4 @@
-"""Runs of one program on increasing numbers of ranks: step times, where the time goes, and what limits it.
+"""Runs of one program on increasing numbers of ranks: step times, where the time goes, and what limits the scaling.
 
 step_times        times and volumes of each rank's training steps, from the log
 scaling_tables    a row per run and rank: speedup, efficiency, tokens per second, computation, communication, waiting

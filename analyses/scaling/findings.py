@@ -1,4 +1,4 @@
-"""Findings on what limits the scaling, each derived from numbers of the tables."""
+"""Findings on what limits the scaling, each derived from numbers in the tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS: Final = {
 
 
 def sentences(tables: NamedTables) -> list[str]:
-    """Return the findings of the tables of `scaling_tables.scaling`, first those that limit how far to trust them."""
+    """Return the findings from the tables of `scaling_tables.scaling`, caveats first."""
     table = tables["scaling"]
     left_out = [f"Left out: {row.reason}." for row in rows_of(tables["scaling_left_out"])]
     return [*left_out, *_warnings(table), *_losses(table), *_growth(table), *_amdahl(tables), *_projection(tables)]
@@ -109,7 +109,7 @@ def _projection(tables: NamedTables) -> Iterator[str]:
     cost += f" plus bytes at {format_bandwidth(bandwidth)} GB/s" if is_known(bandwidth) else ""
     yield (
         f"A call takes {cost} (mean difference {format_share(network.loc['latency', 'error'])}); with computation and "
-        f"waiting, this model gives the measured steps within {format_share(error)}."
+        f"waiting, this model reproduces the measured steps within {format_share(error)}."
     )
     ahead = projection.loc[projection["measured_ns"].isna()]
     if not len(ahead):
@@ -128,7 +128,7 @@ def _projection(tables: NamedTables) -> Iterator[str]:
     speedup = further["step_ns"] / (further["step_ns"] - savings[best]) if savings[best] > 0 else 1.0
     change = f" The largest gain there: {best}, {speedup:.2f} times as fast." if speedup > 1.02 else ""
     several = tables["scaling"]["ranks"].loc[tables["scaling"]["ranks"] > 1].nunique() > 1
-    assumption = " This assumes a rank's calls and bytes as in the only run with several ranks." if not several else ""
+    assumption = "" if several else " This assumes a rank's calls and bytes are as in the only run with several ranks."
     yield (
         f"With {int(further['ranks'])} ranks (not run): an efficiency of about "
         f"{format_share(further['efficiency'])}.{change}{assumption}"
@@ -136,6 +136,6 @@ def _projection(tables: NamedTables) -> Iterator[str]:
 
 
 def _perfect_compute_ns(tables: NamedTables, last: Any, further: Any) -> float:
-    """Return the computation time of a rank if the last run's computation were divided perfectly from there on."""
+    """Return the computation time of a rank if computation scaled ideally from the last run on."""
     work = further["speedup"] * further["step_ns"] / (last["speedup"] * last["step_ns"])
     return float(tables["scaling"]["compute_ns"].iloc[-1] * work * last["ranks"] / further["ranks"])

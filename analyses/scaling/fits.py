@@ -4,10 +4,11 @@ Amdahl's law (Amdahl 1967, doi:10.1145/1465482.1465560): a step takes s + p / n 
 The speedup over one rank then stays below (s + p) / s.
 
 Latency and bandwidth (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9): a call takes alpha + beta * bytes from the
-arrival of its last rank; bytes are the wire bytes of the rank. Fitted to the calls of the run with the most ranks.
+arrival of its last rank; bytes are the wire bytes of the rank. The model is fitted to the calls of the run with
+the most ranks.
 
 The projection is the sum of computation, c + d / n; communication, from the fitted latency and bandwidth and from the
-law of growth with the smallest error for calls and bytes; and waiting for late ranks, proportional to the sum of these.
+law of growth with the smallest error for calls and bytes; and waiting for late ranks, proportional to communication.
 
 Each fit has at most two non-negative parameters and needs only numpy, so that it works in a bare installation.
 """
@@ -27,7 +28,7 @@ PROJECTED_FACTORS: Final = (2, 4, 8)
 """Multiples of the largest number of ranks among the runs."""
 
 MAX_ERROR: Final = 0.25
-"""Largest relative difference from a measured run with which the model is used for more ranks."""
+"""Largest relative difference from a measured run at which the model is still projected to more ranks."""
 
 
 class AmdahlFit(NamedTuple):
@@ -44,12 +45,12 @@ class AmdahlFit(NamedTuple):
 
 
 class HockneyFit(NamedTuple):
-    """A time of a call of `alpha` + `beta` * bytes, in ns."""
+    """A call time of `alpha` + `beta` * bytes, in ns."""
 
     alpha: float
     beta: float
     error: float
-    """Mean relative difference, weighted by the time that calls of the size take."""
+    """Mean relative difference, weighted by the time that calls of each size take."""
 
 
 def fit_amdahl(ranks: Array, times: Array) -> AmdahlFit:
@@ -64,7 +65,7 @@ def fit_amdahl(ranks: Array, times: Array) -> AmdahlFit:
 
 
 def fit_hockney(messages: pd.DataFrame) -> HockneyFit | None:
-    """Fit the calls of one run (`step_times.StepTimes.messages`); None if they have fewer than two sizes."""
+    """Fit the calls of one run (`step_times.StepTimes.messages`); return None if they have fewer than two sizes."""
     sizes = messages.groupby(["op", "ranks", "bytes"], as_index=False)["transfer_ns"].agg(["median", "sum"])
     if sizes["bytes"].nunique() < 2:
         return None
@@ -95,11 +96,11 @@ GROWTH: Final[dict[str, Callable[[float], float]]] = {
     "(n-1)/n^2": lambda n: (n - 1) / n**2,
     "log2(n)": lambda n: float(np.log2(n)),
 }
-"""How calls and bytes of a rank depend on the number of ranks in collectives over all of them."""
+"""How calls and bytes of a rank depend on the number of ranks in collectives over all ranks."""
 
 
 class GrowthFit(NamedTuple):
-    """A law of GROWTH and its factor, or without a law the constant `factor`."""
+    """A law of GROWTH and its factor."""
 
     law: str
     factor: float
@@ -112,7 +113,7 @@ class GrowthFit(NamedTuple):
 
 
 def fit_growth(ranks: Array, values: Array) -> GrowthFit:
-    """Return the law of GROWTH nearest to the positive values (n,) at more than one rank."""
+    """Return the law of GROWTH that best fits the positive values, shape (n,), at more than one rank."""
     used = (ranks > 1) & (values > 0)
     fits = []
     for law, function in GROWTH.items():
@@ -132,7 +133,7 @@ def fit_runs(table: pd.DataFrame, messages: pd.DataFrame) -> tuple[pd.DataFrame,
     """
     ranks = table["ranks"].to_numpy(float)
     tokens = table["tokens_per_step"]
-    # The work of a step of each run, in units of the first run's.
+    # The work of each run's step, relative to the first run.
     work = (tokens.astype(float) / float(tokens.iloc[0])).to_numpy() if tokens.notna().all() else np.ones(len(table))
     amdahl = fit_amdahl(ranks, table["step_ns"].to_numpy(float) / work)
     rows: list[tuple[str, str, float | None, str, float | None]] = [
@@ -140,8 +141,8 @@ def fit_runs(table: pd.DataFrame, messages: pd.DataFrame) -> tuple[pd.DataFrame,
         ("Amdahl", "divided", amdahl.divided * work[0], "ns", amdahl.error),
     ]
     if amdahl.fixed > 0:
-        most = (amdahl.fixed + amdahl.divided) / amdahl.fixed
-        rows.append(("Amdahl", "most speedup over one rank", most, "", amdahl.error))
+        limit = (amdahl.fixed + amdahl.divided) / amdahl.fixed
+        rows.append(("Amdahl", "most speedup over one rank", limit, "", amdahl.error))
     projection = pd.DataFrame([], columns=TABLES["scaling_projection"].column_names)
     hockney = fit_hockney(messages.loc[messages["run"] == table["run"].iloc[-1]])
     if hockney is not None and (table["compute_ns"] > 0).all() and table["wire_bytes"].notna().all():
@@ -157,7 +158,7 @@ def fit_runs(table: pd.DataFrame, messages: pd.DataFrame) -> tuple[pd.DataFrame,
 
 
 def _project(table: pd.DataFrame, work: Array, hockney: HockneyFit, growth: dict[str, GrowthFit]) -> pd.DataFrame:
-    """Return `scaling_projection`, of steps as large as the last run's; if steps grow with the ranks, they grow on."""
+    """Return `scaling_projection` for steps like the last run's. If work grows with the ranks, it keeps growing."""
     ranks = table["ranks"].to_numpy(float)
     grows = work[-1] / work[0] * ranks[0] / ranks[-1] > 0.5 and work[-1] != work[0]  # weak scaling
     compute = fit_amdahl(ranks, table["compute_ns"].to_numpy(float) / work)

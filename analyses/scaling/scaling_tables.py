@@ -1,4 +1,4 @@
-"""Tables of runs by number of ranks. Columns: `table_specs`."""
+"""Tables of runs by number of ranks. See `table_specs` for the columns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scaling(runs: Mapping[str, RecordedRun], tokens: Sequence[int] | None = None
 
     Args:
         runs: The runs by name.
-        tokens: Tokens of a step of the whole job, for each run or one number for all. None: those of the log.
+        tokens: Tokens of a step of the whole job, for each run or one number for all. None: those in the log.
 
     Raises:
         CommtraceError: The runs have fewer than two different numbers of ranks, or no log has times.
@@ -57,7 +57,7 @@ def scaling(runs: Mapping[str, RecordedRun], tokens: Sequence[int] | None = None
     table = pd.DataFrame(rows).sort_values("ranks", kind="stable", ignore_index=True)
     if table["ranks"].nunique() < 2:
         raise CommtraceError(
-            "scaling compares runs of different numbers of ranks; "
+            "scaling compares runs with different numbers of ranks; "
             + ", ".join([*(f"{row['run']} has {row['ranks']}" for row in rows), *left_out.values()])
         )
     known = table["tokens_per_step"].notna().all()
@@ -94,7 +94,7 @@ def tokens_per_step(run: RecordedRun) -> int | None:
 
 
 def _data_replicas(run: RecordedRun, job: Mapping[str, Any], model: Mapping[str, Any]) -> int | None:
-    """Return how many ranks have samples of their own.
+    """Return how many ranks have their own samples.
 
     The data-parallel size of DDP and DeepSpeed includes ranks that share sequences in a ring.
     """
@@ -144,15 +144,15 @@ def _expected(run: RecordedRun) -> dict[str, object]:
 
 
 def shared_cores(run: RecordedRun) -> str:
-    """Return "4 ranks on 2 cores" if ranks of a host share cores; "" if none do or the log does not say."""
-    ranks_by_cores: dict[str, Counter[str]] = defaultdict(Counter)
+    """Return "4 ranks on 2 cores" if ranks of a host share cores; "" if none do, or if their cores are not known."""
+    ranks_by_host: dict[str, Counter[str]] = defaultdict(Counter)
     for process in run.processes:
-        ranks_by_cores[process.host][str(process.tables.process.get("cores") or "")] += 1
-    for ranks_of in ranks_by_cores.values():
-        if "" in ranks_of:
+        ranks_by_host[process.host][str(process.tables.process.get("cores") or "")] += 1
+    for ranks_by_cores in ranks_by_host.values():
+        if "" in ranks_by_cores:
             continue
-        for cores, ranks in {",".join(ranks_of): sum(ranks_of.values()), **ranks_of}.items():
-            with contextlib.suppress(ValueError):  # a damaged log does not say
+        for cores, ranks in {",".join(ranks_by_cores): sum(ranks_by_cores.values()), **ranks_by_cores}.items():
+            with contextlib.suppress(ValueError):  # cores of a damaged log may not parse
                 if ranks > len(parse_ranks(cores)):
                     return f"{ranks} ranks on {format_plural(len(parse_ranks(cores)), 'core')}"
     return ""

@@ -5,11 +5,11 @@ A step of a rank lasts from its first call of the step to its first call of the 
     blocked     a thread of the rank is inside a call, or waits for one: the union of [t_begin, t_return] and of
                 [t_wait, t_end] where the end is known on the host
     late        the part of `blocked` before the last rank begins a collective, or the sender a message. Between
-                hosts by their aligned clocks, and 0 where their bounds do not tell (`across_ranks.clocks`); not known
-                between hosts whose clocks have no bounds
+                hosts, by their aligned clocks (`across_ranks.clocks`): 0 if their bounds leave the order open; not
+                known if the clocks have no bounds
     in_flight   a call is in progress: the union of [t_start or t_begin, t_end]
 
-The rest of a step, after `blocked`, is computation and whatever else the program does. If the device's clock
+The rest of a step, outside `blocked`, is computation and whatever else the program does. If the device's clock
 recorded ends of calls, the host may continue during a transfer, and `blocked` does not measure the device's time.
 """
 
@@ -36,7 +36,7 @@ from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import DEVICE_CLOCKS, Phase
 
 MAX_STEPS: Final = 200
-"""Steps that are measured, the last ones: enough for any mean, and a bound for memory."""
+"""Maximum number of measured steps, the last ones: enough for any mean, and a bound on memory."""
 
 _RECORD_FIELDS: Final = (
     "step", "micro_batch", "t_begin", "t_return", "t_start", "t_end", "payload", "peer", "tag", "clock", "batch",
@@ -58,7 +58,7 @@ class StepTimes:
     on_device: bool
     """Whether the device's clock recorded some ends."""
     late_known: float
-    """Share of the blocked time in calls of which all ranks are in the log, on one host or on hosts with bounds."""
+    """Share of the blocked time in calls whose ranks are all in the log, on one host or on hosts with clock bounds."""
 
 
 def step_times(run: RecordedRun) -> StepTimes:
@@ -94,7 +94,7 @@ def step_times(run: RecordedRun) -> StepTimes:
 
 
 def _spans(block: RecordBlock) -> pd.DataFrame:
-    """Return `begin` of the first and `end` of the last call of each step, and whether it `evaluates`."""
+    """Return `begin` of the first and `end` of the last call of each step, and whether it has an evaluation."""
     used = np.flatnonzero(block["t_begin"] > 0)
     columns = {
         "process": block["process"],
@@ -115,10 +115,10 @@ _SPANS: Final = Analysis("step_spans", _spans, _merge_spans, _finish_spans)
 
 
 def _choose_steps(spans: pd.DataFrame, processes: int) -> tuple[Array, bool]:
-    """Return the steps to measure, and whether the log has training steps; without any, all is the step -1.
+    """Return the steps to measure, and whether the log has training steps; without any, the whole log is step -1.
 
-    The measured steps are complete on every rank. The first step, and steps that an evaluation follows, are left out
-    if there are others.
+    The measured steps are complete on every rank. The first step, and steps followed by an evaluation, are left out if
+    there are others.
     """
     training = spans.loc[spans["step"] >= 0].groupby("step")
     if not len(training):
@@ -132,11 +132,11 @@ def _choose_steps(spans: pd.DataFrame, processes: int) -> tuple[Array, bool]:
 
 
 def timed_calls(run: RecordedRun, steps: Array | None = None, columns: Sequence[str] = ()) -> pd.DataFrame:
-    """Return the calls whose times are known, a row per call, by process and time.
+    """Return the calls whose times are known, a row per call, sorted by process and time.
 
     Args:
         run: The run.
-        steps: Steps whose calls are wanted, int; None: all.
+        steps: Steps of the calls to return, int; None: all.
         columns: Further columns of the event table.
 
     Returns:
@@ -195,13 +195,13 @@ def _last_begins(run: RecordedRun, calls: MatchedCalls, begin: Array) -> Array:
     hosts, instance = clocks.host_of_process[calls["process"]], calls["instance"][at]
     aligned = clocks.to_reference(calls["process"], begin)
     moment = begin if aligned is None else aligned
-    several = calls.smallest(hosts) < calls.largest(hosts)
+    between_hosts = calls.smallest(hosts) < calls.largest(hosts)
     known = calls.complete & (calls.smallest(begin) > 0)
     known &= calls.smallest(calls["operation"]) == calls.largest(calls["operation"])
-    known &= ~several if aligned is None else True
+    known &= ~between_hosts if aligned is None else True
     last = calls.largest(np.where(calls.has_label("op", "recv"), 0, moment))[instance]
-    # Between hosts, only what is more than the error of their clocks says who was later.
-    unclear = several[instance] & (np.abs(last - moment[at]) <= 2 * clocks.half_width_ns)
+    # Between hosts, a difference counts only if it exceeds the error of their clocks.
+    unclear = between_hosts[instance] & (np.abs(last - moment[at]) <= 2 * clocks.half_width_ns)
     result = np.zeros(len(calls), np.int64)
     result[at] = np.where(known[instance], begin[at] + np.where(unclear, 0, last - moment[at]), 0)
     return result
@@ -243,7 +243,7 @@ def blocked_intervals(calls: pd.DataFrame) -> Array:
 
 
 def _intervals(begin: Any, end: Any) -> Array:
-    """Return the intervals that are not empty, shape (n, 2)."""
+    """Return the non-empty intervals, shape (n, 2)."""
     pairs = np.stack([np.asarray(begin), np.asarray(end)], axis=1)
     return pairs[pairs[:, 1] > pairs[:, 0]]
 
@@ -268,10 +268,10 @@ def covered_ns(intervals: Array, begin: Array, end: Array) -> Array:
 
 
 def _messages(calls: pd.DataFrame) -> pd.DataFrame:
-    """Return `StepTimes.messages`. A message is measured at its receiver: a send may return before its bytes are gone.
+    """Return `StepTimes.messages`. A message is measured at its receiver: a send may return before its bytes are sent.
 
-    Calls that continue in the background count from when their last rank began them, not from their return: DDP's take
-    a tenth of a millisecond to start, whatever their size.
+    Calls that continue in the background are timed from when their last rank began them, not from their return: DDP's
+    calls take a tenth of a millisecond to start, whatever their size.
     """
     timed = calls.loc[
         (calls["last_begin"] > 0)

@@ -30,7 +30,7 @@ TABLES: Final[Mapping[str, TableSpec]] = {
 
 
 def describe_columns(names: Iterable[str]) -> dict[str, dict[str, dict[str, str]]]:
-    """Return unit and meaning of each column of the named tables, as the JSON documents hold them."""
+    """Return unit and meaning of each column of the named tables, as in the JSON documents."""
     return {
         name: {column.name: {"unit": column.unit, "meaning": column.meaning} for column in TABLES[name].columns}
         for name in names

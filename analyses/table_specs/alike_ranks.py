@@ -1,10 +1,10 @@
-"""Tables of many ranks for readers: classes of equivalent ranks, outliers by name, distributions in place of rows.
+"""Tables of many ranks, reduced: classes of equivalent ranks, outliers by name, distributions in place of rows.
 
-A table with a row per rank, of more than MAX_SINGLE ranks, becomes one whose size does not grow with them. A row of it
-stands for the ranks that its column `TableSpec.alike` lists, as text, and the column "alike" counts. Ranks are alike if
-their texts, counts and sizes are equal; what is measured, and what differs from rank to rank, does not count. Where
-values of alike ranks differ, the cell is a `Distribution` or `Different`. Ranks with an unusual value have a row of
-their own. The same holds for hosts.
+A table with a row per rank, of more than MAX_SINGLE ranks, becomes a table whose size does not grow with them. The
+column `TableSpec.alike` lists the ranks that a row stands for, as text, and the column "alike" counts them. Ranks are
+alike if their texts, counts and sizes are equal, except for measured values and for values that differ from rank to
+rank. Where values of alike ranks differ, the cell is a `Distribution` or `Different`. Ranks with an unusual value have
+their own row. The same holds for hosts.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from commtrace.formatting import MAX_SINGLE, format_count, is_known, parse_ranks
 from .spec import ColumnSpec, TableSpec, formatted_rows
 
 MAX_CLASSES: Final = 16
-"""Most classes of ranks. Columns that would lead to more do not separate classes."""
+"""Maximum number of classes of ranks. Columns that would lead to more do not separate classes."""
 
 MAX_OUTLIERS: Final = 8
 
 ALIKE: Final = "alike"
-ALIKE_MEANING: Final = {"unit": "count", "meaning": "Ranks, or hosts, that the row stands for."}
-"""The column that a reduced table has besides its own, and its description in JSON."""
+ALIKE_MEANING: Final = {"unit": "count", "meaning": "Number of ranks, or hosts, that the row stands for."}
+"""The additional column of a reduced table, and its description in JSON."""
 
 _MIN_DEVIATIONS: Final = 5 * 1.4826
-"""Median absolute deviations from the median that make an outlier: 5 standard deviations of a normal distribution."""
+"""Median absolute deviations that make a value an outlier: 5 standard deviations of a normal distribution."""
 _MIN_RATIO: Final = 0.2
-"""Deviation from the median, as a share of it, that makes an outlier."""
+"""Deviation from the median, as a share of it, that makes a value an outlier."""
 _MIN_OF_WORST: Final = 0.1
-"""Share of the largest deviation below which others are not worth a row: the distribution has them."""
+"""Share of the largest deviation below which values get no row of their own: the distribution has them."""
 
 _Array = npt.NDArray[Any]
 
@@ -48,7 +48,7 @@ class Distribution:
         known: Rows whose value is known.
         lowest: The lowest value.
         lowest_at: The ranks (hosts) that have it, as text.
-        median: The median, of an even number of values the lower one.
+        median: The median; the lower one of an even number of values.
         highest: The highest value.
         highest_at: The ranks (hosts) that have it.
     """
@@ -72,7 +72,7 @@ def reduce_ranks(spec: TableSpec, table: pd.DataFrame) -> pd.DataFrame:
     """Reduce a table of more than MAX_SINGLE ranks, or hosts.
 
     Returns:
-        A row per class of alike ranks and outlier, in the order of their first rows, with the column "alike" behind
+        A row per class of alike ranks and per outlier, in the order of their first rows, with the column "alike" after
         `spec.alike`. The table's own rows if it has no such column, few ranks, or no alike rows. Lists of many ranks
         are shortened.
     """
@@ -112,27 +112,27 @@ def reduce_ranks(spec: TableSpec, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _members(names: pd.Series[Any], *, lists: bool) -> list[Any]:
-    """Return the different ranks or hosts that a column names, ascending; `lists`: its texts are lists of ranks."""
+    """Return the different ranks or hosts named in a column, ascending; with `lists`, its texts are lists of ranks."""
     different = names.dropna().unique().tolist()
     return sorted({rank for text in different for rank in parse_ranks(text)} if lists else different)
 
 
 def _numbered(columns: Sequence[_Array]) -> _Array:
-    """Return a number for each row, equal where all columns are."""
+    """Return a number for each row, the same for rows that are equal in all columns."""
     return pd.DataFrame(dict(enumerate(columns))).groupby([*range(len(columns))], sort=False).ngroup().to_numpy()
 
 
-def _classes(spec: TableSpec, table: pd.DataFrame, most: int) -> _Array:
-    """Return the number of each row's class, by as many columns as make at most so many classes: texts first.
+def _classes(spec: TableSpec, table: pd.DataFrame, max_classes: int) -> _Array:
+    """Return each row's class number. Columns separate classes, texts first, unless that makes more than `max_classes`.
 
-    Of times and rates, only whether they are known separates classes.
+    Measured values separate classes only by whether they are known.
     """
     numbers = np.zeros(len(table), np.int64)
     columns = [column for column in spec.columns if column.name != spec.alike and not column.ranks]
     for column in sorted(columns, key=lambda column: (column.is_measured, column.kind == "number")):
         values = table[column.name].isna() if column.is_measured else table[column.name]
         finer = _numbered([numbers, pd.factorize(values)[0]])
-        numbers = finer if finer.max() < most else numbers
+        numbers = finer if finer.max() < max_classes else numbers
     return numbers
 
 
@@ -141,19 +141,19 @@ def _is_quantity(column: ColumnSpec) -> bool:
 
 
 def _outliers(spec: TableSpec, table: pd.DataFrame, classes: _Array) -> _Array:
-    """Return which rows differ from the others of their class in a quantity, bool: those of MAX_OUTLIERS ranks."""
+    """Return which rows are outliers of their class in a quantity, bool; at most those of MAX_OUTLIERS ranks."""
     scores = np.zeros(len(table))
     for column in filter(_is_quantity, spec.columns):
         values = pd.to_numeric(table[column.name], errors="coerce").astype("Float64").to_numpy(float, na_value=np.nan)
         median = _medians(values, classes)
         deviation = np.abs(values - median)
         usual = np.maximum(_MIN_DEVIATIONS * _medians(deviation, classes), _MIN_RATIO * np.abs(median))
-        # Where most values are 0, the mean is what is left to compare with.
+        # If most values are 0, compare with the mean deviation.
         usual = np.where(usual > 0, usual, _MIN_RATIO * max(np.nan_to_num(deviation).mean(), np.finfo(float).tiny))
         scores = np.fmax(scores, deviation / usual)
-    least = max(1.0, _MIN_OF_WORST * scores.max())
+    threshold = max(1.0, _MIN_OF_WORST * scores.max())
     worst = pd.Series(scores).groupby(table[spec.alike].to_numpy()).max().nlargest(MAX_OUTLIERS).index
-    outliers: _Array = table[spec.alike].isin(worst).to_numpy() & (scores > least)
+    outliers: _Array = table[spec.alike].isin(worst).to_numpy() & (scores > threshold)
     return outliers
 
 
@@ -165,7 +165,7 @@ def _medians(values: _Array, classes: _Array) -> _Array:
 def _cells(
     column: ColumnSpec, values: pd.Series[Any], names: pd.Series[Any], parts: Sequence[_Array], first: pd.Series[Any]
 ) -> pd.Series[Any]:
-    """Return the cells of a column, given the positions of the rows of each class, and the value of its first row."""
+    """Return the cells of a column, given the positions of each class's rows and the values of their first rows."""
     codes = pd.factorize(values)[0]
     differing = [at for at, part in enumerate(parts) if np.ptp(codes[part])]
     if not differing:
@@ -192,7 +192,7 @@ def _distribution(values: pd.Series[Any], names: pd.Series[Any]) -> Distribution
 def text_rows(spec: TableSpec, view: str, table: pd.DataFrame) -> tuple[tuple[ColumnSpec, ...], list[list[str]]]:
     """Return the columns of a table that a view shows, and its cells as texts.
 
-    A row of a reduced table with distributions becomes several lines, whose names are in the column `spec.alike`.
+    A row of a reduced table with distributions becomes several lines, named in the column `spec.alike`.
     """
     columns = spec.columns_of(view)
     if ALIKE not in table:
@@ -249,6 +249,6 @@ def _lines(spec: TableSpec, columns: Sequence[ColumnSpec], cells: Sequence[Any],
 
 
 def _brief(names: str) -> str:
-    """Return the first of the ranges, or names, of a list."""
+    """Return the first ranges, or names, of a list."""
     items = names.split(",")
     return names if len(items) <= _MAX_NAMED else f"{','.join(items[:_MAX_NAMED])},..."

@@ -17,33 +17,33 @@ _WAITS_SHOWN: Final = "calls duration_ns wait_ns wait_min_ns wait_max_ns transfe
 
 REPORT_TABLES: Final = (
     TableSpec("stuck_calls", "Calls that do not end",
-        "A row per stuck call, those that others wait for first. No rows for a run that ended, or was interrupted, "
-        "without one.", (
+        "A row per stuck call, those that others wait for first. No rows if the run ended, or was interrupted, without "
+        "one.", (
         shared.OP,
         shared.ranks_column("group_ranks", "ranks", "Ranks that the call needs: of the group, or sender and receiver."),
         column("", format_count, "seq", "number",
-            "It is the n-th of its group, or of its sender, receiver and tag, from 0; missing for a receive of any "
-            "source or tag."),
-        shared.ranks_column("waiting_ranks", "waiting", "Ranks that are in it."),
-        shared.ranks_column("absent_ranks", "absent", "Ranks that did not make it, or ended in it."),
+            "Sequence number in its group, or for its sender, receiver and tag, from 0; missing for a receive from any "
+            "source or with any tag."),
+        shared.ranks_column("waiting_ranks", "waiting", "Ranks that are in the call."),
+        shared.ranks_column("absent_ranks", "absent", "Ranks that did not enter it, or ended in it."),
         text_column("disagreement", "disagreement",
-            '"operation", "size", "dtype", "root", "tag", "communicator" or "order", and what; "" if the ranks agree.'),
+            '"operation", "size", "dtype", "root", "tag", "communicator" or "order", and how; "" if the ranks agree.'),
         column("ns", format_moment, "since_ns", "since",
-            "When the first rank that waits made it, since 1970-01-01 UTC."),
-        duration("waited_ns", "for", "For how long a rank waited, at least; 0 if none does."),
-        replace(shared.SITE, meaning='Line of code of the ranks that are in it; "" if it was not recorded.'),
+            "When the first waiting rank entered it, since 1970-01-01 UTC."),
+        duration("waited_ns", "for", "Lower bound of the time that a rank waited; 0 if none waits."),
+        replace(shared.SITE, meaning='Call site of the ranks that are in it; "" if it was not recorded.'),
     ), alike="group_ranks"),
     TableSpec("stuck_ranks", "Ranks of calls that do not end", "A row per stuck call and rank that it needs.", (
         column("", str, "stuck_call", "call", "Row of the call in `stuck_calls`, from 0."),
         shared.RANK,
-        word_column("part", "part", '"waiting": in it; "absent": not in it, or ended in it; "done": it is over here.'),
-        text_column("call", "last call", "The call, or the last one of a rank that did not make it."),
+        word_column("part", "part", '"waiting": in it; "absent": not in it, or ended in it; "done": completed it.'),
+        text_column("call", "last call", "The call, or the last one of a rank that did not enter it."),
         word_column("state", "state", "State of that call; missing if the rank made no call."),
         column("ns", format_moment, "begin_ns", "since", "When it began, since 1970-01-01 UTC."),
         shared.SITE,
         word_column("end", "process",
-            '"runs": while the report was made; "exit": it closed its log; "died": it did not; "unknown": it runs or '
-            "died on another host."),
+            '"runs": it ran when the report was made; "exit": it closed its log; "died": it did not; "unknown": it '
+            "runs, or died, on another host."),
         column("ns", format_moment, "alive_ns", "last seen", "When the process was last known to be alive."),
     ), alike="rank"),
     TableSpec("coverage", "Log coverage", "One row.", (
@@ -64,7 +64,7 @@ REPORT_TABLES: Final = (
         count("files_foreign", "", "Files in the directory that are not of this run."),
         count("files_unreadable", "", "Files of the log that could not be read."),
         count("files_missing", "", "Files of the log that are not there."),
-        count("files_garbled", "", "Files of the log with contents that make no sense."),
+        count("files_garbled", "", "Files of the log with invalid contents."),
     )),
     TableSpec("states", "Call states", "A row per state, the most frequent first.", (
         word_column("state", "state",
@@ -103,12 +103,12 @@ REPORT_TABLES: Final = (
         duration("p99_ns", "p99", "Its 99th percentile."),
         count("first_calls", "first calls", "Calls that looked up a call site, operator or group for the first time."),
         duration("first_mean_ns", "first mean",
-            "Cost of recording one of them; missing if none, or if an older commtrace recorded."),
+            "Mean cost of recording one of them; missing if there are none, or in logs of an older commtrace."),
         duration("steady_mean_ns", "steady mean",
-            "Cost of recording one of the other calls, by samples; missing likewise."),
+            "Mean cost of recording one of the other calls, from samples; missing likewise."),
         duration("calls_ns", "all calls", "mean_ns times calls."),
         duration("drain_ns", "writing", "Processor time of the thread that writes the log."),
-        duration("span_ns", "run", "From the process's first line in the log to its last."),
+        duration("span_ns", "run", "Time from the process's first line in the log to its last."),
         column("fraction", format_small_share, "share", "share", "(calls_ns + drain_ns) / span_ns."),
     ), alike="rank"),
     TableSpec("volume_by_operation", "Volume by operation", _BY_PAYLOAD.format("operation"), (
@@ -140,7 +140,7 @@ REPORT_TABLES: Final = (
         shared.STEP, shared.CALLS, shared.PAYLOAD, shared.WIRE,
     )),
     TableSpec("steady_step", "A training step",
-        'A row per operation, by payload, and a first one for "all". No rows if the log has no training step.', (
+        'A row for "all", then one per operation, by payload. No rows if the log has no training step.', (
         shared.OP,
         count("calls_per_rank", "calls", "Calls of the median step, per recorded rank."),
         bytes_column("payload_bytes_per_rank", "payload", "Payload of the median step, per recorded rank."),
@@ -148,7 +148,7 @@ REPORT_TABLES: Final = (
         bytes_column("payload_bytes_min", "", "Payload of the smallest step, summed over the recorded ranks."),
         bytes_column("payload_bytes_max", "", "Payload of the largest step, summed over the recorded ranks."),
         count("steps", "steps", "Training steps in the log."),
-        count("differing_steps", "", "Steps whose calls or payload are not the median ones.", optional=True),
+        count("differing_steps", "", "Steps whose calls or payload differ from the median.", optional=True),
     ), {"terminal": "op calls_per_rank payload_bytes_per_rank wire_bytes_per_rank differing_steps"}),
     TableSpec("message_sizes", "Exact message sizes", "A row per operation and payload, ascending.", (
         shared.OP,
@@ -164,18 +164,19 @@ REPORT_TABLES: Final = (
             '"in_call": inside the call; "waiting": from the start of a wait to the end, if the program waited and '
             'the host observed the end; "to_completion": from the call to its end, if it was observed.'),
         count("calls_known", "known", "Calls whose time is known."),
-        count("calls_unknown", "not known", "Calls whose time is not known; all of dry runs and graph captures."),
+        count("calls_unknown", "not known",
+            "Calls whose time is not known, including all calls of dry runs and graph captures."),
         duration("p50_ns", "p50", "Median of the known times, within 1 %."),
         duration("p99_ns", "p99", "99th percentile of the known times, within 1 %."),
         duration("max_ns", "max", "Longest of the known times."),
         duration("sum_ns", "sum", "Sum of the known times; calls that overlap are each counted in full."),
     ), {"terminal": "op calls_known calls_unknown p50_ns p99_ns max_ns sum_ns"}),
     TableSpec("bandwidth", "Bandwidth",
-        "A row per operation and kind of end, over calls with a payload whose end was observed, of groups of two or "
-        "more, outside of coalesced batches.", (
+        "A row per operation and kind of end, over calls that have a payload and an observed end, in groups of two or "
+        "more ranks, outside coalesced batches.", (
         shared.OP,
         word_column("end_seen_by", "completion seen by",
-            'What observed the end. With "wait" or "poll" it may have been earlier: these are lower bounds.'),
+            'What observed the end. With "wait" or "poll" it may have been earlier: bandwidths are lower bounds.'),
         shared.CALLS, shared.PAYLOAD,
         duration("time_ns", "time", "Sum of times from the start on the device, else from the call, to the end."),
         column("GB/s", format_bandwidth, "algbw_gb_per_s", "algbw", "Payload / time; 1 GB is 1e9 bytes."),
@@ -188,8 +189,8 @@ REPORT_TABLES: Final = (
         bytes_column("payload_bytes", "payload", "Its payload."),
         bytes_column("wire_bytes", "wire (min)", "Wire bytes."),
         count("training_calls", "", "Its calls in training steps."),
-        bytes_column("training_payload_bytes", "in training steps", "Its payload there."),
-        ratio("payload_of_median", "x median", "In training / that of the median rank."),
+        bytes_column("training_payload_bytes", "in training steps", "Its payload in training steps."),
+        ratio("payload_of_median", "x median", "training_payload_bytes / that of the median rank."),
     ), {"terminal": "rank calls payload_bytes wire_bytes training_payload_bytes payload_of_median"}, alike="rank"),
     TableSpec("clocks", "Clocks of the hosts",
         "A row per host (per boot of it). Bounds follow from the calls of the log; a host that they do not bound "
@@ -201,8 +202,8 @@ REPORT_TABLES: Final = (
         column("ppm", lambda rate: f"{rate:+.1f}" if is_known(rate) else "-", "drift_ppm", "drift, ppm",
             "Mean growth of the offset: the middle of its bounds."),
         column("ppm", lambda rate: f"{rate:.1f}" if is_known(rate) else "-", "drift_half_width_ppm", "+-",
-            "Half the distance of the bounds of drift_ppm."),
-        duration("half_width_ns", "offset +-", "Half the distance of the bounds of the offset, at its largest."),
+            "Half the distance between the bounds of drift_ppm."),
+        duration("half_width_ns", "offset +-", "Half the largest distance between the bounds of the offset."),
         count("calls", "calls", "Calls of the host that gave bounds.", measured=True),
         count("steps", "steps", "Jumps of the clock (`clock_steps`)."),
     ), alike="host"),
@@ -215,17 +216,17 @@ REPORT_TABLES: Final = (
         column("ns", format_count, "smallest_ns", "at least", "Lower bound of the jump."),
         column("ns", format_count, "largest_ns", "at most", "Upper bound of the jump."),
     ), alike="host"),
-    TableSpec("waiting", "Waiting for other ranks", "One row: of a sample of the operations.", (
+    TableSpec("waiting", "Waiting for other ranks", "One row, for a sample of the operations.", (
         count("every", "every n-th", "n: the sample is every n-th operation of each group; 1: all."),
         *shared.WAITS,
     )),
     *(
-        TableSpec(f"waits_by_{name}", f"Wait and transfer by {words}",
-            f"A row per {words}, {order}. Calls of groups of two or more.", (
+        TableSpec(f"waits_by_{name}", f"Wait and transfer by {noun}",
+            f"A row per {noun}, {order}. Only calls of groups of two or more ranks.", (
             key, *shared.WAITS, *shared.BUS_BANDWIDTHS,
         ), {"terminal": f"{key.name} {_WAITS_SHOWN} busbw_gb_per_s transfer_busbw_gb_per_s"},
             alike="rank" if name == "rank" else "")
-        for name, words, key, order in (
+        for name, noun, key, order in (
             ("operation", "operation", shared.OP, "the longest wait first"),
             ("role", "dimension", shared.ROLE, "the longest wait first"),
             ("rank", "rank", shared.RANK, "ascending"),
@@ -244,20 +245,21 @@ REPORT_TABLES: Final = (
         shared.RANK,
         word_column("scheme", "scheme", "Scheme whose rules predict the job; missing if it is not predicted."),
         text_column("not_predicted", "", "Why the process is not compared; missing if it is."),
-        count("cells", "cells", "Compared cells: an operation of a dimension in a step each; missing if not compared."),
-        text_column("other_versions", "", "Libraries with another version than the rules were written against."),
+        count("cells", "cells", "Compared cells: operations of a dimension in a step; missing if not compared."),
+        text_column("other_versions", "", "Libraries whose version differs from that of the rules."),
         bytes_column("expected_bytes", "expected", "Payload that theory expects."),
         bytes_column("measured_bytes", "recorded", "Payload in the log."),
         bytes_column("matched_bytes", "matched", "Payload of calls that are as expected."),
-        bytes_column("named_bytes", "known cause", "Payload of other and of missing calls whose cause is known."),
+        bytes_column("named_bytes", "known cause", "Payload of extra and missing calls whose cause is known."),
         bytes_column("unexplained_bytes", "unexplained",
-            "Payload of other and of missing calls without a known cause."),
+            "Payload of extra and missing calls without a known cause."),
         share("matched_share", "matched share", "matched_bytes / measured_bytes."),
     ), alike="rank"),
     TableSpec("expected", "Expected calls", "A row per rank, step, dimension and operation.", (
         shared.RANK, shared.STEP, shared.ROLE, shared.OP,
         count("calls", "calls", "Calls that theory expects."),
-        count("calls_max", "calls (max)", "Most calls in any order of modules and gradients; missing if certain."),
+        count("calls_max", "calls (max)",
+            "Most calls in any order of modules and gradients; missing if their number is certain."),
         bytes_column("payload_bytes", "payload", "Their payload; an upper bound if it depends on the data."),
         bytes_column("payload_bytes_min", "payload (min)", "Lower bound of their payload; missing if it is certain."),
     ), alike="rank"),
@@ -276,7 +278,7 @@ REPORT_TABLES: Final = (
         text_column("sites", "call sites", "Call sites of the recorded calls, separated by semicolons."),
     ), {"page": "role op cause expected_calls measured_calls difference_bytes sites"}, alike="rank"),
     TableSpec("waterfall", "From the closed form to the recorded wire bytes",
-        "Rows in the order of the sum, for the last whole step of the lowest rank that is compared.", (
+        "Rows in the order of the sum, for the last complete, regular step of the lowest compared rank.", (
         *shared.WATERFALL,
     ), {"page": "label bytes"}),
     TableSpec("waterfall_by_role", "From the closed form to the recorded wire bytes, by parallel dimension",
@@ -299,10 +301,11 @@ FIGURE_TABLES: Final = (
         "A row per call, by rank and time, of one step that was complete on every rank shown.", (
         shared.RANK, shared.STEP, shared.OP, shared.ROLE, shared.PHASE, shared.SITE,
         bytes_column("payload_bytes", "payload", "Payload of the call."),
-        duration("begin_ns", "start", "Start of the call since the first call, by the hosts' wall clocks."),
+        duration("begin_ns", "start",
+            "Start of the call since the first call, on the hosts' aligned clocks, else their wall clocks."),
         duration("in_call_ns", "in call", "Time inside the call; missing if not known."),
-        duration("to_completion_ns", "to completion", "Time from the call to its end; missing if not seen."),
-        flag("more_calls", "", "Whether the rank made more calls in this step than the table keeps, the first 4,096."),
+        duration("to_completion_ns", "to completion", "Time from the call to its end; missing if not observed."),
+        flag("more_calls", "", "Whether the rank made more calls in this step than the 4,096 that the table keeps."),
     )),
     TableSpec("sizes_over_time", "Message sizes over time",
         "A row per span of time, operation and bin of sizes. Calls of processes without a wall clock are left out.", (
@@ -316,14 +319,14 @@ FIGURE_TABLES: Final = (
 
 NETWORK_TABLES: Final = (
     TableSpec("network", "Against a network",
-        "A row per operation, ranks and hosts of the group, and payload; the longest expected time in all first.", (
+        "A row per operation, numbers of ranks and hosts, and payload; the longest total expected time first.", (
         shared.OP,
         count("ranks", "ranks", "Ranks of the group."),
         count("hosts", "hosts", "Hosts of the group; missing if not all of its ranks left a log."),
         bytes_column("payload_bytes", "payload", "Payload of one call."),
         count("calls", "calls", "Calls of all recorded ranks."),
         count("timed", "timed",
-            "Operations whose transfer time is known, each counted once for its group; of long runs a sample.",
+            "Operations whose transfer time is known, each counted once for its group; a sample in long runs.",
             optional=True),
         duration("measured_ns", "measured", "Median transfer time: what the last rank spends in the operation."),
         duration("expected_ns", "expected", "Time that the network should take for one call."),
@@ -332,7 +335,7 @@ NETWORK_TABLES: Final = (
             'Source of expected_ns: "fitted" to this operation and group, "extrapolated", "described" or "local".',
             optional=True),
         share("efficiency", "efficiency", "expected_ns / measured_ns."),
-        text_column("why_not", "why not", "Why there is no measured or no expected time; missing if there are both."),
+        text_column("why_not", "why not", "Why there is no measured or no expected time; missing if both are known."),
     ), {
         "terminal": "op ranks payload_bytes calls timed measured_ns expected_ns efficiency how",
         "page": "op ranks hosts payload_bytes calls timed measured_ns expected_ns latency_ns efficiency how why_not",

@@ -19,8 +19,8 @@ COMPARISON_TABLES: Final = (
         count("ranks_seen", "ranks", "Ranks that left a log."),
         count("world_size", "world size", "Ranks of the job; missing if not known."),
         count("steps", "steps", "Training steps in the log."),
-        *(replace(column, meaning=f"{column.meaning} Of a training step.") for column in PER_RANK),
-        count("differing_steps", "", "Steps whose calls or payload are not the median ones."),
+        *(replace(column, meaning=f"{column.meaning[:-1]}, in a training step.") for column in PER_RANK),
+        count("differing_steps", "", "Steps whose calls or payload differ from the median."),
         column("fraction", format_small_share, "tracing_share", "tracing cost",
             "Share of the run's time that tracing cost, mean over the processes.", optional=True),
     ), {
@@ -45,15 +45,15 @@ COMPARISON_TABLES: Final = (
         RUN, ROLE,
         text_column("form", "form", "The closed form."),
         bytes_column("predicted_bytes", "predicted",
-            "Wire bytes of a step by the closed form: of one rank, but of a pipeline what all of its stages send."),
+            "Wire bytes of a step by the closed form: of one rank, or of all stages of a pipeline."),
         bytes_column("measured_bytes", "recorded", "Wire bytes of a step in the log, counted likewise."),
     )),
 )  # fmt: skip
 
 _STEP_TIMES: Final = (
-    duration("blocked_ns", "in communication", "Part of the step in which calls hold a thread of the program."),
+    duration("blocked_ns", "in communication", "Part of the step in which calls block a thread of the program."),
     duration("late_ns", "waiting for late ranks", "Part of blocked_ns before the last rank of the call begins it."),
-    duration("in_flight_ns", "in flight", "Part of the step in which a call is in progress, also in the background.",
+    duration("in_flight_ns", "in flight", "Part of the step in which a call is in progress, even in the background.",
         optional=True),
 )  # fmt: skip
 _STEP_VOLUMES: Final = (
@@ -63,14 +63,14 @@ _STEP_VOLUMES: Final = (
     bytes_column("wire_bytes", "wire (min)", "Wire bytes of a rank's step; missing if not known for every call."),
 )  # fmt: skip
 _COMPUTE: Final = duration("compute_ns", "computation",
-    "The step without blocked_ns; missing if ends were observed on a device.")  # fmt: skip
+    "Step time minus blocked_ns; missing if ends were observed on a device.")  # fmt: skip
 _STEP_NS: Final = duration(
     "step_ns", "step time", "Duration of a training step of the slowest rank, mean over the steps."
 )
 _SPEEDUP: Final = (
     column("ratio", lambda value: f"{value:.2f}x" if is_known(value) else "-", "speedup", "speedup",
         "Against the run with the fewest ranks, per token; without tokens, as if each step had the same work."),
-    share("efficiency", "efficiency", "Speedup / how many times as many ranks."),
+    share("efficiency", "efficiency", "Speedup / ratio of the numbers of ranks."),
 )  # fmt: skip
 _RANKS: Final = count("ranks", "ranks", "Ranks of the job.")
 
@@ -79,17 +79,17 @@ SCALING_TABLES: Final = (
         "A row per run, by ranks. Times and volumes are of one training step; means over the ranks, except step_ns.", (
         RUN, _RANKS,
         count("hosts", "hosts", "Hosts of the ranks.", optional=True),
-        count("steps", "steps", "Measured steps; 0 if the program marks none: the whole run counts as one."),
+        count("steps", "steps", "Measured steps; 0 if the program marks none, and the whole run counts as one."),
         _STEP_NS,
         count("tokens_per_step", "tokens",
             "Tokens of a step of the whole job; missing if neither the log nor --tokens has them."),
         column("tokens/s", lambda rate: format_count(round(rate)) if is_known(rate) else "-", "tokens_per_s",
-            "tokens/s", "Tokens of the whole job in a second."),
+            "tokens/s", "Tokens of the whole job per second."),
         *_SPEEDUP, _COMPUTE, *_STEP_TIMES, *_STEP_VOLUMES,
         bytes_column("closed_form_bytes", "closed form", "Wire bytes of the lowest rank by the closed form."),
         bytes_column("expected_wire_bytes", "expected", "Wire bytes of the lowest rank that theory expects."),
         ratio("communication_per_compute", "comm/compute", "blocked_ns / compute_ns."),
-        share("late_known", "late known", "Share of the time in calls for which it is known which rank was late."),
+        share("late_known", "late known", "Share of the time in calls whose late rank is known."),
         text_column("shared_cores", "", 'Such as "4 ranks on 2 cores" if ranks of a host share cores, else "".'),
     ), {
         "speedup": "run ranks hosts steps step_ns speedup efficiency tokens_per_s",
@@ -106,10 +106,12 @@ SCALING_TABLES: Final = (
         word_column("parameter", "parameter", "Its parameter."),
         column("see unit", text_of, "value", "value", "The fitted number."),
         word_column("unit", "unit", "Unit of the value."),
-        share("error", "error", "Largest relative difference from the runs; missing without runs to spare."),
+        share("error", "error",
+            "Largest relative difference from the runs, for latency and bandwidth the mean from the calls; missing if "
+            "there are too few runs."),
     )),
     TableSpec("scaling_projection", "The model, and more ranks",
-        "A row per number of ranks: those that were run and, if the model fits, 2, 4 and 8 times the most.", (
+        "A row per number of ranks: those that were run and, if the model fits, 2, 4 and 8 times the largest.", (
         _RANKS,
         replace(_STEP_NS, meaning="Duration of a step by the model."),
         column("ns", lambda value: format_duration(value) if is_known(value) else "not run", "measured_ns", "measured",
@@ -122,24 +124,24 @@ SCALING_TABLES: Final = (
     ), {"model": "ranks step_ns measured_ns efficiency compute_ns latency_ns bandwidth_ns late_ns"}),
     TableSpec("scaling_left_out", "Runs left out", "A row per run that was not compared.", (
         RUN,
-        text_column("reason", "reason", "Why."),
+        text_column("reason", "reason", "Why it was left out."),
     )),
 )  # fmt: skip
 
 DIFFERENCE_TABLES: Final = (
     TableSpec("call_differences", "Calls that differ between two runs",
         "A row per call that differs, merged over ranks and steps with the same differences, by first step.", (
-        word_column("kind", "kind", '"calls": another number; "order": in another order; "rank": all calls of ranks '
+        word_column("kind", "kind", '"calls": different number; "order": different order; "rank": all calls of ranks '
             'that only one run has; "site": same calls, different call site.'),
-        ranks_column("ranks", "ranks", 'Ranks, as "0-3,8".'),
-        word_column("steps", "steps", 'Steps of the run that has more of them, as "start-up and 0-4".'),
+        ranks_column("ranks", "ranks", 'Ranks, such as "0-3,8".'),
+        word_column("steps", "steps", 'Steps of the run that has more of them, such as "start-up and 0-4".'),
         OP,
         column("bytes", format_count, "payload", "bytes each", "Payload of each call; -1: pickled objects."),
         word_column("dtype", "type", "Type of the elements."),
         word_column("reduce_op", "reduction", "Reduction."),
         PHASE, ROLE,
-        word_column("group", "group", 'Members of the group, as their ranks see them: "4/2" is 4 ranks with stride 2.'),
-        word_column("peer", "peer", 'Of a message "peer=+1", the distance in the group; of a collective "root=0".'),
+        word_column("group", "group", 'Shape of the group: "4/2" is 4 ranks with stride 2.'),
+        word_column("peer", "peer", 'For a message "peer=+1", the distance in the group; for a collective "root=0".'),
         count("calls_a", "calls in A", "Calls of a rank and step in the first run; of all ranks, if kind is rank."),
         count("calls_b", "calls in B", "The same in the second run."),
         text_column("sites_a", "call sites in A", "Call sites that make more of these calls in the first run."),
@@ -147,7 +149,7 @@ DIFFERENCE_TABLES: Final = (
     ), alike="ranks"),
     TableSpec("setting_differences", "Settings that differ between two runs", "A row per setting.", (
         text_column("name", "setting", "World size, library version, environment variable, or field of the job."),
-        text_column("a", "A", 'Value in the first run, "-" without one.'),
+        text_column("a", "A", 'Value in the first run; "-" if it has none.'),
         text_column("b", "B", "The same in the second run."),
     )),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Columns that several tables have."""
+"""Columns that several tables share."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ ROLE: Final = word_column("role", "dimension",
 PHASE: Final = word_column("phase", "phase",
     'Phase of the step: "init", "forward", "backward", "optimizer", "evaluation" or "other".')  # fmt: skip
 SITE: Final = column("", _call_site, "site", "call site",
-    "Line of code that made the calls, outside of libraries' wrappers; \"\" if it was not recorded.", kind="text",
+    "Source line that made the calls, outside the wrappers of libraries; \"\" if it was not recorded.", kind="text",
     shortenable=True)  # fmt: skip
 RANK: Final = column("", lambda rank: str(rank) if is_known(rank) and rank >= 0 else "-", "rank", "rank",
     "Global rank.")  # fmt: skip
-STEP: Final = column("", text_of, "step", "step", "Training step; -1 is start-up, before the first; -2 evaluations.")
+STEP: Final = column("", text_of, "step", "step",
+    "Training step; -1 is start-up, before the first step; -2 is evaluations.")  # fmt: skip
 CALLS: Final = count("calls", "calls", "Recorded calls, summed over the recorded ranks.")
 PAYLOAD: Final = bytes_column("payload_bytes", "payload",
     "Size of the calls' buffers as nccl-tests counts it, summed over the recorded ranks.")  # fmt: skip
 WIRE: Final = bytes_column("wire_bytes", "wire (min)",
-    "Least bytes that the ranks must send for these calls with the best algorithm. Computed from the payload, never "
-    "measured; missing if it is not known for every call.")  # fmt: skip
+    "Fewest bytes that the ranks can send for these calls. Computed from the payload, never measured; missing unless "
+    "known for every call.")  # fmt: skip
 PAYLOAD_SHARE: Final = share("payload_share", "payload share", "Share of the payload of all calls.")
 VOLUME: Final = (CALLS, PAYLOAD, WIRE, PAYLOAD_SHARE)
 PER_RANK: Final = (
@@ -47,7 +48,7 @@ PER_RANK: Final = (
 )  # fmt: skip
 FROM: Final = column("bytes", _bin_bound, "from_bytes", "from",
     "Smallest payload of the bin, a power of two; 0: calls without payload.")  # fmt: skip
-BELOW: Final = column("bytes", _bin_bound, "below_bytes", "below", "Payload that all calls of the bin are below.")
+BELOW: Final = column("bytes", _bin_bound, "below_bytes", "below", "Upper bound of the bin, exclusive.")
 SUM: Final = bytes_column("sum_bytes", "sum", "Sum of the calls' payloads.")
 RUN: Final = word_column("run", "run", "Name of the run: the last parts of its path.", shortenable=True)
 COUNTERS: Final = (
@@ -61,12 +62,12 @@ COUNTERS: Final = (
 WAITS: Final = (
     count("calls", "calls", "Calls whose wait is known.", measured=True),
     count("calls_unknown", "not known", "Calls whose wait is not known.", measured=True),
-    duration("duration_ns", "in calls", "Time from begin to end of these calls, summed."),
-    duration("wait_ns", "wait", "Part of it before the last rank that the call waits for had begun: the middle of the "
-        "bounds that the hosts' clocks leave, 0 where these reach down to 0."),
+    duration("duration_ns", "in calls", "Time from start to end of these calls, summed."),
+    duration("wait_ns", "wait", "Part of it before the last rank that the call depends on arrived: the middle of the "
+        "bounds from the hosts' clocks, 0 if the lower bound is 0."),
     duration("wait_min_ns", "wait (min)", "Lower bound of the wait; wait_ns on one host."),
     duration("wait_max_ns", "wait (max)", "Upper bound of the wait; wait_ns on one host."),
-    duration("transfer_ns", "transfer", "duration_ns - wait_ns. For ends observed late, an upper bound."),
+    duration("transfer_ns", "transfer", "duration_ns - wait_ns; an upper bound if ends were observed late."),
     share("wait_share", "wait share", "wait_ns / duration_ns."),
 )  # fmt: skip
 BUS_BANDWIDTHS: Final = (
@@ -76,12 +77,12 @@ BUS_BANDWIDTHS: Final = (
 )  # fmt: skip
 NOT_SELECTED: Final = count("not_selected", "", "Calls without a record because COMMTRACE_STEPS left out their steps.")
 NOT_FOUND: Final = count("not_found", "",
-    "Further records that processes wrote, as their counters say, and the log lacks.")  # fmt: skip
+    "Further records that processes counted as written but the log lacks.")  # fmt: skip
 FIRST_ERROR: Final = text_column("first_error", "", "Message of the first hook error; missing if there was none.")
 WATERFALL: Final = (
     text_column("label", "cause", "Closed form, cause of a difference from it, or the recorded bytes.",
         shortenable=True),
-    column("bytes", format_count, "bytes", "bytes", "Wire bytes of this rank's step: a difference, if a cause."),
+    column("bytes", format_count, "bytes", "bytes", "Wire bytes of this rank's step; for a cause, the difference."),
     word_column("kind", "kind",
         '"closed form", "cause", "unexplained" or "measured"; the last is the sum of the others.'),
 )  # fmt: skip

@@ -18,15 +18,15 @@ class ColumnSpec:
 
     Attributes:
         name: Its name in the table, and in JSON.
-        head: Text above the column where people read it.
+        head: Heading of the column in reports.
         unit: What its numbers count: "bytes", "ns", "fraction" (0 to 1) ...; "" for texts.
         meaning: A sentence.
-        format: Makes text of a value; missing values become "-".
+        format: Returns a value as text; missing values become "-".
         kind: "number" is aligned right, "word" is not broken into lines, "text" may be.
         optional: Whether a terminal that is too narrow may leave it out.
         shortenable: Whether a terminal that is too narrow may shorten its texts.
         ranks: Whether its texts are lists of ranks, such as "0-3,8".
-        measured: Whether its counts are of what was measured, and so differ among ranks that do the same.
+        measured: Whether its counts are measured, and so differ among ranks that make the same calls.
     """
 
     name: str
@@ -42,7 +42,7 @@ class ColumnSpec:
 
     @property
     def is_measured(self) -> bool:
-        """Whether its values differ among ranks that do the same: times, rates, and counts marked so."""
+        """Whether its values differ among ranks that make the same calls: times, rates and measured counts."""
         return self.measured or self.unit not in ("", "count", "bytes", "boolean")
 
 
@@ -53,10 +53,10 @@ class TableSpec:
     Attributes:
         name: Its name in `Run.table`, and in JSON.
         title: A heading.
-        rows: What a row is, and in which order rows are.
+        rows: What a row is, and the order of the rows.
         columns: All columns, in order.
-        views: Names of the columns that a view shows, separated by blanks, by the view's name: "terminal", "page", or a
-            figure's name. A view that is not named shows all.
+        views: Names of the columns that a view shows, separated by spaces, by the name of the view: "terminal", "page",
+            or that of a figure. Other views show all columns.
         alike: Column of ranks, or hosts, whose rows are merged where there are many (`alike_ranks`); "": never.
     """
 
@@ -73,7 +73,7 @@ class TableSpec:
         return [column.name for column in self.columns]
 
     def column(self, name: str) -> ColumnSpec:
-        """Return the column of a name."""
+        """Return the column with this name."""
         return next(column for column in self.columns if column.name == name)
 
     def columns_of(self, view: str) -> tuple[ColumnSpec, ...]:

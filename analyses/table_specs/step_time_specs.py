@@ -15,7 +15,7 @@ _PHASE: Final = text_column("phase", "phase",
 
 STEP_TIME_TABLES: Final = (
     TableSpec("step_time_parts", "Where the time of a step goes",
-        "A row per chosen step, part and dimension; the parts but the last add up to the step.", (
+        "A row per chosen step, part and dimension; all parts except the last add up to the step.", (
         _CHOSEN, _NUMBER,
         text_column("part", "part",
             '"computation": no call blocks the rank; "waiting": it is blocked, and another rank has not begun the '
@@ -27,11 +27,11 @@ STEP_TIME_TABLES: Final = (
     ), {"terminal": "which part role ns share"}),
     TableSpec("critical_path", "Critical path of a step",
         "A row per piece of the path of each chosen step, in the order of time; their times add up to the step. "
-        "Computation has the phase of the call that it leads to, and no operation, dimension and call site.", (
+        "Computation has the phase of the call that it leads to, and no operation, dimension or call site.", (
         _CHOSEN, _NUMBER, shared.RANK,
         word_column("part", "part", '"computation" or "communication".'),
         shared.OP, shared.ROLE, shared.PHASE, shared.SITE,
-        duration("begin_ns", "begin", "Begin of the piece since that of the step."),
+        duration("begin_ns", "begin", "Start of the piece since the start of the step."),
         duration("ns", "time", "Its duration."),
     ), {"terminal": "rank part op role phase site ns"}),
     TableSpec("stragglers", "Stragglers", "A row per rank, ascending; over the measured steps.", (
@@ -41,9 +41,9 @@ STEP_TIME_TABLES: Final = (
         count("last", "last", "Operations that others waited in until this rank began its call.",
             measured=True),
         duration("waiting_ns", "waiting for it", "Waiting of all other ranks for this one, mean of a step."),
-        share("waiting_share", "share", "That of the time of all ranks."),
-        share("own_share", "own delay", "Part of it that began with this rank's own computation (longest waits)."),
-        share("passed_on_share", "passed on", "Part of it that began with the computation of other ranks."),
+        share("waiting_share", "share", "waiting_ns as a share of the time of all ranks."),
+        share("own_share", "own delay", "Part of the longest waits for this rank that began with its own computation."),
+        share("passed_on_share", "passed on", "Part of them that began with the computation of other ranks."),
         shared.ranks_column("passed_on_from", "from", 'Those ranks, such as "2-3,7".', kind="text"),
     ), alike="rank"),
     TableSpec("delays", "Delays",
@@ -55,7 +55,7 @@ STEP_TIME_TABLES: Final = (
         duration("delay_ns", "delay",
             "Computation beyond the median of the other ranks, median of the delayed steps."),
         duration("on_path_ns", "on the critical path", "Part of the delay that lengthens the step, mean."),
-        share("share", "share", "delay_ns of the delayed steps' duration."),
+        share("share", "share", "delay_ns as a share of the delayed steps' duration."),
     ), {"terminal": "rank phase recurrence steps delay_ns share"}, alike="rank"),
 )  # fmt: skip
 """Tables in every JSON report; empty if there are no measured steps."""

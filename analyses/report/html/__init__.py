@@ -2,6 +2,6 @@
 
 `page_contents` chooses the content of a page, and `rendering` renders it with `page.html`, `style.css` and `page.js`.
 
-Names in a log come from any program: the template escapes every text, plotly's labels are escaped in the figures, and
-the page's Content Security Policy lets nothing run or load but its own scripts.
+Names in a log may come from any program. The template therefore escapes every text, the figures escape plotly's
+labels, and the page's Content Security Policy allows only its own scripts to run, and nothing to load.
 """

@@ -92,7 +92,7 @@
   for (const place of document.querySelectorAll(".figure")) {
     figures.push({ place, figure: JSON.parse(place.nextElementSibling.textContent) });
   }
-  // One after the other, so that the page responds meanwhile.
+  // Draw one after the other, so that the page stays responsive.
   (async () => {
     for (const figure of figures) {
       await draw(figure);

@@ -1,4 +1,4 @@
-"""The pages of one run, of runs side by side, and of runs by number of ranks: their sections of figures and tables."""
+"""Pages of one run, of runs side by side, and of runs by number of ranks: sections of figures and tables."""
 
 from __future__ import annotations
 
@@ -33,10 +33,14 @@ MAX_ROWS: Final = 60
 def page_of_run(
     name: str, run: RecordedRun, tables: Mapping[str, pd.DataFrame], *, sites: int = MAX_SITES, per_rank: bool = False
 ) -> str:
-    """Return the page of one run, with this title and so many call sites (0: all).
+    """Return the page of one run.
 
-    The tables are with those that only figures are drawn from. With `per_rank`, tables of many ranks have their first
-    rows instead of classes of alike ranks.
+    Args:
+        name: Title of the page.
+        run: The run.
+        tables: Its tables, including those that only figures use.
+        sites: Maximum number of call sites; 0: all.
+        per_rank: Show the first rows of tables of many ranks, instead of classes of alike ranks.
     """
     sections = [_figure_section(name, figure, tables) for name, figure in figures.FIGURES.items()]
     sections += _across_ranks(tables, per_rank=per_rank)
@@ -60,18 +64,18 @@ def page_of_run(
 
 _ACROSS_RANKS: Final = {
     "stuck": ("Calls that do not end", ("stuck_calls", "stuck_ranks"),
-        "The calls that the job hangs in, or died in, and where each of their ranks is."),
+        "The calls in which the job hangs, or died, and where each of their ranks is."),
     "waiting": ("Waiting, and step times across ranks",
         ("step_time_parts", "stragglers", "delays", "wait_patterns", "waits_by_operation", "waits_by_rank"),
         "A call waits until the last rank that it depends on has begun it; the rest is its transfer."),
     "clocks": ("Clocks of the hosts", ("clocks", "clock_steps"),
-        "Bounds of each host's clock against the reference's, from the calls alone."),
+        "Bounds on each host's clock relative to the reference's, from the calls alone."),
 }  # fmt: skip
 """Sections of tables that compare ranks: title, tables, what to look for."""
 
 
 def _across_ranks(tables: Mapping[str, pd.DataFrame], *, per_rank: bool) -> Iterator[PageSection]:
-    """Yield the sections of _ACROSS_RANKS that have something to show; clocks where there are several hosts."""
+    """Yield the sections of _ACROSS_RANKS that have rows; clocks only if there are several hosts."""
     for name, (title, names, text) in _ACROSS_RANKS.items():
         shown = [table for table in names if table in tables and len(tables[table])]
         if shown and (name != "clocks" or len(tables["clocks"]) > 1):
@@ -84,11 +88,11 @@ def _call_sites(table: pd.DataFrame, sites: int) -> PageSection:
     shown = table.head(sites) if sites else table
     more = f", the first {len(shown)} of {len(table):,}" if len(shown) < len(table) else ""
     text = "Lines of code that made the calls, outside of the wrappers of torch and DeepSpeed. Sums over the ranks."
-    return _table_section("sites", f"Call sites{more}", text, "volume_by_site", shown, absent="The log holds no call.")
+    return _table_section("sites", f"Call sites{more}", text, "volume_by_site", shown, absent="The log has no calls.")
 
 
 def _tiles(tables: Mapping[str, pd.DataFrame]) -> Iterator[Tile]:
-    """Yield the run at a glance."""
+    """Yield the key numbers of a run."""
     coverage = tables["coverage"].iloc[0]
     seen, world_size = int(coverage["ranks_seen"]), coverage["world_size"]
     missing = bool(is_known(world_size)) and seen < int(world_size)
@@ -117,10 +121,10 @@ def _tiles(tables: Mapping[str, pd.DataFrame]) -> Iterator[Tile]:
 
 
 def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, dict[str, pd.DataFrame]]) -> str:
-    """Return the page of runs side by side, from the tables of each; both by the names that the page gives the runs."""
+    """Return the page of runs side by side, from the runs and their tables, both by the names that the page shows."""
     compared = compare(runs, tables)
     text = (
-        "A training step of each run, per rank. Wire bytes are the least bytes that a rank must send for the payload."
+        "A training step of each run, per rank. Wire bytes are the fewest bytes that a rank can send for the payload."
     )
     overview = _table_section("runs", "The runs", text, "runs", compared["runs"])
     sections = [_figure_section(name, figure, compared) for name, figure in figures.COMPARISONS.items()]
@@ -136,11 +140,9 @@ def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, dict[str, pd.Data
 
 
 def page_of_scaling(runs: Mapping[str, Run], tables: Mapping[str, pd.DataFrame], sentences: Sequence[str]) -> str:
-    """Return the page of runs by number of ranks, from the tables of `commtrace.analyses.scaling` and what they say."""
+    """Return the page of runs by number of ranks, from the tables of `commtrace.analyses.scaling` and the findings."""
     ranks = tables["scaling"]["ranks"]
-    text = (
-        "Means over the ranks. Expected, and the closed form: of the lowest rank, where theory has rules for the job."
-    )
+    text = "Means over the ranks. Expected bytes and the closed form are of the lowest rank, if the job has rules."
     volumes = _table_section("sent", "What a rank sends in a step", text, "scaling", tables["scaling"], "sent")
     text = "Fixed and divided computation, latency and bandwidth of calls, and waiting for late ranks."
     absent = "No model: calls have one size only, or their times are not known."
@@ -175,7 +177,7 @@ def _spec_table(name: str, table: pd.DataFrame, view: str = "page") -> PageTable
 
 
 def _indented(text: str) -> str:
-    """Return a text whose blanks at the beginning a browser keeps."""
+    """Return a text with its leading spaces as no-break spaces, which browsers keep."""
     return text if not text.startswith(" ") else "\N{NO-BREAK SPACE}" * (len(text) - len(text.lstrip())) + text.lstrip()
 
 

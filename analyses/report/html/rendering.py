@@ -40,7 +40,7 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure: plotly's JSON, fit for a script element, and its height in px. The title may be ""."""
+    """A figure: plotly's JSON, safe in a script element, and its height in px. The title may be ""."""
 
     name: str
     title: str
@@ -73,7 +73,7 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that the template shows. `facts_title`: of the last section; default: "The log" or "The logs"."""
+    """Everything that the template shows. The last section has `facts_title`, by default "The log" or "The logs"."""
 
     title: str
     subtitle: str
@@ -93,7 +93,7 @@ def drawing(name: str, figure: Any) -> Drawing:
 
 
 def render(page: Page) -> str:
-    """Return the HTML of a page, with styles and scripts in it."""
+    """Return the HTML of a page, with inline styles and scripts."""
     template, style, code = (
         resources.files(__package__).joinpath(name).read_text("utf-8") for name in ("page.html", "style.css", "page.js")
     )
