@@ -20,11 +20,11 @@ RUNS = {
     "zero3": ["--zero-stage", "3"],
 }
 TRAIN = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "examples.gpt_neox.train", "demo.yml"]
-SECONDS = 300  # time limit of one command
+SECONDS = 300  # timeout of one command
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train and report each run, then write the pages; returns the status of the first command that failed, or 0."""
+    """Train and report each run, then write the pages; return the status of the first command that failed, or 0."""
     logs = Path((sys.argv[1:] if argv is None else argv)[0])
     if logs.exists():
         print(f"{logs} exists; remove it or name another directory", file=sys.stderr)

@@ -29,7 +29,7 @@ __all__ = ["ConfigError", "DataError", "GPTNeoX", "LaunchError", "TrainingConfig
 
 
 def __getattr__(name: str) -> Any:
-    """Import the model on first use, because it needs torch and reading configurations does not."""
+    """Import the model on first use: unlike reading configurations, it needs torch."""
     if name == "GPTNeoX":
         from .model import GPTNeoX
 

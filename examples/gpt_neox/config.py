@@ -1,4 +1,4 @@
-"""The training's configuration: GPT-NeoX's keys, of which commtrace reads those that decide what is communicated."""
+"""Training configuration: GPT-NeoX's keys. commtrace itself reads only those that determine communication."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .fsdp_settings import FsdpSettings
 _INITS: Final = {name: name for name in ("normal", "scaled_normal", "small_init", "wang_init")}
 _DECAYS: Final = {name: name for name in ("constant", "linear", "cosine", "exponential")}
 
-# Keys that configurations read beside those of their fields.
+# Keys that configurations read besides those of their fields.
 _OTHER_KEYS: Final = ("attention_config", "zero_stage", "fp16", "bf16", "deepspeed_extra_args")
 
 
@@ -49,7 +49,7 @@ Split = Annotated[
 
 
 class TrainingConfig(neox.NeoxConfig):
-    """A checked training configuration. Fields have GPT-NeoX's names where it has one, and GPT-NeoX's defaults."""
+    """A checked training configuration. Fields have GPT-NeoX's names, where they exist, and GPT-NeoX's defaults."""
 
     max_position_embeddings: OptionalCount = None
     rotary_pct: Share = 1.0
@@ -73,11 +73,11 @@ class TrainingConfig(neox.NeoxConfig):
     lr_decay_style: Annotated[str, choice(_DECAYS)] = "linear"
     lr_decay_iters: Count = REQUIRED  # default: train_iters
     warmup: Share = 0.01
-    unknown_keys: tuple[str, ...] = ()  # keys of the files that mean nothing here
+    unknown_keys: tuple[str, ...] = ()  # keys of the files that have no effect here
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Setting]) -> dict[str, Any]:
-        """Return the values of merged settings, with the fields that several keys decide."""
+        """Return the values of merged settings, with the fields that depend on several keys."""
         values = super().from_settings(settings)
         block(values, "fsdp")
         if not isinstance(values.get("optimizer", {}).get("params", {}), dict):
@@ -89,12 +89,12 @@ class TrainingConfig(neox.NeoxConfig):
     @classmethod
     def _trains_on_something(cls, split: Split) -> Split:
         if not split[0]:
-            raise ValueError("the first share is the training's and must not be 0")
+            raise ValueError("the first share is for training and must not be 0")
         return split
 
     @model_validator(mode="after")
     def _check_training(self) -> TrainingConfig:
-        """Check what this model and its parallel layers cannot compute."""
+        """Refuse settings that this model or its parallel layers cannot compute."""
         if self.rotary_dims < 2 or self.rotary_dims % 2:
             raise SettingError(
                 "rotary_pct",
@@ -104,12 +104,12 @@ class TrainingConfig(neox.NeoxConfig):
         if (self.max_position_embeddings or self.seq_length) < self.seq_length:
             raise SettingError("max_position_embeddings", f"give at least seq_length, which is {self.seq_length}")
         if self.model_parallel_size > 1 and self.attention_dropout:
-            fix = "tensor-parallel ranks would drop the same of different heads; set it to 0"
+            fix = "tensor-parallel ranks would use the same dropout mask for different heads; set it to 0"
             raise SettingError("attention_dropout", fix)
         if self.context_parallel_size > 1 and self.attention_dropout:
-            raise SettingError("attention_dropout", "attention in a ring drops nothing; set it to 0")
+            raise SettingError("attention_dropout", "ring attention has no dropout; set it to 0")
         if self.sequence_parallel and self.hidden_dropout:
-            fix = "ranks would drop the same of different parts of the sequence; set it to 0"
+            fix = "ranks would use the same dropout mask for different parts of the sequence; set it to 0"
             raise SettingError("hidden_dropout", fix)
         return self
 
@@ -138,9 +138,9 @@ def check_fsdp(config: TrainingConfig) -> None:
     """Refuse settings that `--engine fsdp` cannot train. Raise ConfigError with the setting and the fix."""
     ranks, length = config.model_parallel_size, config.seq_length
     if config.context_parallel_size > 1:
-        raise ConfigError("attention in a ring goes with DDP and DeepSpeed here; set context_parallel_size to 1")
+        raise ConfigError("ring attention is not available with --engine fsdp; set context_parallel_size to 1")
     if config.sequence_parallel:
-        raise ConfigError("sequence_parallel is Megatron's; with --engine fsdp say fsdp.sequence_parallel instead")
+        raise ConfigError("sequence_parallel is Megatron's; with --engine fsdp use fsdp.sequence_parallel instead")
     if config.fsdp.sequence_parallel and length % ranks:
         raise ConfigError(
             f"fsdp.sequence_parallel: model_parallel_size, which is {ranks}, must divide seq_length, which is {length}"
@@ -152,7 +152,7 @@ def _unknown_keys(settings: Mapping[str, Setting], values: Mapping[str, Any]) ->
     for name, field in TrainingConfig.model_fields.items():
         alias = field.validation_alias
         if isinstance(alias, AliasChoices):
-            # Once the new name is set, the old one has no meaning.
+            # If the new name is set, the old one has no effect.
             new, old = (str(choice) for choice in alias.choices)
             known |= {new} if new in values else {new, old}
         else:

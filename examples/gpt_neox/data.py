@@ -33,7 +33,7 @@ def _python_topics() -> bytes:
 class Samples:
     """Samples of ``length + 1`` tokens; the last token of one is the first of the next.
 
-    Numbers have no upper limit: each pass over the text is shuffled again, by (seed, pass).
+    Sample numbers have no upper limit: each pass over the text is shuffled again, by (seed, pass).
     """
 
     def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
@@ -48,11 +48,11 @@ class Samples:
         self._order = np.empty(0, dtype=np.int64)
 
     def __getitem__(self, number: int) -> Tokens:
-        """Return the sample with a number from 0."""
-        which, place = divmod(number, self.count)
-        if which != self._pass:
-            self._pass, self._order = which, np.random.default_rng((self._seed, which)).permutation(self.count)
-        start = int(self._order[place]) * self._length
+        """Return a sample by its number, from 0."""
+        text_pass, index = divmod(number, self.count)
+        if text_pass != self._pass:
+            self._pass, self._order = text_pass, np.random.default_rng((self._seed, text_pass)).permutation(self.count)
+        start = int(self._order[index]) * self._length
         return self._tokens[start : start + self._length + 1]
 
 
@@ -81,7 +81,7 @@ class RankData:
 
 
 def load_samples(config: TrainingConfig, path: str | None) -> Samples:
-    """Read the training share of the text (GPT-NeoX's ``split``, its beginning) as samples of tokens."""
+    """Read the training share of the text, its beginning (GPT-NeoX's ``split``), as samples of tokens."""
     text = read_text(path)
     text = text[: int(len(text) * config.train_share)]
     tokens = make_tokenizer(config.vocab, text, config.vocab_size).encode(text)

@@ -20,10 +20,10 @@ from .tensor_parallel import clip_gradients, is_part
 
 
 class DdpEngine:
-    """The model on every rank, gradients averaged by DDP while backward runs.
+    """Engine that replicates the model; DDP averages the gradients during the backward pass.
 
     In bf16 the model, its gradients and therefore the communication are bf16, and the optimizer works on fp32 copies of
-    the parameters, as DeepSpeed does; with bf16 parameters alone small updates would round away.
+    the parameters, as DeepSpeed does; with bf16 parameters alone, small updates would be rounded away.
     """
 
     def __init__(self, config: TrainingConfig, device: torch.device, micro_batch: int, accumulation: int) -> None:
@@ -84,8 +84,8 @@ class DdpEngine:
 
     def close(self) -> None:
         """Release the model and destroy the process group."""
-        # In this order: DDP's reducer would release the group last, and torch would then join gloo's threads with the
-        # GIL held, for which they may wait.
+        # DDP first: otherwise its reducer releases the group last, and torch joins gloo's threads while it holds the
+        # GIL, for which they may wait.
         del self._ddp
         dist.destroy_process_group()
 

@@ -13,7 +13,7 @@ from commtrace.errors import ConfigError
 from commtrace.theory.configs.gpt_neox.derived_settings import deepspeed_config, neox_args
 
 from .config import TrainingConfig
-from .experts import apart
+from .experts import separate_experts
 from .model import GPTNeoX, language_model_loss, weight_decay_groups
 from .mpu import make_mpu, shares_of
 from .schedule import make_scheduler
@@ -22,9 +22,9 @@ from .schedule import make_scheduler
 def forbid_compiling() -> None:
     """Keep DeepSpeed from compiling its shared-memory operator on CPU machines.
 
-    ``init_distributed`` builds it just in time wherever the table of compatible operators has it, and the table has
-    it on every Linux, with or without a compiler. Training never uses it (``inference_all_reduce`` alone does), so
-    nothing is lost. There is no switch; DeepSpeed computes the table once and says that edits to it persist.
+    ``init_distributed`` compiles it if the table of compatible operators lists it, as it does on every Linux, with or
+    without a compiler. Training does not use it (only ``inference_all_reduce`` does). There is no option for it, but
+    DeepSpeed computes the table only once and documents that edits to it persist.
     """
     import deepspeed  # type: ignore[import-untyped, unused-ignore]
 
@@ -38,12 +38,12 @@ def prepare_import(device: torch.device, verbose: bool) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # DeepSpeed calls functions that newer versions of PyTorch rename, several times a step.
+        # Several times a step, DeepSpeed calls functions that newer versions of PyTorch deprecate.
         warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
 
 
 class DeepSpeedEngine:
-    """The model under DeepSpeed's engine."""
+    """Engine that trains the model with DeepSpeed."""
 
     def __init__(
         self, config: TrainingConfig, device: torch.device, micro_batch: int, accumulation: int, verbose: bool
@@ -60,10 +60,10 @@ class DeepSpeedEngine:
         model.neox_args = neox_args(config, micro_batch, accumulation)
         groups = weight_decay_groups(model, config.weight_decay)
         if config.moe_num_experts > 1:
-            groups = apart(groups)
+            groups = separate_experts(groups)
         optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(config.betas[0], config.betas[1]), eps=config.eps)
-        # The schedule sets the first step's rate now: in 16 bits without ZeRO DeepSpeed takes a step on zero gradients
-        # right away, to allocate Adam's state, and weight decay would act with whatever rate it finds.
+        # The scheduler must set the first learning rate before `initialize`: in 16 bits without ZeRO, DeepSpeed takes a
+        # step with zero gradients there, to allocate Adam's state, and weight decay would use the rate of 1.
         scheduler = make_scheduler(config, optimizer)
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings, mpu=mpu
@@ -100,12 +100,12 @@ _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "
 
 
 def check_quantization(config: TrainingConfig, device: torch.device) -> None:
-    """Raise :class:`ConfigError` if ZeRO++ would quantize without a GPU, at which DeepSpeed fails late."""
-    asked = [name for name in _QUANTIZED if config.zero_optimization.get(name)]
-    if asked and device.type == "cpu":
+    """Raise :class:`ConfigError` if ZeRO++ would quantize without a GPU, which DeepSpeed detects only late."""
+    requested = [name for name in _QUANTIZED if config.zero_optimization.get(name)]
+    if requested and device.type == "cpu":
         origin = config.origins.get("zero_optimization", "no file")
         raise ConfigError(
-            f"{origin}: zero_optimization: {asked[0]} needs a GPU; on a CPU DeepSpeed says, late, "
+            f"{origin}: zero_optimization: {requested[0]} needs a GPU; on a CPU DeepSpeed fails later with "
             '"This op had not been implemented on CPU backend.": leave it out'
         )
 

@@ -1,7 +1,7 @@
 """Tensor parallelism with PyTorch's `parallelize_module`: parameters and activations are DTensors.
 
-Divided as in `tensor_parallel`: embedding and head by the vocabulary, attention by heads, the MLP by its inner layer.
-With sequence parallelism norms and residuals are divided along the sequence.
+The model is sharded as in `tensor_parallel`: embedding and head by the vocabulary, attention by heads, the MLP by its
+inner layer. With sequence parallelism, norms and residuals are sharded along the sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .model import GPTNeoX
 
 
 def parallelize(model: GPTNeoX, mesh: DeviceMesh, *, along_sequence: bool) -> None:
-    """Divide the model over the ranks of the mesh; the first rank's parameters are used."""
+    """Shard the model over the ranks of the mesh, from the first rank's parameters."""
     tied = model.layers["head"].weight is model.layers["embedding"].weight
     parallelize_module(model, mesh, plan(model, along_sequence=along_sequence))
     if tied:
@@ -37,30 +37,30 @@ def parallelize(model: GPTNeoX, mesh: DeviceMesh, *, along_sequence: bool) -> No
 
 
 def plan(model: GPTNeoX, *, along_sequence: bool) -> dict[str, ParallelStyle]:
-    """Return the parallel style of each divided module, by name."""
+    """Return the parallel style of each sharded module, by name."""
     between = Shard(1) if along_sequence else Replicate()
-    found: dict[str, ParallelStyle] = {
+    styles: dict[str, ParallelStyle] = {
         "layers.embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     }
     for name, layer in model.layers.items():
         if isinstance(layer, Block):
-            found |= {f"layers.{name}.{part}": style for part, style in _block(along_sequence=along_sequence).items()}
+            styles |= {f"layers.{name}.{part}": style for part, style in _block(along_sequence=along_sequence).items()}
     if along_sequence:
-        found["layers.final_norm"] = SequenceParallel()
-    found["layers.head"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
-    return found
+        styles["layers.final_norm"] = SequenceParallel()
+    styles["layers.head"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+    return styles
 
 
 def _block(*, along_sequence: bool) -> dict[str, ParallelStyle]:
     between = Shard(1) if along_sequence else Replicate()
-    found: dict[str, ParallelStyle] = {}
+    styles: dict[str, ParallelStyle] = {}
     if along_sequence:
-        found["input_layernorm"] = SequenceParallel()
-        found["attention"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
-        found["post_attention_layernorm"] = SequenceParallel()
-        found["mlp"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+        styles["input_layernorm"] = SequenceParallel()
+        styles["attention"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+        styles["post_attention_layernorm"] = SequenceParallel()
+        styles["mlp"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
     return {
-        **found,
+        **styles,
         "attention.query_key_value": ColwiseParallel(),
         "attention.dense": RowwiseParallel(output_layouts=between),
         "mlp.dense_h_to_4h": ColwiseParallel(),
@@ -68,16 +68,16 @@ def _block(*, along_sequence: bool) -> dict[str, ParallelStyle]:
     }
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], largest: float) -> None:
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> None:
     """Clip gradients as torch's `clip_grad_norm_` does, which does not accept parameters of several meshes."""
-    every = [parameter for parameter in parameters if parameter.grad is not None]
     groups: dict[Any, list[torch.nn.Parameter]] = {}
-    for parameter in every:
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
     norms = []
     for members in groups.values():
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in members if parameter.grad is not None])
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = torch.linalg.vector_norm(torch.stack(norms))
     for members in groups.values():
-        torch.nn.utils.clip_grads_with_norm_(members, largest, total)
+        torch.nn.utils.clip_grads_with_norm_(members, max_norm, total)

@@ -1,6 +1,6 @@
-"""Mixture of experts with DeepSpeed: several MLPs, of which a gate chooses a few for each token.
+"""Mixture of experts with DeepSpeed: a gate chooses a few of several MLPs for each token.
 
-Ranks hold different experts: two all_to_alls move tokens there and results back, in forward and in backward.
+Ranks hold different experts: in forward and in backward, two all_to_alls move tokens to their experts and results back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Experts(nn.Module):
         self.weight = config.moe_loss_coeff
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(b, s, h) to (b, s, h)."""
+        """Map (b, s, h) to (b, s, h)."""
         out: torch.Tensor = self.moe(x)[0]
         return out
 
@@ -57,12 +57,12 @@ def has_experts(config: TrainingConfig, layer: int) -> bool:
     return config.moe_num_experts > 1 and layer % config.moe_expert_interval == 0
 
 
-def apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def separate_experts(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the optimizer's groups with experts in separate groups, as ZeRO requires."""
     from deepspeed.moe.utils import (  # type: ignore[import-untyped, unused-ignore]
         split_params_into_different_moe_groups_for_optimizer,
     )
 
     named = [{"name": f"group {number}", **group} for number, group in enumerate(groups)]
-    found: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(named)
-    return found
+    separated: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(named)
+    return separated

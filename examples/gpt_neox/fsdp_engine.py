@@ -1,7 +1,7 @@
 """Training with PyTorch's FSDP2 (``fully_shard``) or HSDP.
 
-With tensor parallelism each rank's part of the model is sharded; without ranks left for data parallelism the model is
-tensor-parallel only.
+With tensor parallelism, FSDP shards each rank's part of the model; if no ranks are left for data parallelism, the model
+is only tensor-parallel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .schedule import make_scheduler
 
 
 class FsdpEngine:
-    """FSDP engine whose units are the transformer layers, and the model with embedding, last norm and head.
+    """Engine with FSDP2. Units are the transformer layers, and the model itself with embedding, last norm and head.
 
     Parameters stay in fp32. With bf16 they are gathered and used as bf16; gradients are reduced as bf16, or with
     `fp32_allreduce` as fp32.
@@ -106,13 +106,13 @@ def _data(mesh: DeviceMesh) -> DeviceMesh:
 
 def shard(model: GPTNeoX, config: TrainingConfig, mesh: DeviceMesh) -> Any:
     """Apply fully_shard to the layers and to the model."""
-    half = torch.bfloat16 if config.precision == "bf16" else None
-    wide = torch.float32 if config.fp32_allreduce else None
+    param_dtype = torch.bfloat16 if config.precision == "bf16" else None
+    reduce_dtype = torch.float32 if config.fp32_allreduce else None
     for unit in [*(layer for layer in model.layers.values() if isinstance(layer, Block)), model]:
         fully_shard(
             unit,
             mesh=mesh,
             reshard_after_forward=config.fsdp.reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=wide),
+            mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
         )
     return model

@@ -36,7 +36,7 @@ class FsdpSettings(BaseModel):
     all of them."""
     sync_every_micro_batch: Flag = False  # reduce gradients in each micro-batch, not only in the last one of a step
     reshard_after_backward: Flag = True  # whether layers are resharded between the micro-batches of a step
-    sequence_parallel: Flag = False  # whether tensor-parallel ranks divide the sequence between their layers
+    sequence_parallel: Flag = False  # whether ranks shard the sequence between tensor-parallel layers
 
     def shards(self, data_parallel: int) -> int:
         """Return the number of ranks that parameters are sharded over.

@@ -1,8 +1,8 @@
 """Layers of a GPT-NeoX decoder. Each maps one tensor to one tensor, so that they can be chained.
 
 Shapes: b batch, s sequence, h hidden size, a heads, d head size, V padded vocabulary, t tensor-parallel ranks. `shares`
-says which part of a layer is this rank's; every rank draws the whole layer and keeps its part, so that the model is the
-same however many ranks share it.
+determines this rank's part of a layer. Every rank draws the weights of the whole layer and keeps its part, so that the
+model does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def init_std(method: str, config: TrainingConfig) -> float:
 
 
 class Linear(nn.Linear):
-    """``x @ weight.T + bias``, drawn from a normal distribution when it is built.
+    """Linear layer, ``x @ weight.T + bias``, with weights drawn from a normal distribution.
 
-    A subclass of nn.Linear only because `parallelize_module` requires one.
+    It is a subclass of nn.Linear only because `parallelize_module` requires one.
 
     Weights are drawn in the constructor because ZeRO-3 partitions a module's parameters when its constructor ends: a
     later initialization would find empty shards.
     """
 
     cut: ClassVar[int]
-    """Dimension of the matrix that is divided: 0 outputs, 1 inputs."""
+    """Sharded dimension of the matrix: 0 outputs, 1 inputs."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Linear(nn.Linear):
         self.in_features, self.out_features = inputs, outputs
         self.shares = shares
         if weight is None:
-            whole = torch.empty(outputs, inputs).normal_(0.0, std)
-            weight = mark_part(nn.Parameter(shares.part(whole, self.cut)), shares)
+            full = torch.empty(outputs, inputs).normal_(0.0, std)
+            weight = mark_part(nn.Parameter(shares.part(full, self.cut)), shares)
         self.weight = weight
         self.register_parameter("bias", self._bias(outputs) if bias else None)
 
@@ -66,7 +66,7 @@ class Linear(nn.Linear):
 
 
 class ColumnLinear(Linear):
-    """Linear layer of which a rank has a part of the outputs, of matrix and bias."""
+    """Column-parallel linear layer: a rank has the weights and biases of a part of the outputs."""
 
     cut = 0
 
@@ -74,12 +74,12 @@ class ColumnLinear(Linear):
         return mark_part(nn.Parameter(torch.zeros(outputs // self.shares.ranks)), self.shares)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., inputs) to (..., outputs/t)."""
+        """Map (..., inputs) to (..., outputs/t)."""
         return functional.linear(self.shares.copied(x), self.weight, self.bias)
 
 
 class RowLinear(Linear):
-    """Linear layer of which a rank has a part of the inputs; the bias, added once, is on every rank."""
+    """Row-parallel linear layer: a rank has the weights of a part of the inputs, and the whole bias, added once."""
 
     cut = 1
 
@@ -87,7 +87,7 @@ class RowLinear(Linear):
         return nn.Parameter(torch.zeros(outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., inputs/t) to (..., outputs)."""
+        """Map (..., inputs/t) to (..., outputs)."""
         if self.shares.ranks == 1:
             return functional.linear(x, self.weight, self.bias)
         return self.biased(self.shares.summed(self.partial(x)))
@@ -102,7 +102,7 @@ class RowLinear(Linear):
 
 
 class Embedding(nn.Embedding):
-    """Token ids (b, s) to vectors (b, s, h). A subclass of nn.Embedding for parallelize_module."""
+    """Embedding of token ids (b, s) as vectors (b, s, h). A subclass of nn.Embedding for parallelize_module."""
 
     weight: nn.Parameter
 
@@ -112,13 +112,13 @@ class Embedding(nn.Embedding):
         self.padding_idx = self.max_norm = None
         self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
         std = init_std(config.init_method, config)
-        whole = torch.empty(config.padded_vocab_size, config.hidden_size).normal_(0.0, std)
-        self.weight = mark_part(nn.Parameter(shares.part(whole, 0)), shares)
+        full = torch.empty(config.padded_vocab_size, config.hidden_size).normal_(0.0, std)
+        self.weight = mark_part(nn.Parameter(shares.part(full, 0)), shares)
         self.dropout = config.hidden_dropout
         self.shares = shares
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(b, s) integers to (b, s, h)."""
+        """Map (b, s) integers to (b, s, h)."""
         return functional.dropout(self._rows(tokens), self.dropout, self.training)
 
     def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ def rotary_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines (length, dims) of position times frequency; the second half repeats the first.
 
-    A cached function and no buffer of the layers, because DDP broadcasts buffers before every forward pass.
+    A cached function, not a buffer of the layers, because DDP broadcasts buffers before every forward pass.
     """
     frequency = 1.0 / base ** (torch.arange(0, dims, 2, device=device, dtype=torch.float32) / dims)
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
@@ -149,10 +149,10 @@ def rotate(x: torch.Tensor, dims: int, base: float, first_position: int = 0) -> 
     """Apply rotary positions (arXiv 2104.09864) to the first ``dims`` of (b, a, s, d), pairing i with i + dims/2."""
     tables = rotary_tables(first_position + x.shape[-2], dims, base, x.device, x.dtype)
     cos, sin = (table[first_position:] for table in tables)
-    turned, rest = x[..., :dims], x[..., dims:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    rotated, rest = x[..., :dims], x[..., dims:]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 class Attention(nn.Module):
@@ -170,16 +170,16 @@ class Attention(nn.Module):
         self.dense = RowLinear(hidden, hidden, init_std(config.output_layer_init_method, config), shares)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(b, s, h) to (b, s, h)."""
+        """Map (b, s, h) to (b, s, h)."""
         out: torch.Tensor = self.dense(self.mixed(x))
         return out
 
     def mixed(self, x: torch.Tensor) -> torch.Tensor:
         """Attend with this rank's heads: (b, s, h), with sequence parallelism (b, s/t, h), to (b, s, h/t)."""
-        # (b, s, a, 3d), the layout of GPT-NeoX: each head's query, key and value lie together, so that a slice of the
-        # projection's rows is a set of whole heads.
+        # (b, s, a, 3d), the layout of GPT-NeoX: each head's query, key and value are adjacent, so that a slice of the
+        # projection's rows is a set of complete heads.
         projected = self.query_key_value(x)
-        batch, length, _ = projected.shape  # of the whole sequence, also where x is a part of it
+        batch, length, _ = projected.shape  # length of the whole sequence, even if x is a part of it
         qkv = projected.view(batch, length, self.heads, 3 * self.head_size).transpose(1, 2)
         query, key, value = qkv.chunk(3, dim=-1)
         start = self.parts.rank * length
@@ -199,12 +199,12 @@ class MLP(nn.Module):
         self.dense_4h_to_h = RowLinear(4 * hidden, hidden, init_std(config.output_layer_init_method, config), shares)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(b, s, h) to (b, s, h)."""
+        """Map (b, s, h) to (b, s, h)."""
         out: torch.Tensor = self.dense_4h_to_h(self.wide(x))
         return out
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
-        """(b, s, h) to this rank's part of the inner layer, (b, s, 4h/t)."""
+        """Map (b, s, h) to this rank's part of the inner layer, (b, s, 4h/t)."""
         return functional.gelu(self.dense_h_to_4h(x))
 
 
@@ -212,7 +212,7 @@ class Block(nn.Module):
     """Transformer layer: attention and MLP, each after a layer norm, sequential or parallel (GPT-J)."""
 
     def __init__(self, config: TrainingConfig, shares: Shares = ALONE, mlp: nn.Module | None = None) -> None:
-        """`mlp` replaces the usual MLP."""
+        """Create the layer; `mlp` replaces the usual MLP."""
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
         self.attention = Attention(config, shares)
@@ -226,12 +226,12 @@ class Block(nn.Module):
         return functional.dropout(x, self.dropout, self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(b, s, h) to (b, s, h)."""
+        """Map (b, s, h) to (b, s, h)."""
         if self.parallel and self.shares.ranks > 1:
             return x + self._side_by_side(x)
         attended = x + self._drop(self.attention(self.input_layernorm(x)))
-        seen = x if self.parallel else attended
-        return attended + self._drop(self.mlp(self.post_attention_layernorm(seen)))
+        mlp_input = x if self.parallel else attended
+        return attended + self._drop(self.mlp(self.post_attention_layernorm(mlp_input)))
 
     def _side_by_side(self, x: torch.Tensor) -> torch.Tensor:
         """Compute attention and MLP of GPT-J with one all_reduce of their sum; biases are added after it."""

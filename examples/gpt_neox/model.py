@@ -62,7 +62,7 @@ class _LayerGroup(nn.Sequential):
 
 
 class GPTNeoX(nn.Module):
-    """A GPT-NeoX decoder: token ids (b, s) to logits (b, s, V/t), all of them where no ranks share it (t = 1).
+    """GPT-NeoX decoder from token ids (b, s) to logits (b, s, V/t); t is 1 without tensor parallelism.
 
     It has exactly GPT-NeoX's number of parameters: 2Vh + L(12h^2 + 13h) + 2h, less Vh with tied embeddings.
     """
@@ -79,12 +79,12 @@ class GPTNeoX(nn.Module):
             if isinstance(layer, Embedding):
                 shared = layer.weight
             self.layers[spec.name] = layer
-        sum_gradients(_of_the_sequence(self), shares)
+        sum_gradients(_sequence_parallel_parameters(self), shares)
         self.checkpoint_every = config.checkpoint_num_layers if config.checkpoint_activations else 0
         self.reentrant = config.checkpoint_reentrant
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(b, s) integers to (b, s, V/t)."""
+        """Map (b, s) integers to (b, s, V/t)."""
         x, self.balance = tokens, None
         for group, recompute in self._layer_groups():
             again = recompute and self.training
@@ -106,7 +106,7 @@ class GPTNeoX(nn.Module):
             start = end
 
 
-def _of_the_sequence(model: nn.Module) -> Iterator[nn.Parameter]:
+def _sequence_parallel_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters that act on each token separately: norms, and biases after sums."""
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
@@ -118,7 +118,7 @@ def _of_the_sequence(model: nn.Module) -> Iterator[nn.Parameter]:
 def language_model_loss(logits: torch.Tensor, labels: torch.Tensor, shares: Shares = ALONE) -> torch.Tensor:
     """Return the mean cross entropy in fp32 of logits (b, s, V/t) against the next tokens (b, s).
 
-    It is of this rank's part of the sequences; under Ulysses, which gathers the losses, of all of them.
+    The mean is over this rank's part of the sequences; under Ulysses, which gathers the losses, over all of them.
     """
     if shares.parts.way == ULYSSES:
         return _gathered_loss(logits, labels, shares.parts)

@@ -1,8 +1,8 @@
 """Model-parallel unit: which ranks share a model, and which hold the same part of it.
 
-Ranks in GPT-NeoX's order, tensor parallelism innermost: with two tensor-parallel ranks of eight, 0 and 1 share a model,
-and 0, 2, 4 and 6 hold the same half of it. Methods have the names of GPT-NeoX's `megatron.mpu`, which DeepSpeed asks
-for; groups carry the descriptions that Megatron-Core gives them.
+Ranks are in GPT-NeoX's order, tensor parallelism innermost: with two tensor-parallel ranks of eight, 0 and 1 share a
+model, and 0, 2, 4 and 6 hold the same half of it. Methods have the names of GPT-NeoX's `megatron.mpu`, which DeepSpeed
+calls; groups have Megatron-Core's descriptions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Mpu:
         return self._tensor
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank within the group that shares its model."""
+        """Return this rank's number in the group that shares its model."""
         return self._tensor.rank()
 
     def get_model_parallel_world_size(self) -> int:
@@ -46,11 +46,11 @@ class Mpu:
         return self._data
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank within that group."""
+        """Return this rank's number in its data-parallel group."""
         return self._data.rank()
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the size of that group."""
+        """Return the number of ranks that hold the same part of the model."""
         return self._data.size()
 
 
@@ -61,7 +61,7 @@ def tensor_group(tensor: int) -> dist.ProcessGroup:
 
 
 def _own_group(groups: Iterable[range], description: str) -> dist.ProcessGroup:
-    """Create all groups, on every rank in the same order; return the one of this rank."""
+    """Create all groups, on every rank in the same order; return this rank's group."""
     own: dist.ProcessGroup | None = None
     for ranks in groups:
         group = dist.new_group([*ranks], group_desc=description)
@@ -72,9 +72,9 @@ def _own_group(groups: Iterable[range], description: str) -> dist.ProcessGroup:
 
 
 def make_mpu(config: TrainingConfig) -> Any:
-    """The unit of a model, once the process group is there; None where ranks share neither models nor sequences.
+    """Return the model-parallel unit; None with neither tensor parallelism nor Ulysses. Needs the process group.
 
-    Of sequences that ranks share as DeepSpeed's Ulysses has it: DeepSpeed's own module, which serves as one.
+    Under Ulysses it is DeepSpeed's own module.
     """
     if config.sequence_parallel_size > 1:
         from deepspeed.runtime.sequence_parallel import parallel_state_sp  # type: ignore[import-untyped, unused-ignore]
@@ -105,7 +105,7 @@ def shares_of(config: TrainingConfig, mpu: Any) -> Shares:
 
 
 def tensor_shares(config: TrainingConfig) -> Shares:
-    """Return the same in a pipeline, whose other groups DeepSpeed creates."""
+    """Return this rank's part of a pipeline stage; DeepSpeed creates the other groups."""
     return _shares(config, tensor_group(config.model_parallel_size)) if config.model_parallel_size > 1 else ALONE
 
 

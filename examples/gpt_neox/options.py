@@ -20,22 +20,20 @@ def arguments() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("configs", nargs="+", metavar="CONFIG", help="GPT-NeoX YAML files, or names of shipped ones")
-    add(
-        "--engine", choices=("deepspeed", "ddp", "fsdp"), default="deepspeed", help="what trains (default: %(default)s)"
-    )
-    add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="ZeRO's stage")
+    add("--engine", choices=("deepspeed", "ddp", "fsdp"), default="deepspeed", help="trainer (default: %(default)s)")
+    add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage")
     add("--precision", choices=("fp32", "bf16", "fp16"))
     add("--micro-batch", type=int, metavar="N", help="sequences per rank and micro-batch")
     add("--gradient-accumulation", type=int, metavar="N", help="micro-batches per optimizer step")
-    add("--train-iters", type=int, metavar="N", help="optimizer steps; the learning rate's schedule is fitted to them")
+    add("--train-iters", type=int, metavar="N", help="optimizer steps; the learning-rate schedule spans them")
     add("--seq-length", type=int, metavar="N")
     add("--checkpoint", choices=("off", "reentrant", "non-reentrant"), help="recompute activations in backward")
     add("--vocab", choices=("bytes", "words"), help="256 ids, or GPT-2's number of ids (50257)")
     add("--data", metavar="FILE", help="any text file (default: the help texts that come with Python)")
     add("--seed", type=int, metavar="N")
     add("--losses-out", metavar="FILE", help="write rank 0's loss of every step (JSON, exact hexadecimal floats)")
-    add("--verbose", action="store_true", help="let DeepSpeed log, time and print as the configuration says")
-    # The deepspeed launcher adds this to the command; its environment says the same.
+    add("--verbose", action="store_true", help="let DeepSpeed log, time and print as configured")
+    # The deepspeed launcher adds this option; it also sets the environment variable.
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 

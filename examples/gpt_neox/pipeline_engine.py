@@ -1,6 +1,6 @@
-"""Training with DeepSpeed's pipeline: each stage holds some of the layers and passes activations on.
+"""Training with DeepSpeed's pipeline: each stage has some of the layers and sends activations to the next.
 
-Ranks in GPT-NeoX's order: stages outermost, then data parallelism, tensor parallelism innermost.
+Ranks are in GPT-NeoX's order: stages outermost, then data parallelism, tensor parallelism innermost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PipelineEngine:
         topology = PipeModelDataParallelTopology(
             num_pp=config.pipe_parallel_size, num_mp=config.model_parallel_size, num_dp=data
         )
-        # DeepSpeed prints the topology and the division of the layers.
+        # DeepSpeed prints the topology and the partition of the layers.
         with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
             with device:
                 model = GPT2ModelPipe(config, tensor_shares(config), topology)
@@ -75,13 +75,13 @@ class PipelineEngine:
 def check_stages(config: TrainingConfig) -> None:
     """Raise :class:`ConfigError` for stages that DeepSpeed's pipeline would hang or fail in.
 
-    A stage without transformer layers has no biases or norms, and so a group of the optimizer less than the others,
-    with which it compares a number for each. And only hidden states with a mask can be passed on (DeepSpeed takes
-    whatever comes last for the mask): the function that drops it belongs into the last stage.
+    A stage without transformer layers has no biases or norms, and therefore one optimizer group fewer than the other
+    stages, with which it exchanges a number per group. Only hidden states with a mask can be sent between stages
+    (DeepSpeed treats the last tensor as the mask), so the function that drops the mask must be in the last stage.
     """
-    from .pipeline_model import divided
+    from .pipeline_model import stage_layers
 
-    *stages, last = divided(config)
+    *stages, last = stage_layers(config)
     empty = [number for number, names in enumerate(stages) if "ParallelTransformerLayerPipe" not in names]
     if empty or "_post_transformer_block" not in last:
         origin = config.origins.get("pipe_parallel_size", "no file")

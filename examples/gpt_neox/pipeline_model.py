@@ -1,9 +1,9 @@
-"""The model as DeepSpeed's PipelineModule, laid out as GPT-NeoX's `GPT2ModelPipe` is.
+"""The model as DeepSpeed's PipelineModule, with the layout of GPT-NeoX's `GPT2ModelPipe`.
 
-The layers are those of `model.GPTNeoX`, and draw the same numbers; between stages travel the hidden states and, as in
-GPT-NeoX, the attention mask. GPT-NeoX also turns (b, s, h) into (s, b, h) between its two functions around the blocks,
-which changes no byte of what is sent and is left out; the functions stay, because they count where layers are divided
-over stages ("type:transformer|mlp" finds their names).
+The layers are those of `model.GPTNeoX`, with the same random weights. Stages send hidden states and, as in GPT-NeoX,
+the attention mask. GPT-NeoX's two functions around the blocks also transpose (b, s, h) to (s, b, h) and back; this does
+not change the bytes sent and is left out. The functions remain, because they count when layers are partitioned over
+stages ("type:transformer|mlp" matches their names).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .model import language_model_loss, layer_specs
 from .tensor_parallel import Shares
 
 Passed = tuple[torch.Tensor, torch.Tensor]
-"""Hidden states (b, s, h) and the attention mask (1, 1, s, s), true where attention is masked."""
+"""Hidden states (b, s, h) and the attention mask (1, 1, s, s), true at masked positions."""
 
 CHECKPOINTABLE: Final = ["GMLPBlock", "ParallelTransformerLayerPipe", "ParallelMambaResidualLayerPipe"]
 
 
 class EmbeddingPipe(Embedding):
-    """Embedding from tokens to hidden states; a head that shares the matrix has the same class."""
+    """Embedding of tokens; a head that shares the matrix has the same class."""
 
     def __init__(self, config: TrainingConfig, shares: Shares, state: torch.Tensor) -> None:
         set_random_state(state)
@@ -119,8 +119,8 @@ def pipe_specs(config: TrainingConfig, shares: Shares, states: Sequence[torch.Te
 def random_states(config: TrainingConfig, shares: Shares) -> list[torch.Tensor]:
     """Return the state of the random generator before each layer of the whole model.
 
-    So that a stage, which builds some of them, draws what it would as a part of the whole. Each layer is drawn once and
-    let go: there is no other way to come past its numbers.
+    With it, a stage, which builds only some layers, draws the weights of the whole model. Each layer is built once and
+    discarded: there is no other way to advance the generator past its weights.
     """
     states = []
     for spec in layer_specs(config, shares):
@@ -134,7 +134,7 @@ def _random_state() -> torch.Tensor:
 
 
 def set_random_state(state: torch.Tensor) -> None:
-    """Return the generator of the device on which layers are built."""
+    """Set the state of the generator of the device on which layers are built."""
     if _on_cuda():
         torch.cuda.set_rng_state(state)
     else:
@@ -150,10 +150,10 @@ def attention_mask(length: int, device: torch.device) -> torch.Tensor:
     return torch.ones(1, 1, length, length, device=device).tril() < 0.5
 
 
-# --- how DeepSpeed will divide the layers ---------------------------------------------------------------------------
+# --- how DeepSpeed will partition the layers ------------------------------------------------------------------------
 
 
-def divided(config: TrainingConfig) -> list[list[str]]:
+def stage_layers(config: TrainingConfig) -> list[list[str]]:
     """Return the names of each stage's layers, without building them."""
     shares = Shares(0, config.model_parallel_size)
     specs = pipe_specs(config, shares, [torch.get_rng_state()] * (config.num_layers + 3))

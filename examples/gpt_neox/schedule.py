@@ -13,7 +13,7 @@ from .config import TrainingConfig
 def learning_rate(config: TrainingConfig, step: int) -> float:
     """Return the learning rate of a step (from 1), as GPT-NeoX's megatron/learning_rates.py computes it.
 
-    GPT-NeoX counts from 0 and so spends the first step of a warm-up at learning rate 0: half of a two-step trial.
+    GPT-NeoX counts from 0, so its first warm-up step has learning rate 0: half of a two-step trial.
     """
     total = config.lr_decay_iters
     warmup = config.warmup * total

@@ -1,8 +1,8 @@
-"""Sequence parallelism: ranks share sequences, have the whole model each, and communicate in attention only.
+"""Sequence parallelism: ranks share sequences, each has the whole model, and they communicate in attention only.
 
-Two ways. Ulysses (arXiv 2309.14509), by DeepSpeed's own layer: an all_to_all gives each rank whole sequences of some of
-the heads, another one gives their outputs back. Ring attention, context parallelism (arXiv 2310.01889): keys and values
-are passed round, rank to rank, and each rank adds up what its queries see of them.
+Ulysses (arXiv 2309.14509) uses DeepSpeed's own layer: an all_to_all gives each rank whole sequences of some of the
+heads, another returns the outputs. Ring attention (context parallelism, arXiv 2310.01889) passes keys and values from
+rank to rank, and each rank accumulates the attention of its queries to them.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Parts:
 
 
 WHOLE: Final = Parts()
-"""Parts of sequences that are not shared."""
+"""Part of a sequence that ranks do not share: all of it."""
 
 
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""Return the causal attention of queries, keys, values (b, a, s, d) and a dropout probability."""
+"""Causal attention: a function of queries, keys, values (b, a, s, d) and a dropout probability."""
 
 
 def attention_of(parts: Parts) -> Attend:
-    """What a rank with these parts of the sequences computes attention with.
+    """Return the attention function of a rank with this part of each sequence.
 
-    Functions, not modules: they have no parameters, and ZeRO-3 keeps account of every module that runs.
+    It is not a module: it has no parameters, and ZeRO-3 records every module that runs.
     """
     if parts.way == RING:
         return functools.partial(_ring, parts)
@@ -84,9 +84,9 @@ def _ring(parts: Parts, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
 
 
 class _Ring(torch.autograd.Function):
-    """Forward n-1 keys and values are received and passed on; backward once more, and n times their gradients.
+    """Ring attention: n-1 hops of keys and values in forward, n-1 in backward, and n hops of their gradients.
 
-    Sums are fp32, and so are the gradients of keys and values on their way, as in ring-flash-attention.
+    Sums are fp32, and so are the gradients of keys and values that are sent, as in ring-flash-attention.
     """
 
     @staticmethod
@@ -126,7 +126,7 @@ class _Ring(torch.autograd.Function):
                 own += flow @ block_tensors[0].float()
                 block_gradients[0] += flow.transpose(-1, -2) @ query.float()
                 block_gradients[1] += weights.transpose(-1, -2) @ gradient
-            # After the last hop they are back where they belong.
+            # After the last hop, each gradient is on the rank that owns its keys and values.
             block_gradients = _passed_on(block_gradients, parts)
         return own.to(query.dtype), block_gradients[0].to(key.dtype), block_gradients[1].to(value.dtype), None
 
@@ -136,7 +136,7 @@ def _scale(query: torch.Tensor) -> float:
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, hop: int, parts: Parts) -> torch.Tensor | None:
-    """Return the scores (b, a, s/n, s/n) in fp32 of keys from `hop` ranks before; None if all of them are later."""
+    """Return the scores (b, a, s/n, s/n) in fp32 of the keys from `hop` ranks before; None if all are later tokens."""
     source = (parts.rank - hop) % parts.ranks
     if source > parts.rank:
         return None

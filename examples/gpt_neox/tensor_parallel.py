@@ -1,13 +1,13 @@
-"""Tensor parallelism as Megatron-LM and GPT-NeoX do it (arXiv 1909.08053): what is cut, and where ranks communicate.
+"""Tensor parallelism as in Megatron-LM and GPT-NeoX (arXiv 1909.08053): sharded matrices and their communication.
 
-A column-parallel matrix has its outputs cut, so that no rank needs another's; a row-parallel one its inputs, so that
-the ranks' outputs add up. One behind the other they need one all_reduce forward (g, behind the second) and one backward
-(f, in front of the first). `Shares` says which part is this rank's; with one rank nothing is cut and nothing sent.
+A column-parallel matrix is sharded by its outputs, which other ranks do not need; a row-parallel matrix by its inputs,
+and the ranks' outputs are summed. One after the other, they need one all_reduce in forward (g, after the second) and
+one in backward (f, before the first). `Shares` determines this rank's part; a single rank shards and sends nothing.
 
-With sequence parallelism (arXiv 2205.05198) activations between the two are cut along the sequence as well: an
-all_gather takes the place of f, a reduce_scatter that of g, and backward the other way round. Gathered inputs are kept
-for backward, as GPT-NeoX keeps them. Parameters that work on a rank's part of the sequence alone (norms, and biases
-that are added behind a sum) get a part of their gradient, which ranks add up.
+With sequence parallelism (arXiv 2205.05198), activations outside of these pairs are sharded along the sequence: f is an
+all_gather and g a reduce_scatter, and the reverse in backward. Gathered inputs are kept for backward, as in GPT-NeoX.
+Parameters that are applied to a rank's part of the sequence (norms, and biases that are added after a sum) get a part
+of their gradient, which is summed over the ranks.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Shares:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, computed in place if `x` has the communicated type."""
-        travels = x.float() if self.wide else x.contiguous()
-        dist.all_reduce(travels, group=self.group)
-        return travels.to(x.dtype)
+        reduced = x.float() if self.wide else x.contiguous()
+        dist.all_reduce(reduced, group=self.group)
+        return reduced.to(x.dtype)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Gather the ranks' parts of a sequence: (b, s/t, h) to (b, s, h)."""
-        # The sequence comes first on the way: parts of the first dimension are what these operations know.
+        # The sequence dimension comes first, because all_gather_into_tensor concatenates along the first dimension.
         part = x.transpose(0, 1).contiguous()
         whole = part.new_empty(self.ranks * part.shape[0], *part.shape[1:])
         dist.all_gather_into_tensor(whole, part, group=self.group)
@@ -98,7 +98,7 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # A copy: the gradient belongs to autograd, and may be another function's as well.
+        # A copy: the gradient belongs to autograd, and another function may use it, too.
         return ctx.shares.all_reduce(gradients[0].clone()), None
 
 
@@ -135,9 +135,9 @@ class _Scattered(torch.autograd.Function):
 
 
 class VocabularyCrossEntropy(torch.autograd.Function):
-    """Cross entropy of logits with divided vocabulary: (b, s, V/t) fp32 against tokens (b, s) to losses (b, s).
+    """Cross entropy with a sharded vocabulary: logits (b, s, V/t) in fp32 and tokens (b, s) to losses (b, s).
 
-    Three all_reduces of one number a token: the largest logit, the token's own, the sum of exponentials.
+    Three all_reduces of one number per token: the largest logit, the label's logit, the sum of exponentials.
     """
 
     @staticmethod
@@ -165,24 +165,24 @@ class VocabularyCrossEntropy(torch.autograd.Function):
         return (softmax - one_hot) * gradients[0].unsqueeze(-1), None, None
 
 
-def clip_gradients(parameters: list[torch.nn.Parameter], limit: float, shares: Shares) -> None:
+def clip_gradients(parameters: list[torch.nn.Parameter], max_norm: float, shares: Shares) -> None:
     """Clip gradients as `clip_grad_norm_` does, if ranks hold parts of some parameters and copies of others.
 
-    One all_reduce of one fp32 number: each rank's parts, and on the first what all of them have (Megatron's way).
+    One all_reduce of one fp32 number, as in Megatron: each rank's parts and, on the first rank, the other parameters.
     """
     if shares.ranks == 1:
-        torch.nn.utils.clip_grad_norm_(parameters, limit)
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         return
     squares = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
     for parameter in parameters:
         if parameter.grad is not None and (is_part(parameter) or shares.rank == 0):
             squares += parameter.grad.detach().float().pow(2).sum()
     dist.all_reduce(squares, group=shares.group)
-    torch.nn.utils.clip_grads_with_norm_(parameters, limit, squares.sqrt())
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, squares.sqrt())
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], shares: Shares) -> None:
-    """Sum the gradients of parameters that see only a part of the sequence: one all_reduce for each.
+    """Sum the gradients of parameters that are applied to a part of the sequence: one all_reduce for each.
 
     GPT-NeoX does so for norms (`mark_norms_for_sequence_parallel_grad_sync`), Megatron-LM for biases as well.
     """

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
 
-# A word with the blank before it, as GPT-2 cuts text before it merges; or other signs; or white space. Every byte
-# matches one of them, so the pieces of a text joined are the text. Bytes from 128 on count as letters (UTF-8).
+# A word, a number or other signs, with the space before it, as in GPT-2's split before merging; or white space. Every
+# byte matches one of them, so the joined pieces equal the text. Bytes from 128 on count as letters (UTF-8).
 _PIECE = re.compile(rb" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^\sA-Za-z0-9\x80-\xff]+|\s+")
 
 
@@ -49,7 +49,7 @@ class ByteTokenizer:
 
 
 class WordTokenizer:
-    """Tokenizer of the most frequent pieces (words with leading blank, signs) of a text, and bytes for the rest.
+    """Tokenizer of the most frequent pieces (words with leading space, signs) of a text, and bytes for the rest.
 
     Ids 0 to 255 are the bytes; then the pieces, most frequent first, equally frequent ones in the order of their bytes,
     so that the same text gives the same ids everywhere.

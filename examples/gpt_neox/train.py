@@ -74,7 +74,7 @@ def settle_precision(config: TrainingConfig, engine: str, device: torch.device) 
 
 
 def notices(config: TrainingConfig, engine: str) -> list[str]:
-    """Yield notes about the configuration, shown before the first step."""
+    """Return notes about the configuration, shown before the first step."""
     notes = []
     if config.unknown_keys:
         notes.append(f"keys without a meaning here, ignored: {', '.join(config.unknown_keys)}")
@@ -102,7 +102,7 @@ def make_engine(
         seed_everything(config.seed)
         return DdpEngine(config, device, *batch_shape)
     if options.engine == "fsdp":
-        from .fsdp_engine import FsdpEngine  # brings torch.distributed.fsdp, which takes a while
+        from .fsdp_engine import FsdpEngine  # imports torch.distributed.fsdp, which is slow
 
         FsdpEngine.initialise(backend)
         seed_everything(config.seed)
@@ -124,7 +124,7 @@ def train(
         batches = [batch.to(device) for batch in data.step(step)]
         losses.append(engine.train_step(batches).item())
         tokens = config.data_parallel(process.world_size) * sum(batch[:, 1:].numel() for batch in batches)
-        # The loss is not averaged over ranks: that would add a communication call that nobody asked for.
+        # The loss is not averaged over ranks, because that would add a communication call.
         bar.set_postfix_str(f"loss {losses[-1]:.4f} (rank 0's), {tokens / (time.perf_counter() - begin):,.0f} tokens/s")
         bar.update()
     bar.close()
@@ -132,7 +132,7 @@ def train(
 
 
 def write_losses(path: str, losses: Sequence[float], process: LaunchedProcess) -> None:
-    """Write losses as hexadecimal floats, which have every bit, to compare runs exactly."""
+    """Write losses as hexadecimal floats, which are exact, to compare runs bit by bit."""
     content = {"world_size": process.world_size, "rank": process.rank, "losses": [loss.hex() for loss in losses]}
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -170,7 +170,7 @@ def run(options: Namespace, process: LaunchedProcess) -> None:
 
     engine = make_engine(options, config, device, batch_shape)
     losses = train(config, engine, data, device, process)
-    # Only after a good end: after an exception other ranks may sit in a collective, and leaving must not wait for them.
+    # Not after an exception: other ranks may be in a collective, and this process must not wait for them.
     engine.close()
     wait_for_threads()
     if process.rank == 0 and options.losses_out:
@@ -179,7 +179,7 @@ def run(options: Namespace, process: LaunchedProcess) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0 after a complete training, 2 for options that are not possible."""
+    """Run the command; return 0 after a complete training run, 2 for invalid options."""
     options = arguments().parse_args(argv)
     try:
         run(options, find_process(os.environ))

@@ -1,4 +1,4 @@
-"""Shared by the MPI examples: transports, differentiable collectives, options, and the scaling command.
+"""Shared code of the MPI examples: transports, differentiable collectives, options, and the scaling command.
 
 * `transports`: MPI or torch.distributed behind one interface (`mpi_transport`, `torch_transport`)
 * `collectives`: the same operations, differentiable

@@ -45,13 +45,13 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Te
     return result
 
 
-def _parts(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+def _split(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
     """Split a tensor into (n, part)."""
     return torch.stack(x.chunk(n, dim))
 
 
-def _whole(parts: torch.Tensor, dim: int) -> torch.Tensor:
-    """Join (n, part) to one tensor."""
+def _join(parts: torch.Tensor, dim: int) -> torch.Tensor:
+    """Join (n, part) into one tensor."""
     return torch.cat(parts.unbind(0), dim)
 
 
@@ -59,11 +59,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, transport: Transport) -> torch.Tensor:
         ctx.dim, ctx.transport = dim, transport
-        return _whole(transport.all_gather(x), dim)
+        return _join(transport.all_gather(x), dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
-        return ctx.transport.reduce_scatter(_parts(gradient, ctx.dim, ctx.transport.size)), None, None
+        return ctx.transport.reduce_scatter(_split(gradient, ctx.dim, ctx.transport.size)), None, None
 
 
 class _GatherSame(_Gather):
@@ -76,12 +76,12 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, split: int, join: int, transport: Transport) -> torch.Tensor:
         ctx.split, ctx.join, ctx.transport = split, join, transport
-        return _whole(transport.all_to_all(_parts(x, split, transport.size)), join)
+        return _join(transport.all_to_all(_split(x, split, transport.size)), join)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
-        parts = ctx.transport.all_to_all(_parts(gradient, ctx.join, ctx.transport.size))
-        return _whole(parts, ctx.split), None, None, None
+        parts = ctx.transport.all_to_all(_split(gradient, ctx.join, ctx.transport.size))
+        return _join(parts, ctx.split), None, None, None
 
 
 class _Share(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Dropout whose mask does not depend on how a tensor is divided among ranks.
 
-A hash of an element's place in the undivided tensor decides whether it is kept (a counter-based generator, Salmon et
+A hash of an element's place in the undivided tensor determines whether it is kept (a counter-based generator, Salmon et
 al. 2011, doi:10.1145/2063384.2063405, with the mixing of SplitMix64). Every rank computes the mask of its own part
 without communication, and the parts fit together.
 """
@@ -18,7 +18,7 @@ _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a part in the undivided tensor: its first row and first token, and the tokens of a row."""
+    """Place of a part in the undivided tensor: its first row and first token, and the number of tokens in a row."""
 
     row: int
     token: int
@@ -48,7 +48,7 @@ class Dropout(nn.Module):
 
 
 def _uniform(shape: torch.Size, key: int, place: Place, device: torch.device) -> torch.Tensor:
-    """Return numbers (batch, sequence, features) in [0, 1) with 24 bits."""
+    """Return uniform random numbers (batch, sequence, features) in [0, 1) with 24 bits."""
     batch, sequence, features = shape
     rows = torch.arange(place.row, place.row + batch, device=device).view(-1, 1, 1)
     tokens = torch.arange(place.token, place.token + sequence, device=device).view(1, -1, 1)

@@ -1,9 +1,9 @@
 """Expected calls of the MPI examples `examples.mpi_sequence_parallel` and `examples.mpi_encoder`.
 
 Every function returns the calls of **one rank in one iteration** (of the encoder: one training step), with payloads in
-bytes as `commtrace.volume` defines them; `total_wire_bytes` of `commtrace.theory.expected_calls` is the least that the
-rank sends for them. A single rank communicates nothing. `element`: bytes of an element. `backward`: whether the
-iteration has a backward pass.
+bytes as `commtrace.volume` defines them; `total_wire_bytes` of `commtrace.theory.expected_calls` gives the fewest
+bytes that the rank sends for them. A single rank communicates nothing. `element`: bytes of an element. `backward`:
+whether the iteration has a backward pass.
 
 Letters: b batch, s sequence, h hidden (m, the encoder's model size), a heads, L layers, n ranks, e bytes per element.
 """
@@ -19,9 +19,9 @@ def gathered_attention(
     """Return the calls of attention with gathered keys and values.
 
     2 all_gathers of b s h e forward (transformer-sequence-parallelism, "Communication: 2 AllGathers per layer");
-    backward, derived: the gradient of what is gathered is reduce_scattered.
+    backward, derived: the gradient of the gathered tensor is reduce_scattered.
 
-    Wire: 2 b s h e (n-1)/n forward, as much backward. The payload does not depend on n.
+    Wire: 2 b s h e (n-1)/n forward, the same backward. The payload does not depend on n.
     """
     if ranks == 1:
         return []
@@ -36,7 +36,7 @@ def ulysses_attention(
 ) -> list[ExpectedCall]:
     """Return the calls of Ulysses: 4 all_to_alls of b (s/n) h e forward, 4 backward (2309.14509, section 3).
 
-    Wire: 4 b (s/n) h e (n-1)/n forward, as much backward: it falls with n.
+    Wire: 4 b (s/n) h e (n-1)/n forward, the same backward: it falls with n.
     """
     if ranks == 1:
         return []
@@ -66,13 +66,13 @@ def ring_attention(
 
 
 SEQUENCE_PARALLEL = {"all_gather": gathered_attention, "ulysses": ulysses_attention, "ring": ring_attention}
-"""Functions by the example's --attention."""
+"""Functions by the value of --attention."""
 
 
 def layer_parameters(hidden: int, feed_forward: int) -> int:
-    """Return the elements of a layer: 12h² + 13h for f = 4h.
+    """Return the number of parameters of a layer: 12h² + 13h for f = 4h.
 
-    Four projections and the feed-forward with biases, two norms.
+    They are four projections and the feed-forward with biases, and two norms.
     """
     return 4 * (hidden**2 + hidden) + (2 * hidden * feed_forward + feed_forward + hidden) + 4 * hidden
 
@@ -101,7 +101,7 @@ def tensor_parallel(
     Per layer 2 all_reduces of S = b s m e forward and 2 backward (also of the first layer, because the gradient of the
     input is computed). Micro-batches divide S.
 
-    Wire: 8 S (n-1)/n per layer. Ranks beyond the heads: see `shared_heads`.
+    Wire: 8 S (n-1)/n per layer. More ranks than heads: see `shared_heads`.
     """
     if ranks == 1:
         return []
@@ -119,11 +119,11 @@ def model_parallel(
 ) -> list[ExpectedCall]:  # fmt: skip
     """Return the calls of a step of the encoder divided as by Xiao and Ren.
 
-    The heads' outputs are gathered and multiplied with a matrix divided by its outputs. Per layer, of S = b s m e:
+    The heads' outputs are gathered and multiplied with a matrix sharded by its outputs. Per layer, with S = b s m e:
     forward 2 all_gathers (heads; outputs), backward (derived) a reduce_scatter (gradient of the heads) and an
     all_reduce (of the input); the feed-forward as in `tensor_parallel`.
 
-    Wire: 4 S (n-1)/n forward, as tensor parallel; 5 S (n-1)/n backward, one more.
+    Wire: 4 S (n-1)/n forward, as in `tensor_parallel`; 5 S (n-1)/n backward.
     """
     if ranks == 1:
         return []
@@ -144,9 +144,9 @@ def model_parallel(
 def shared_heads(
     layers: int, batch: int, sequence: int, heads: int, element: int, ranks: int, backward: bool, micro_batches: int = 1
 ) -> list[ExpectedCall]:
-    """Return the calls that more ranks than heads add (derived).
+    """Return the additional calls if there are more ranks than heads (derived).
 
-    c = n/a ranks share a head, a c-th of its features each, and sum its scores: per layer an all_reduce of b s² e among
+    c = n/a ranks share a head, each a c-th of its features, and sum its scores: per layer an all_reduce of b s² e among
     the c ranks forward, and one of the weights' gradient backward.
 
     Wire: 4 b s² e (c-1)/c per layer. Payload and group size do not shrink with n: c grows.
@@ -166,7 +166,7 @@ def pipeline(
     """Return the calls of a step of one stage, for GPipe and 1F1B (1811.06965, 2104.04473).
 
     For each of M micro-batches a message of (b/M) s m e to the next stage, and one back with its gradient; the first
-    stage has none before it and the last none after it.
+    stage has no previous stage and the last no next one.
 
     Wire: an inner stage sends b s m e forward and as much backward; all stages together 2 b s m e (p-1).
     """

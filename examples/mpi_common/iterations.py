@@ -16,7 +16,7 @@ import commtrace
 from .transports import Transport
 
 TOLERANCE: Final = {"float32": 1e-4, "float64": 1e-10}
-"""Largest difference from one process, relative to the largest value of a tensor: sums are in another order."""
+"""Largest difference from one process, relative to the largest value of a tensor: the order of sums differs."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class RankResult:
     """Results of one rank."""
 
     losses: list[str]
-    """Loss of every iteration on this rank, as a hexadecimal float, which has every bit."""
+    """Loss of every iteration on this rank, as a hexadecimal float, which is exact."""
     digest: str
     """SHA-256 of the last iteration's results."""
     error: float | None = None
@@ -48,7 +48,7 @@ def run_iterations(iterate: Callable[[int], torch.Tensor], transport: Transport,
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the SHA-256 of every bit of some tensors."""
+    """Return the SHA-256 of the bytes of tensors."""
     value = hashlib.sha256()
     for tensor in tensors:
         value.update(tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -65,7 +65,7 @@ def report(comm: Any, own: RankResult, title: str, options: Namespace) -> int:
     """Print on rank 0 how the run ended.
 
     Returns:
-        The exit status: on rank 0 1 if the results were checked and differ from those of one process, else 0.
+        The exit status: 1 on rank 0 if the results were checked and differ from those of one process, else 0.
     """
     results: list[RankResult] | None = comm.gather(own)
     if results is None:

@@ -1,4 +1,4 @@
-"""Tensors over MPI, by mpi4py's buffer methods (the upper-case ones, which do not pickle)."""
+"""Transport over MPI with mpi4py's buffer methods (the upper-case ones, which do not pickle)."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ class MpiTransport(Transport):
 
 
 def _buffer(tensor: torch.Tensor) -> Any:
-    """Return what mpi4py takes as a buffer: a numpy view, or the tensor itself if it is on a GPU."""
+    """Return a tensor's buffer for mpi4py: a numpy view, or the tensor itself if it is on a GPU."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor

@@ -51,18 +51,18 @@ def add_common(parser: argparse.ArgumentParser, iterations: int, dropout: float)
         type=non_negative_integer,
         default=1,
         metavar="N",
-        help="iterations before them, to warm up (default: %(default)s)",
+        help="warm-up iterations before them (default: %(default)s)",
     )
     add("--forward-only", action="store_true", help="no backward pass")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="(default: %(default)s)")
-    add("--transport", choices=TRANSPORTS, default="mpi", help="how tensors travel (default: %(default)s)")
-    add("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one)")
+    add("--transport", choices=TRANSPORTS, default="mpi", help="how tensors are sent (default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), help="(default: cuda if available)")
     add("--threads", type=positive_integer, default=1, metavar="N", help="threads of each rank (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="seed of parameters, input and dropout (default: %(default)s)")
     add(
         "--check",
         action="store_true",
-        help="compare result and gradients with those of one process after the last iteration",
+        help="after the last iteration, compare results and gradients with those of one process",
     )
 
 

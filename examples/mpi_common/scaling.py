@@ -31,7 +31,7 @@ def run(example: str, argv: Sequence[str] | None, published: str, tokens: Callab
         tokens: Returns the tokens of an iteration for the example's own options.
 
     Returns:
-        The exit status: of the first run that failed, else of `commtrace scaling`.
+        The exit status of the first run that failed, else of `commtrace scaling`.
     """
     options, passed_on = _parse(example, argv)
     with contextlib.ExitStack() as stack:
@@ -56,7 +56,7 @@ def _parse(example: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace
         prog=f"python -m {module}.scaling", epilog=f"All other options are those of {module}.", allow_abbrev=False
     )
     add = parser.add_argument
-    ranks = "numbers of ranks, the fewest to compare with (default: 1 2 4)"
+    ranks = "numbers of ranks; all are compared with the fewest (default: 1 2 4)"
     add("--nproc", type=positive_integer, nargs="+", default=[1, 2, 4], metavar="N", help=ranks)
     add("--timeout", type=positive_number, default=1800, metavar="S", help="timeout of one run (default: 1800)")
     add("--out", metavar="DIR", help="keep the logs, in DIR/ranks-N")

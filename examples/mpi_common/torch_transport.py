@@ -1,4 +1,4 @@
-"""Tensors over torch.distributed: NCCL, recommended to avoid copies through host memory, or gloo."""
+"""Transport over torch.distributed: NCCL, which avoids copies through host memory, or gloo."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TorchTransport(Transport):
         """Destroy the process group."""
         dist.destroy_process_group(self._group)
 
-    # gloo requires equal dimensions on both sides; contiguous ones are flattened without a copy.
+    # gloo requires equal dimensions on both sides; contiguous tensors are flattened without a copy.
     def _all_gather(self, whole: torch.Tensor, share: torch.Tensor) -> None:
         dist.all_gather_into_tensor(whole.flatten(0, 1), share, group=self._group)
 
@@ -64,7 +64,7 @@ class TorchTransport(Transport):
 
 
 def _finish(work: dist.Work, kept: torch.Tensor) -> None:
-    """Wait for a message to leave; its tensor must be kept until then."""
+    """Wait until a message is sent; its tensor must be kept until then."""
     work.wait()
 
 

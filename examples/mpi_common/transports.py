@@ -1,6 +1,6 @@
-"""Moving tensors between the ranks of a group: over MPI, or over torch.distributed in its place.
+"""Interface that moves tensors between the ranks of a group, over MPI or torch.distributed.
 
-A group of one rank moves nothing and calls nothing but the barrier.
+A group of one rank calls only the barrier.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Wait: TypeAlias = Callable[[], object]
 
 
 class Transport(ABC):
-    """The ranks of a group. Results are new tensors on the device of the input.
+    """Communication in a group of ranks. Results are new tensors on the device of the input.
 
-    staged: tensors on a device are copied through host memory.
+    `staged`: whether tensors on a device are copied through host memory.
     """
 
     def __init__(self, rank: int, size: int, staged: bool) -> None:
@@ -54,7 +54,7 @@ class Transport(ABC):
         return finish
 
     def send(self, message: torch.Tensor, to: int) -> None:
-        """Start sending a message; `flush` waits until it has left."""
+        """Start sending a message; `flush` waits until it is sent."""
         outgoing = self._outgoing(message)
         self._sends.append(self._send(outgoing, to))
 
@@ -65,14 +65,14 @@ class Transport(ABC):
         return self._incoming(incoming, like.device)
 
     def flush(self) -> None:
-        """Wait until every message has left."""
+        """Wait until every message is sent."""
         for wait in self._sends:
             wait()
         self._sends.clear()
 
     @abstractmethod
     def blocks(self, size: int) -> Transport:
-        """Return the transport of the block of `size` neighbouring ranks with this rank. All ranks call this."""
+        """Return the transport of this rank's block of `size` neighbouring ranks. All ranks call this."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -93,7 +93,7 @@ class Transport(ABC):
         return self._incoming(result, given.device)
 
     def _outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as the library takes it: contiguous, without gradient, in host memory if staged."""
+        """Return the tensor as the library requires it: contiguous, without gradient, in host memory if staged."""
         tensor = tensor.detach().contiguous()
         return tensor.cpu() if self.staged else tensor
 

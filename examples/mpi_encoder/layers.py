@@ -21,7 +21,7 @@ from examples.mpi_common.errors import must_divide
 from examples.mpi_common.transports import Transport
 
 Piece: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""From a parameter of the whole layer, or its gradient, to a rank's piece of it."""
+"""Function from a parameter of the whole layer, or its gradient, to a rank's piece of it."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class EncoderShape:
     micro_batches: int
 
     def check(self, parallel: str, ranks: int) -> None:
-        """Raise ShapeError where `ranks` cannot share this model."""
+        """Raise ShapeError if `ranks` cannot share this model."""
         must_divide(self.model, "--model", self.heads, "the heads", "choose a multiple of --heads")
         must_divide(self.batch, "--batch", self.micro_batches, "the micro-batches", "change --micro-batches")
         if parallel == "pipeline":
-            must_divide(self.layers, "--layers", ranks, "the ranks", "a stage has the same number of layers as another")
+            must_divide(self.layers, "--layers", ranks, "the ranks", "all stages need the same number of layers")
             return
         if ranks <= self.heads:
             must_divide(self.heads, "--heads", ranks, "the ranks", "start as many ranks as divide the heads")
@@ -54,11 +54,11 @@ class EncoderShape:
 
 @dataclass(frozen=True)
 class Ways:
-    """How a layer is divided: among which ranks, among which of them a head, and whether heads' outputs are gathered.
+    """How a layer is divided: the ranks that share it, those that share a head, and whether head outputs are gathered.
 
-    gathered False, Megatron-LM (1909.08053): each rank multiplies its heads' output with its columns of the last
-    matrix, and the products are added up. True, the way of the original: heads' outputs are put together, and each rank
-    multiplies the whole with its rows of the last matrix.
+    `gathered` is False in Megatron-LM (1909.08053): each rank multiplies its heads' output with its columns of the last
+    matrix, and the products are added up. It is True in the original project: heads' outputs are gathered, and each
+    rank multiplies them with its rows of the last matrix.
     """
 
     ranks: Transport
@@ -85,7 +85,7 @@ class EncoderLayer:
         }
 
     def __call__(self, x: torch.Tensor, step: int, row: int) -> torch.Tensor:
-        """Apply the layer. `step`, and `row`, the first of the batch's rows in x, choose the dropout masks."""
+        """Apply the layer. `step`, and `row`, the number of x's first row in the batch, select the dropout masks."""
         x = self._norm("norm1", x + self._drop(self._attention(x), step, row, 0))
         return self._norm("norm2", x + self._drop(self._feed_forward(x), step, row, 1))
 
@@ -100,11 +100,11 @@ class EncoderLayer:
         return add_up(product, ranks) + self.parameters["self_attn.out_proj.bias"]
 
     def _mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """(b, a/n, s, d), or (b, 1, s, d a/n) where ranks share a head: then they add up their scores."""
+        """Attend: (b, a/n, s, d), or (b, 1, s, d a/n) if ranks share a head, whose scores they then add up."""
         if self.ways.of_head.size == 1:
             return functional.scaled_dot_product_attention(q, k, v)
         scores = add_up(q @ k.mT, self.ways.of_head) / math.sqrt(self.shape.model // self.shape.heads)
-        # Every rank weighs its own part of the values, so each sees a part of the weights' gradient.
+        # Every rank applies the weights to its own part of the values, so each has a part of the weights' gradient.
         return share(scores.softmax(-1), self.ways.of_head) @ v
 
     def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ class EncoderLayer:
 
 
 def pieces(ways: Ways) -> dict[str, Piece]:
-    """What a rank has of each parameter of nn.TransformerEncoderLayer."""
+    """Return the pieces that a rank has of the parameters of nn.TransformerEncoderLayer."""
     rank, n = ways.ranks.rank, ways.ranks.size
 
     def whole(x: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ def pieces(ways: Ways) -> dict[str, Piece]:
         return x.chunk(n, 1)[rank]
 
     def rows_of_each(x: torch.Tensor) -> torch.Tensor:
-        """Of queries, keys and values, which lie one below the other."""
+        """Return the rows of queries, keys and values, which are stacked."""
         return torch.cat([rows(part) for part in x.chunk(3)])
 
     return {
@@ -153,29 +153,29 @@ def pieces(ways: Ways) -> dict[str, Piece]:
 
 
 def dropout_key(step: int, layer: int, number: int) -> int:
-    """Different for each dropout of each step; `number` is 0 behind attention, 1 behind the feed-forward."""
+    """Return a different key for each dropout of each step; `number`: 0 after attention, 1 after the feed-forward."""
     return (step << 32) + 2 * layer + number
 
 
 def whole_layer(shape: EncoderShape, seed: int, index: int) -> nn.TransformerEncoderLayer:
-    """A layer before it is divided, the same on every rank that builds it, whichever others it builds."""
+    """Return an undivided layer, the same on every rank, whichever other layers the rank builds."""
     torch.manual_seed((seed << 32) + index)
     return nn.TransformerEncoderLayer(shape.model, shape.heads, shape.hidden, 0.0, "relu", batch_first=True)
 
 
 def classifier(shape: EncoderShape, seed: int) -> nn.Linear:
-    """(b, s, m) to logits (b, s, classes)."""
+    """Return the classifier from (b, s, m) to logits (b, s, classes)."""
     torch.manual_seed((seed << 32) + shape.layers)
     return nn.Linear(shape.model, shape.classes)
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of logits (b, s, classes) against labels (b, s)."""
+    """Return the mean cross entropy of logits (b, s, classes) against labels (b, s)."""
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def update(parameters: Iterable[nn.Parameter], rate: float) -> None:
-    """Stochastic gradient descent. torch.optim.SGD does the same, after importing torch's compiler for seconds."""
+    """Update parameters by SGD. torch.optim.SGD would first import torch's compiler, which takes seconds."""
     with torch.no_grad():
         for parameter in parameters:
             assert parameter.grad is not None

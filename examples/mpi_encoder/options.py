@@ -19,7 +19,7 @@ tensor    heads and feed-forward divided, products added up by all_reduce (Megat
 model     heads divided, their outputs put together by all_gather (as Xiao and Ren did); feed-forward as above
 pipeline  layers divided, micro-batches passed on
 
-With tensor and model there may be more ranks than heads: then ranks share a head, and add up its scores."""
+With tensor and model there may be more ranks than heads: ranks then share a head, and add up its scores."""
 
 
 def parse(argv: Sequence[str], rank: int) -> Namespace:
@@ -27,15 +27,15 @@ def parse(argv: Sequence[str], rank: int) -> Namespace:
     parser = Parser(rank, prog="python -m examples.mpi_encoder", description=DESCRIPTION)
     add = parser.add_argument
     add("--parallel", choices=("tensor", "model", "pipeline"), default="tensor", help="(default: %(default)s)")
-    add("--schedule", choices=tuple(SCHEDULES), default="gpipe", help="of a pipeline (default: %(default)s)")
+    add("--schedule", choices=tuple(SCHEDULES), default="gpipe", help="pipeline schedule (default: %(default)s)")
     add("--micro-batches", type=positive_integer, metavar="N", help="(default: 5 with pipeline, else 1)")
     add("--layers", type=positive_integer, default=8, metavar="N", help="(default: %(default)s)")
     add("--batch", type=positive_integer, default=10, metavar="N", help="rows (default: %(default)s)")
     add("--sequence", type=positive_integer, default=32, metavar="N", help="tokens of a row (default: %(default)s)")
     add("--model", type=positive_integer, default=512, metavar="N", help="features of a token (default: %(default)s)")
-    add("--hidden", type=positive_integer, default=2048, metavar="N", help="of the feed-forward (default: %(default)s)")
+    add("--hidden", type=positive_integer, default=2048, metavar="N", help="feed-forward size (default: %(default)s)")
     add("--heads", type=positive_integer, default=8, metavar="N", help="(default: %(default)s)")
-    add("--classes", type=positive_integer, default=10, metavar="N", help="of a token (default: %(default)s)")
+    add("--classes", type=positive_integer, default=10, metavar="N", help="classes of a token (default: %(default)s)")
     add_common(parser, iterations=5, dropout=0.1)
     return parser.parse_args(argv)
 

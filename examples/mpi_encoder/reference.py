@@ -10,7 +10,7 @@ from .layers import EncoderShape, classifier, dropout_key, loss_of, update, whol
 
 
 class EncoderReference:
-    """nn.TransformerEncoderLayer several times, and the classifier; only the dropout is ours, for the same masks."""
+    """Stack of nn.TransformerEncoderLayer and the classifier, with `Dropout` in place of torch's, for equal masks."""
 
     def __init__(self, shape: EncoderShape, seed: int, rate: float, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         self.layers = [whole_layer(shape, seed, index).to(inputs) for index in range(shape.layers)]
@@ -22,7 +22,7 @@ class EncoderReference:
         self.logits = inputs
 
     def step(self, number: int, rate: float | None) -> None:
-        """Forward and, with a learning rate, backward and an update."""
+        """Run forward and, with a learning rate, backward and an update."""
         for index, drops in enumerate(self.drops):
             for which, drop in enumerate(drops):
                 drop.key = dropout_key(number, index, which)
@@ -40,7 +40,7 @@ class EncoderReference:
         update(parameters, rate)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Of the last step, under the names of `EncoderRun.results`, whole."""
+        """Return the undivided results of the last step, with the names of `EncoderRun.results`."""
         tensors = {"logits": self.logits.detach()}
         if self.inputs.grad is not None:
             tensors["input gradient"] = self.inputs.grad

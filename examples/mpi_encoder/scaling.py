@@ -23,7 +23,7 @@ def _tokens(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command; return its exit status."""
     return scaling.run("mpi_encoder", argv, PUBLISHED, _tokens)
 
 

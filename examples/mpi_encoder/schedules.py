@@ -1,4 +1,4 @@
-"""In which order a stage of a pipeline works on its micro-batches."""
+"""Schedules: the order in which a pipeline stage processes its micro-batches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Task(NamedTuple):
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Task]:
-    """All forward, then all backward, last first (1811.06965). All activations are kept until then."""
+    """Return GPipe's schedule (1811.06965): all forward, then all backward, last first. All activations are kept."""
     numbers = range(micro_batches)
     return [*(Task(True, number) for number in numbers), *(Task(False, number) for number in reversed(numbers))]
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Task]:
-    """Backward as soon as possible (1806.03377): a stage keeps no more activations than there are stages after it."""
+    """Return the 1F1B schedule (1806.03377), which keeps at most one activation more than there are later stages."""
     ahead = min(stages - stage - 1, micro_batches)
     tasks = [Task(True, number) for number in range(ahead)]
     for number in range(ahead, micro_batches):
@@ -32,4 +32,4 @@ SCHEDULES: Final[dict[str, Callable[[int, int, int], list[Task]]]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
 }
-"""By name."""
+"""Schedules by name."""

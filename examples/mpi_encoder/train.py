@@ -1,7 +1,6 @@
 """One run: training steps on every rank, compared with one process if requested.
 
-Every run is a pipeline. Divided by tensors, it has one stage, which all ranks share; divided by layers, every rank is
-a stage.
+Every run is a pipeline. With `--parallel pipeline` every rank is a stage; otherwise all ranks share a single stage.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class EncoderRun:
         return loss
 
     def _forward(self, number: int, step: int) -> torch.Tensor:
-        """Returns the micro-batch's summand of the loss."""
+        """Return the micro-batch's summand of the loss."""
         with commtrace.phase("forward"), torch.set_grad_enabled(not self.options.forward_only):
             rows = self.inputs.shape[0] // self.shape.micro_batches
             x = self.inputs[number * rows : (number + 1) * rows]
@@ -109,7 +108,7 @@ class EncoderRun:
                 self.transport.send(x.grad, self.stage - 1)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Of the last step, by name, what this rank has: logits, the input's gradient, parameters and their gradients.
+        """Return this rank's results of the last step, by name: logits, input gradient, parameters and their gradients.
 
         Names of parameters begin with the number of the layer.
         """
@@ -125,7 +124,7 @@ class EncoderRun:
         return tensors
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Of this rank: "2.linear1.weight", "head.bias"."""
+        """Return this rank's parameters by name, for example "2.linear1.weight" or "head.bias"."""
         layers = [(f"{layer.index}.{name}", p) for layer in self.layers for name, p in layer.parameters.items()]
         head = [] if self.head is None else [(f"head.{name}", p) for name, p in self.head.named_parameters()]
         return layers + head
@@ -156,11 +155,11 @@ def check(run: EncoderRun) -> float:
     reference = EncoderReference(run.shape, options.seed, options.dropout, run.inputs, run.labels)
     for step in range(options.warmup + options.iterations):
         reference.step(step, None if options.forward_only else LEARNING_RATE)
-    whole, found = reference.results(), run.results()
+    expected, measured = reference.results(), run.results()
     pieces = {f"{layer.index}.{name}": piece for layer in run.layers for name, piece in layer.pieces.items()}
     return max(
-        relative_difference(tensor, pieces.get(name.removesuffix(" gradient"), torch.clone)(whole[name]))
-        for name, tensor in found.items()
+        relative_difference(tensor, pieces.get(name.removesuffix(" gradient"), torch.clone)(expected[name]))
+        for name, tensor in measured.items()
     )
 
 
@@ -182,7 +181,7 @@ def command(argv: Sequence[str], comm: Any) -> int:
     shape = shape_of(options)
     shape.check(options.parallel, size)
     if options.parallel == "pipeline" and options.transport == "nccl":
-        raise TransportError("--parallel pipeline sends both ways at once, in which NCCL's queues block each other; "
+        raise TransportError("--parallel pipeline sends both ways at once, and NCCL's queues would block each other; "
                              "use --transport mpi, mpi-cuda-aware or gloo")  # fmt: skip
     device = choose_device(options.device, rank)
     transport = make_transport(options.transport, comm, device)

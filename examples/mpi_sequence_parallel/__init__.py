@@ -4,6 +4,6 @@
     python -m examples.mpi_sequence_parallel.scaling
 
 After transformer-sequence-parallelism by Harshita M.P. and Art Zabarov, whose configuration is
-`--hidden 5120 --heads 40 --sequence 4096 --batch 4 --iterations 10 --forward-only`. Beyond it: the backward pass, two
-other ways to share the attention, and CUDA-aware MPI, NCCL and gloo beside copies by way of the host.
+`--hidden 5120 --heads 40 --sequence 4096 --batch 4 --iterations 10 --forward-only`. Additions: the backward pass, two
+other ways to share the attention, and CUDA-aware MPI, NCCL and gloo besides copies through host memory.
 """

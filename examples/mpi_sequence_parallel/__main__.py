@@ -1,4 +1,4 @@
-"""`mpiexec -n 4 python -m examples.mpi_sequence_parallel ...`: see `options`."""
+"""Entry point of `mpiexec -n 4 python -m examples.mpi_sequence_parallel`; see `options`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .train import command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0, 1 if results differ from one process, 2 for options that are not possible."""
+    """Run the command; return 0, 1 if results differ from one process, or 2 for invalid options."""
     return program.run("sequence_parallel", command, argv)
 
 

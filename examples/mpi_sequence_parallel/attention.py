@@ -1,8 +1,8 @@
 """Three implementations of attention over a sequence that is divided among ranks, with equal results.
 
 Each is a function of this rank's queries, keys and values, (b, s/n, h) of its s/n tokens, the number of heads a, and
-the transport between n ranks; it gives the attention's output for the same tokens, (b, s/n, h). Every token sees every
-other.
+the transport between n ranks; it returns the attention's output for the same tokens, (b, s/n, h). Every token attends
+to every other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, transpor
 
 
 ATTENTIONS: Final[dict[str, Attention]] = {"all_gather": all_gather, "ring": ring, "ulysses": ulysses}
-"""By name."""
+"""Implementations by name."""
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
@@ -47,18 +47,18 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> tor
 
 
 def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(b, s, h) to (b, a, s, d)."""
+    """Map (b, s, h) to (b, a, s, d)."""
     split: torch.Tensor = x.unflatten(-1, (heads, -1))
     return split.transpose(1, 2)
 
 
 def _joined(x: torch.Tensor) -> torch.Tensor:
-    """(b, a, s, d) to (b, s, h)."""
+    """Map (b, a, s, d) to (b, s, h)."""
     return x.transpose(1, 2).flatten(2)
 
 
 class _RingAttention(torch.autograd.Function):
-    """Softmax over blocks that arrive one after the other, and its gradient.
+    """Attention by softmax over blocks that arrive one after the other, and its gradient.
 
     Forward keeps the logarithm of each query's normalizer, from which backward recomputes the weights of each block
     (FlashAttention, 2205.14135). The gradient of a block is passed on one round later and is complete on its rank
@@ -101,7 +101,7 @@ class _RingAttention(torch.autograd.Function):
             d_block = torch.stack((_joined(d_scores.mT @ queries), _joined(weights.mT @ d_out)))
             if own is None:
                 own = d_block
-            else:  # the gradient of this block so far was the previous rank's, and the next rank adds to it
+            else:  # add to the previous rank's gradient of this block, and send it to the next rank
                 travelling = transport.shift(d_block if travelling is None else travelling() + d_block)
         assert own is not None
         d_k, d_v = own if travelling is None else own + travelling()
@@ -109,9 +109,9 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _rounds(block: torch.Tensor, transport: Transport) -> Iterator[torch.Tensor]:
-    """Yield the blocks of all ranks, from this rank's down, while the next one is received."""
+    """Yield the blocks of all ranks, from this rank's down, while the next block is received."""
     for _ in range(transport.size - 1):
-        coming = transport.shift(block)
+        receive = transport.shift(block)
         yield block
-        block = coming()
+        block = receive()
     yield block

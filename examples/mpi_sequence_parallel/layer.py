@@ -29,7 +29,7 @@ class SequenceShape:
     feed_forward: int
 
     def check(self, ranks: int, attention: str) -> None:
-        """Raise ShapeError where `ranks` cannot share this layer."""
+        """Raise ShapeError if `ranks` cannot share this layer."""
         must_divide(self.hidden, "--hidden", self.heads, "--heads", "choose a multiple of the heads")
         must_divide(self.sequence, "--sequence", ranks, "the ranks", "start another number of ranks, or change it")
         if attention == "ulysses":
@@ -38,10 +38,10 @@ class SequenceShape:
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind a layer norm, with residuals: (b, s/n, h) to (b, s/n, h).
+    """Attention and feed-forward, each after a layer norm, with residuals: (b, s/n, h) to (b, s/n, h).
 
-    nn.TransformerEncoderLayer(norm_first=True, activation="gelu") computes the same, with dropout on what each of the
-    two adds to the residual, and nowhere else.
+    nn.TransformerEncoderLayer(norm_first=True, activation="gelu") computes the same, with dropout only on what each
+    of the two adds to the residual.
     """
 
     def __init__(self, shape: SequenceShape, attention: str, rate: float, transport: Transport) -> None:
@@ -56,7 +56,7 @@ class Layer(nn.Module):
         self.linear2 = nn.Linear(shape.feed_forward, hidden)
 
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
-        """`step` chooses the dropout's masks."""
+        """Apply the layer; `step` selects the dropout masks."""
         x = x + self._drop(self._attend(self.norm1(x)), 2 * step)
         return x + self._drop(self.linear2(functional.gelu(self.linear1(self.norm2(x)))), 2 * step + 1)
 
@@ -70,7 +70,7 @@ class Layer(nn.Module):
         return dropout(x, self.rate, key, place)
 
     def add_up_gradients(self) -> None:
-        """Each rank has the gradient of its own tokens: one all_reduce of all parameters' gradients."""
+        """Sum the gradients of all ranks' tokens, in one all_reduce for all parameters."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         total = self.transport.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
@@ -78,5 +78,5 @@ class Layer(nn.Module):
 
 
 def loss_of(y: torch.Tensor, shape: SequenceShape) -> torch.Tensor:
-    """This rank's summand of half the mean square over the whole output; ranks' losses add up to the layer's."""
+    """Return this rank's summand of half the mean square of the whole output; the layer's loss is their sum."""
     return y.square().sum() / (2 * shape.batch * shape.sequence * shape.hidden)

@@ -15,7 +15,7 @@ DESCRIPTION = """A Transformer layer on an input divided along the sequence, on 
 
     mpiexec -n 4 python -m examples.mpi_sequence_parallel --attention ring
 
-The configuration of transformer-sequence-parallelism (11.7 TFLOP a pass, for GPUs):
+The configuration of transformer-sequence-parallelism (11.7 TFLOP per pass, for GPUs):
 
     --hidden 5120 --heads 40 --sequence 4096 --batch 4 --iterations 10 --forward-only"""
 
@@ -24,7 +24,7 @@ def parse(argv: Sequence[str], rank: int) -> Namespace:
     """Parse the options; rank 0 prints errors, which end all ranks."""
     parser = Parser(rank, prog="python -m examples.mpi_sequence_parallel", description=DESCRIPTION)
     add = parser.add_argument
-    add("--attention", choices=tuple(ATTENTIONS), default="all_gather", help="who sees what (default: %(default)s)")
+    add("--attention", choices=tuple(ATTENTIONS), default="all_gather", help="scheme (default: %(default)s)")
     add("--batch", type=positive_integer, default=2, metavar="N", help="rows (default: %(default)s)")
     add("--sequence", type=positive_integer, default=512, metavar="N", help="tokens of a row (default: %(default)s)")
     add("--hidden", type=positive_integer, default=256, metavar="N", help="features of a token (default: %(default)s)")

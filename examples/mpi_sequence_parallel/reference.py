@@ -12,7 +12,7 @@ from .layer import Layer, SequenceShape, loss_of
 
 
 class SequenceReference:
-    """nn.TransformerEncoderLayer with the parameters of a Layer; only its dropout is ours, for the same masks."""
+    """nn.TransformerEncoderLayer with the parameters of a Layer, and `Dropout` in place of torch's, for equal masks."""
 
     def __init__(self, layer: Layer, rate: float) -> None:
         shape = layer.shape

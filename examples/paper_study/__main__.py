@@ -20,7 +20,7 @@ from .page import DATA, PAGE, Study, write
 from .parts import Experiment, Options, StudyPart
 
 PROGRAM: Final = "python -m examples.paper_study"
-# Name: module and class of the part, in the order of the page. Imported when the part is run.
+# Module and class of each part, in the order of the page. Imported when the part is run.
 PARTS: Final[dict[str, tuple[str, str]]] = {
     "volume": ("examples.paper_study.volume.volume_part", "VolumePart"),
     "time": ("examples.paper_study.timing.time_part", "TimePart"),
@@ -113,7 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM, which batch systems send, into SystemExit, so that started programs are ended too."""
+    """Turn SIGTERM, which batch systems send, into SystemExit, so that started programs are stopped, too."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)

@@ -1,7 +1,7 @@
 """Statements of the paper and their verdicts, as a table.
 
-A claim is computed from tables of measurements: its measures are numbers with units, its verdict follows from them by
-a rule that the function which makes the claim states.
+A claim is computed from tables of measurements. Its measures are numbers with units; the function that yields the claim
+documents how the verdict follows from them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from commtrace.formatting import format_bytes, format_count, format_duration, fo
 
 CONFIRMED: Final = "confirmed"
 REFINED: Final = "refined"
-"""True, but for another reason, or only in a part of the cases."""
+"""True, but for another reason, or only in some of the cases."""
 CONTRADICTED: Final = "contradicted"
 INCONCLUSIVE: Final = "inconclusive"
 """The measurements cannot decide; `Claim.reason` says why."""
@@ -35,13 +35,13 @@ _RANGE: Final = ("least", "most")
 
 @dataclass(frozen=True)
 class Measure:
-    """Values of one quantity, by what they were measured of."""
+    """Values of one quantity, by model, scheme or layout."""
 
     quantity: str
     unit: str
-    """A key of the formats above; "ratio" is of exact numbers, "factor" of measured times."""
+    """A key of the formats above; "ratio" is for exact numbers, "factor" for measured times."""
     values: Mapping[str, float]
-    """By model, scheme or layout; with the keys `least` and `most`, a range."""
+    """With the keys `least` and `most`, a range."""
 
     @property
     def text(self) -> str:
@@ -61,16 +61,16 @@ class Measure:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper, and what the measurements say of it."""
+    """A statement of the paper, its verdict and the measurements that it follows from."""
 
     key: str
     place: str
-    """Where the paper has it, for example "Figure 7"."""
+    """Place in the paper, for example "Figure 7"."""
     statement: str
     verdict: str
     measures: Sequence[Measure]
     command: str
-    """Repeats the measurement."""
+    """Command that repeats the measurement."""
     reason: str = ""
     """Why the verdict is INCONCLUSIVE."""
 
@@ -81,7 +81,7 @@ class Claim:
 
 
 def value_range(quantity: str, unit: str, values: Iterable[float]) -> Measure:
-    """Return the measure of the smallest and largest of some values."""
+    """Return the measure of the range of values."""
     ordered = sorted(values)
     return Measure(quantity, unit, dict(zip(_RANGE, (ordered[0], ordered[-1]), strict=True)))
 

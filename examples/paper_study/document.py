@@ -7,8 +7,8 @@ A document is Markdown with blocks that the command replaces, each between two c
     ...
     <!-- end -->
 
-`claims PART` is the table of verdicts of a part, `table NAME` a table of the page, `cost PART` what a part took. A
-block of something that the study does not have is left as it is.
+`claims PART` is the table of verdicts of a part, `table NAME` a table of the page, `cost PART` the cost of a part.
+Blocks without a result in the study are left unchanged.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _END_SECONDS: Final = 30  # a dry run ends its ranks on SIGINT, which takes seco
 _POLL_SECONDS: Final = 0.02
 
 _stopping: Final = threading.Event()
-"""Set while an interrupted study ends what it started."""
+"""Set while an interrupted study stops its programs."""
 
 
 class ExperimentError(CommtraceError):
@@ -59,7 +59,7 @@ def execute(
 ) -> StudyCost:
     """Run a program with its output in `folder`/output.txt; `environment` extends the process's own.
 
-    The program and its child processes are ended when the study is interrupted or the time limit is over. Raises
+    The program and its child processes are stopped when the study is interrupted or the timeout expires. Raises
     ExperimentError with the end of the output.
     """
     began = time.monotonic()
@@ -70,7 +70,7 @@ def execute(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            # The last output is then last in the file, on whichever of the two streams it is written.
+            # Without buffers, the last output of either stream is last in the file.
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             start_new_session=True,
         )

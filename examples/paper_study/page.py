@@ -31,7 +31,7 @@ PAPER: Final = (
 _SHOWN_ROWS: Final = 40
 _SHOWN_TITLES: Final = 6
 _LONG: Final = 32
-"""Characters from which a cell may be wrapped."""
+"""Cells with more characters may be wrapped."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Study:
         return [claim for section in sections for claim in section.claims]
 
     def costs(self) -> Iterator[tuple[str, int, float, float]]:
-        """Yield for each part how many experiments are done, and their wall and CPU seconds."""
+        """Yield each part's name, number of finished experiments, wall seconds and CPU seconds."""
         for name, folders in self.done.items():
             facts = [read_facts(folder) for folder in folders.values()]
             wall, cpu = (sum(fact[f"{clock}_seconds"] for fact in facts) for clock in ("wall", "cpu"))
@@ -95,7 +95,7 @@ def _write_table(data: Path, name: str, table: pd.DataFrame) -> None:
 
 
 def page(study: Study) -> str:
-    """Return the page, which needs no other file."""
+    """Return the page, which is self-contained."""
     failed = [
         f"failed: {item.title}: {study.failures[item.key]}" for item in study.missing if item.key in study.failures
     ]
@@ -121,7 +121,7 @@ def page(study: Study) -> str:
 
 
 def shorten(titles: Sequence[str]) -> str:
-    """Join the first of many titles."""
+    """Join the titles, or the first of many."""
     more = f" and {len(titles) - _SHOWN_TITLES:,} more" if len(titles) > _SHOWN_TITLES else ""
     return "; ".join(titles[:_SHOWN_TITLES]) + more
 

@@ -30,7 +30,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Something that is run once; its key finds the result again."""
+    """An experiment, which is run once; its key identifies the result."""
 
     key: str
     """Name of the result's folder. Differs if anything that the result depends on differs."""
@@ -41,9 +41,9 @@ class Experiment:
     seconds: float
     """Expected duration on one core."""
     alone: bool = False
-    """Nothing else may run at the same time, because it measures time."""
+    """Whether it must run alone, because it measures time."""
     command: str = ""
-    """Repeats the experiment from a shell."""
+    """Shell command that repeats the experiment."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Section:
     """What the page shows of one figure of the paper."""
 
     number: str
-    """The figure's number in the paper, "7" or "1 and 2"; empty for what the paper does not have."""
+    """The figure's number in the paper, "7" or "1 and 2"; empty if the paper has no such figure."""
     title: str
     caption: str = ""
     """How to read the figures."""
@@ -61,7 +61,7 @@ class Section:
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     """By file name without suffix: each is written to data/, and its first rows are shown."""
     commands: Sequence[str] = ()
-    """How to repeat it."""
+    """Shell commands that repeat it."""
     warnings: Sequence[str] = ()
     """What limits the meaning of the numbers."""
     missing: Sequence[str] = ()
@@ -80,4 +80,4 @@ class StudyPart(Protocol):
         """Return all experiments that the sections need, each once."""
 
     def sections(self, options: Options, done: Mapping[str, Path]) -> Sequence[Section]:
-        """Return what can be shown of the results. `done`: folders of finished experiments, by key."""
+        """Return the sections with the results so far. `done`: folders of finished experiments, by key."""

@@ -1,9 +1,7 @@
-"""Rules that only this example's programs have been compared with, and its job rows.
+"""Rules that are tested with this example's programs only, and its job rows.
 
-Its program differs from GPT-NeoX's, too: a pipeline of one stage is DeepSpeed's plain engine.
-
-`register()` enters them into commtrace's: tensor parallelism by DTensors, Ulysses, mixtures of experts, ring attention.
-Commands with them, from a checkout::
+The rules are for tensor parallelism by DTensors, Ulysses, mixtures of experts and ring attention; `register()` adds
+them to commtrace's. Unlike in GPT-NeoX, a pipeline of one stage uses DeepSpeed's plain engine. From a checkout::
 
     python -m examples.gpt_neox.theory theory tiny ring.yml --world-size 8
     python -m examples.gpt_neox.theory check logs/ring
@@ -20,7 +18,7 @@ from .fsdp_job_rows import fsdp_rows
 
 
 def register() -> None:
-    """Let commtrace predict this example's parallel dimensions, and its FSDP from configuration files."""
+    """Add the rules to commtrace's, and the rows of this example's engines."""
     schemes.SCHEMES["dtensor", "parallelize_module", None] = dtensor.predict
     schemes.EXTENSIONS["DTensor"] = dtensor.extend_prediction
     schemes.EXTENSIONS["sequence"] = ulysses.extend_prediction

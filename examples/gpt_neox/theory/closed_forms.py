@@ -1,7 +1,7 @@
 """Closed forms of further schemes: communication volumes from the literature, as published; each names its source.
 
 Conventions are those of `commtrace.theory.closed_forms`: elements, unless the function's name ends in `_bytes`, for the
-algorithms that send least.
+algorithms that send the fewest bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def zero_2_bytes(gradient_bytes: int, parameter_bytes: int, ranks: int, micro_ba
 def fully_sharded(parameters: int, ranks: int, *, kept: bool = False) -> Fraction:
     """Return elements per rank and micro-batch under ZeRO-3 or FSDP (arXiv 1910.02054).
 
-    Two all_gathers and a reduce_scatter, 3P(n-1)/n; one all_gather less where parameters are `kept` from forward to
+    Two all_gathers and a reduce_scatter, 3P(n-1)/n; one all_gather fewer if parameters are `kept` from forward to
     backward.
     """
     return (2 if kept else 3) * all_gather_volume(parameters, ranks)
@@ -50,7 +50,7 @@ def zero_plus_plus_bytes(parameters: int, size: int, ranks: int, node: int) -> d
 def tensor_layer(activation: int, ranks: int, *, recomputed: bool) -> Fraction:
     """Return elements per rank, layer and micro-batch of Megatron's tensor parallelism (arXiv 1909.08053).
 
-    `activation`: elements of b s h. Two all_reduces forward and two backward, 8S(t-1)/t; two more where activations are
+    `activation`: S = b s h elements. Two all_reduces forward and two backward, 8S(t-1)/t; two more if activations are
     recomputed, 12S(t-1)/t.
     """
     return (6 if recomputed else 4) * all_reduce(activation, ranks)
@@ -64,8 +64,8 @@ def vocabulary_loss_bytes(batch: int, sequence: int, ranks: int) -> Fraction:
 def sequence_layer(activation: int, ranks: int, *, recomputed: bool, gathered_again: bool) -> Fraction:
     """Return elements per rank, layer and micro-batch of Megatron's sequence parallelism (arXiv 2205.05198).
 
-    Each all_reduce of tensor parallelism becomes a reduce_scatter and an all_gather, the same elements; where the
-    gathered inputs of the two column-parallel matrices are not kept for backward, two all_gathers more.
+    Each all_reduce of tensor parallelism becomes a reduce_scatter and an all_gather of the same elements; two
+    all_gathers more if the gathered inputs of the two column-parallel matrices are not kept for backward.
     """
     again = 2 * all_gather_volume(activation, ranks) if gathered_again else Fraction(0)
     return tensor_layer(activation, ranks, recomputed=recomputed) + again
@@ -74,8 +74,8 @@ def sequence_layer(activation: int, ranks: int, *, recomputed: bool, gathered_ag
 def pipeline_stage(activation: int, *, micro_batches: int, chunks: int = 1, tensor: int = 1) -> Fraction:
     """Return elements per rank and step of an inner stage of a pipeline (arXiv 2104.04473).
 
-    It sends m activations forward and as many gradients back, v times as many with v chunks of the model a stage; a
-    t-th of each where the message is scattered over the tensor-parallel ranks and gathered on arrival.
+    It sends m activations forward and m gradients back, or v m of each with v chunks of the model per stage; a t-th of
+    each if messages are scattered over the tensor-parallel ranks and gathered on arrival.
     """
     return Fraction(2 * micro_batches * chunks * activation, tensor)
 
@@ -83,10 +83,10 @@ def pipeline_stage(activation: int, *, micro_batches: int, chunks: int = 1, tens
 def ring_attention(batch: int, sequence: int, width: int, ranks: int, *, wide_gradients: bool = False) -> Fraction:
     """Return elements per rank, layer and micro-batch of ring attention (arXiv 2310.01889).
 
-    `width`: of keys (key-value heads times the head's size). A block of keys and values is 2b(s/c)h_kv: c-1 blocks are
-    passed on forward, c-1 again backward, beside as many of their gradients; twice those where gradients are
-    accumulated in elements of twice the size (`wide_gradients`). Some implementations return gradients to their
-    owner in a c-th step: up to one block more.
+    `width`: h_kv, key-value heads times head size. A block of keys and values has 2b(s/c)h_kv elements. A rank sends
+    c-1 blocks in forward, c-1 in backward, and c-1 of gradients, which count twice if they are accumulated in elements
+    of twice the size (`wide_gradients`). Some implementations return gradients to their owner in a c-th step: up to one
+    block more.
     """
     block = Fraction(2 * batch * sequence * width, ranks)
     return (4 if wide_gradients else 3) * block * (ranks - 1)
@@ -95,8 +95,8 @@ def ring_attention(batch: int, sequence: int, width: int, ranks: int, *, wide_gr
 def ulysses_layer(batch: int, sequence: int, hidden: int, ranks: int, *, key_share: Fraction = Fraction(1)) -> Fraction:
     """Return elements per rank, layer and micro-batch of DeepSpeed Ulysses, forward and backward (arXiv 2309.14509).
 
-    all_to_all of queries, keys, values and the output, of b(s/n)h each, forward and again backward. `key_share`:
-    key-value heads by heads, 1 without grouped queries.
+    One all_to_all each of queries, keys, values and the output, b(s/n)h elements, in forward and again in backward.
+    `key_share`: key-value heads / heads, 1 without grouped queries.
     """
     tensors = 2 + 2 * key_share
     return 2 * tensors * Fraction(batch * sequence * hidden, ranks) * Fraction(ranks - 1, ranks)
@@ -106,7 +106,7 @@ def expert_layer(tokens: int, hidden: int, chosen: int, ranks: int) -> Fraction:
     """Return elements per rank, layer and micro-batch of DeepSpeed's mixture of experts, over E ranks.
 
     Four all_to_alls (dispatch and combine, forward and backward) of k T h each: T tokens of this rank, k experts for
-    each, evenly routed. Where experts have a capacity, what it pads counts.
+    each, evenly routed. If experts have a capacity, padding counts.
     """
     return 4 * all_gather_volume(chosen * tokens * hidden, ranks)
 

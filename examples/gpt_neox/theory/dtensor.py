@@ -1,12 +1,12 @@
-"""Tensor parallelism by DTensors (`parallelize_module`), alone or beneath FSDP2: calls of each style of a plan.
+"""Tensor parallelism by DTensors (`parallelize_module`), alone or with FSDP2: calls of each style of a plan.
 
-A style says how a module's parameters, input and output are sharded over the ranks that share a model. What has to be
-moved follows from it, forward and, in the reverse direction, backward. Sizes are those of activations: micro-batch by
-sequence by the module's width, in the type of the parameters.
+A style determines how a module's parameters, input and output are sharded over the ranks that share a model, and so the
+data that moves in forward and, in the reverse direction, in backward. Payloads are activations: micro-batch by sequence
+by the module's width, in the dtype of the parameters.
 
-Assumptions, which no job row contains: every micro-batch has the size and length that the model says (`neox_args`);
+Assumptions that no job row contains: every micro-batch has the size and length that the model declares (`neox_args`);
 each module of the plan runs once in it, with an input of micro-batch by sequence by width that needs a gradient (an
-embedding's needs none); recomputed are the modules of the model's layers, and dropout is as the model says.
+embedding's needs none); modules of the model's layers are recomputed, and dropout is set, as the model declares.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ModuleCalls(NamedTuple):
 
 
 def predict(job: Job) -> Prediction:
-    """Predict what a rank of a model that is only tensor-parallel communicates. Raise NotPredictedError."""
+    """Predict the calls of a rank of a job with tensor parallelism alone. Raises NotPredictedError."""
     return extend_prediction(job, Prediction("DTensor", job.ranks, (), ((),), WaterfallBar("", Fraction(0)), ()))
 
 
@@ -117,13 +117,13 @@ def _style(row: Mapping[str, Any], prepared: Sequence[str]) -> ModuleStyle:
 
 
 def activation_type(job: Job) -> str:
-    """Return the type of parameters in computation."""
+    """Return the dtype of parameters in computation."""
     units = job.row.get("units")
     return str(units[0]["dtypes"][0]) if units else job.parameters[0].dtype
 
 
 def activation_calls(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
-    """Return the calls for activations of a step."""
+    """Return the calls of a step that move activations."""
     calls = (call for style in plan for direction in module_calls(job, style) for call in direction)
     return [call.times(job.micro_batches) for call in (*calls, *recomputed(job, plan))]
 
@@ -146,7 +146,7 @@ _STYLE: Final = "torch.distributed.tensor.parallel.style."
 
 @rule(_STYLE + "ColwiseParallel, RowwiseParallel (partition); torch.distributed.tensor.distribute_tensor", TORCH)
 def sent_parameters(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
-    """Sharded parameters are scattered at start-up, and a row-parallel module's bias is broadcast."""
+    """Return the scatters of sharded parameters at start-up, and the broadcasts of row-parallel biases."""
     calls = []
     for style in plan:
         if style.sent and style.kind in ("ColwiseParallel", "RowwiseParallel"):
@@ -160,7 +160,7 @@ def sent_parameters(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]
 @rule(_STYLE + "ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput (_prepare_input_fn, "
       "_prepare_output_fn)", TORCH)  # fmt: skip
 def module_calls(job: Job, style: ModuleStyle) -> ModuleCalls:
-    """Inputs move from the placement in which they arrive to the one that a module needs, and outputs likewise."""
+    """Return the calls that redistribute a module's input and output to the placements of its style."""
     if style.kind == "SequenceParallel":
         return ModuleCalls()
     if style.kind == "PrepareModuleInput":
@@ -187,7 +187,7 @@ _MOVES: Final = {
 
 
 def _moved(job: Job, activation: str, placement: str, width: int) -> ModuleCalls:
-    """Return the calls that move activations of so many numbers a token."""
+    """Return the calls that move activations of `width` elements per token."""
     if (activation, placement) not in _MOVES:
         raise NotPredictedError(f"a {activation} placed as {placement} has no rules yet")
     tokens = activation_elements(job) // int(job.model("hidden_size"))
@@ -201,7 +201,7 @@ def _moved(job: Job, activation: str, placement: str, width: int) -> ModuleCalls
 @rule("torch.utils.checkpoint.CheckpointFunction; "
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (early stop, DTensors)", TORCH)  # fmt: skip
 def recomputed(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
-    """The second forward pass of layers repeats their calls; without reentrant autograd it ends before the last sum."""
+    """Return the calls that recomputation repeats; without reentrant autograd it stops before a layer's last sum."""
     if not job.model("checkpoint_activations", False):
         return []
     layers: dict[int, list[ExpectedCall]] = {}
@@ -218,9 +218,9 @@ def recomputed(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
       "torch.optim.adam._single_tensor_adam (of DTensors); torch.nn.utils.get_total_norm (of DTensors)",
       TORCH)  # fmt: skip
 def norm_gradients(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
-    """Gradients of parameters that see a part of the sequence are partial on each rank, and summed.
+    """Return the all_reduces of norm gradients under sequence parallelism, which are partial on each rank.
 
-    FSDP sums them before it reduces them. Without FSDP they stay partial, and are summed wherever they are read: three
+    FSDP sums them before it reduces them. Without FSDP they stay partial, and are summed whenever they are read: three
     times for each parameter by Adam (single-tensor), and once by clipping.
     """
     norms = [style for style in plan if style.kind == "SequenceParallel"]
@@ -239,7 +239,7 @@ def norm_gradients(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
 
 
 def _partial_gradients(job: Job) -> tuple[int, int]:
-    """Return the bytes of an element and the sums a step; accumulated gradients have the reduce type."""
+    """Return the bytes of an element and the number of sums per step; accumulated gradients have the reduce dtype."""
     reduces_each = job.fact("reduce_grads")
     reduce_type = job.fact("units")[0]["reduce_dtype"]
     accumulates = reduce_type is not None and not reduces_each and job.micro_batches > 1
@@ -255,7 +255,7 @@ def num_sharded_parameters(job: Job, plan: Sequence[ModuleStyle]) -> int:
 
 @rule("torch.nn.utils.clip_grad_norm_ (of DTensors on two meshes)", TORCH)
 def norms_by_mesh(job: Job, plan: Sequence[ModuleStyle], step: Iterable[ExpectedCall]) -> list[ExpectedCall]:
-    """FSDP's clipping is two calls: for parameters that ranks sharing a model shard as well, and for the others."""
+    """Return the step with FSDP's clipping split into two calls: for tensor-parallel parameters, and for the others."""
     sharded = num_sharded_parameters(job, plan)
     sizes = [count * job.parameter_size for count in (sharded, len(job.trainable) - sharded) if count]
     return [
@@ -267,7 +267,7 @@ def norms_by_mesh(job: Job, plan: Sequence[ModuleStyle], step: Iterable[Expected
 
 @rule("examples.gpt_neox.dtensor_parallel.clip_gradients", WORKLOAD)
 def clipping(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
-    """Clipping all_reduces the norms of sharded parameters, a number each, in one call."""
+    """Return the all_reduce of clipping: the norms of sharded parameters, one number each."""
     if not job.clips_gradients:
         return []
     return [ExpectedCall("all_reduce", num_sharded_parameters(job, plan) * job.parameter_size, NORM, role=ROLE)]

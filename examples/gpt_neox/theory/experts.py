@@ -2,8 +2,8 @@
 
 Each layer with experts makes two all_to_alls, dispatch and combine, forward and again backward. Their size follows from
 the experts' capacity where tokens beyond it are dropped. Otherwise it depends on the data, and bounds are predicted.
-Gradients of experts are reduced among the ranks that have the same ones (`Job.copies`), in commtrace's
-rules of DeepSpeed's engine.
+Gradients of experts are reduced among the ranks that have the same ones (`Job.copies`), by commtrace's
+rules for DeepSpeed's engine.
 
 Assumed, as for tensor parallelism: every micro-batch has the configured size and length.
 """
@@ -61,20 +61,20 @@ def micro_batch_tokens(job: Job) -> int:
 
 
 def _single(value: float) -> float:
-    """Round to a 32-bit number."""
+    """Round to a 32-bit float."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 @rule("megatron.model.transformer.ParallelTransformerLayer (moe_expert_interval)", GPT_NEOX)
 def expert_layers(job: Job) -> int:
-    """One layer in moe_expert_interval has experts, beginning with the first; returned is their number."""
+    """Return the number of layers with experts: every moe_expert_interval-th, from the first on."""
     return ceil(int(job.model("num_layers")) / int(job.model("moe_expert_interval")))
 
 
 @rule("deepspeed.moe.sharded_moe._capacity; deepspeed.moe.sharded_moe.top2gating; deepspeed.moe.sharded_moe.topkgating",
       DEEPSPEED)  # fmt: skip
 def capacity(job: Job) -> int:
-    """An expert takes a share of a rank's tokens, computed in 32-bit numbers, and moe_min_capacity at least."""
+    """Return an expert's capacity: a share of a rank's tokens, in 32-bit floats, but at least moe_min_capacity."""
     factor = _single(float(job.model("moe_train_capacity_factor")) * int(job.model("moe_top_k")))
     share = _single(_single(micro_batch_tokens(job) / int(job.model("moe_num_experts"))) * factor)
     return max(ceil(share), int(job.model("moe_min_capacity")))
@@ -84,14 +84,14 @@ def capacity(job: Job) -> int:
     "deepspeed.moe.sharded_moe.top1gating (drop_tokens); deepspeed.moe.sharded_moe.topkgating (drop_tokens)", DEEPSPEED
 )
 def token_bounds(job: Job) -> tuple[int, int]:
-    """Without dropping, an expert takes at least an even share of the tokens, and at most all; returned are both."""
+    """Return the bounds of an expert's capacity without dropping: an even share of the tokens, and all tokens."""
     even = ceil(micro_batch_tokens(job) * int(job.model("moe_top_k")) / int(job.model("moe_num_experts")))
     return even, micro_batch_tokens(job)
 
 
 @rule("deepspeed.moe.sharded_moe.MOELayer.forward; deepspeed.moe.sharded_moe._AllToAll.backward", DEEPSPEED)
 def exchanges(job: Job) -> list[ExpectedCall]:
-    """Dispatch and combine have the capacity of every expert, in the parameters' type: two forward, two backward."""
+    """Return the all_to_alls of a step: dispatch and combine, forward and backward, of every expert's capacity."""
     if job.experts_over == 1:
         return []
     token_bytes = int(job.model("moe_num_experts")) * int(job.model("hidden_size")) * job.parameter_size
@@ -104,7 +104,7 @@ def exchanges(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.moe.sharded_moe.top1gating (all_reduce); deepspeed.moe.sharded_moe.top2gating (all_reduce)", DEEPSPEED)
 def capacities(job: Job) -> list[ExpectedCall]:
-    """Without dropping, ranks agree on a capacity: a 64-bit number in each forward pass of a layer."""
+    """Return the all_reduces of the capacity without dropping: one int64 in each forward pass of a layer."""
     if job.model("moe_token_dropping") or job.experts_over == 1:
         return []
     calls = (1 + recomputed_passes(job)) * expert_layers(job) * job.micro_batches
@@ -113,7 +113,7 @@ def capacities(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.runtime.utils.CheckOverflow.has_overflow (with experts)", DEEPSPEED)
 def overflow_check(job: Job) -> list[ExpectedCall]:
-    """Without ZeRO, the overflow check in 16 bits all_reduces a byte among ranks with different experts."""
+    """Return the all_reduce of the overflow check without ZeRO: one byte, in 16-bit precision only."""
     if int(job.fact("zero_stage")) or job.fact("precision") == "fp32":
         return []
     return [ExpectedCall("all_reduce", 1, OVERFLOW, role=ROLE).among(job.experts_over)]
@@ -121,7 +121,7 @@ def overflow_check(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._average_expert_grad_norms", DEEPSPEED)
 def expert_norms(job: Job) -> list[ExpectedCall]:
-    """The norm of each group of experts is averaged once more among the ranks that have them."""
+    """Return the all_reduces that average the norm of each expert group among the ranks that have the group."""
     if not int(job.fact("zero_stage")) or not job.zero("compute_grad_norm"):
         return []
     groups = [group for group in job.groups if job.parameters[group[0]].expert]

@@ -14,7 +14,7 @@ from .tensor_plan import local_shape, tensor_plan
 
 
 def fsdp_rows(config: TrainingConfig, layout: RankLayout) -> list[dict[str, Any]]:
-    """Return the row of a job. Raise ConfigError or NotPredictedError for settings that it cannot have."""
+    """Return a job's row. Raise ConfigError for impossible settings, NotPredictedError for settings without rules."""
     check_fsdp(config)
     sizes = (config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying)
     model = gpt_neox_model(ModelShape(*sizes))  # fully_shard and DTensors begin with the whole model

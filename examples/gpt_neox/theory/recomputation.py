@@ -10,8 +10,8 @@ from commtrace.theory.rules.registry import TORCH, rule
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (calls before the last sum)",
       TORCH)  # fmt: skip
 def recomputed_passes(job: Job) -> int:
-    """Recomputation runs layers forward again, with any autograd up to the last sum: what they sent before is repeated.
+    """Return how often recomputation, reentrant or not, repeats the calls of a layer before its last sum.
 
-    These are the all_gathers of sequence parallelism, attention's all_to_alls, and those to experts and back.
+    These are the all_gathers of sequence parallelism, attention's all_to_alls, and the all_to_alls of experts.
     """
     return 1 if job.model("checkpoint_activations", False) else 0

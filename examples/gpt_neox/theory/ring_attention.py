@@ -1,8 +1,8 @@
 """Ring attention, context parallelism (arXiv 2310.01889): calls among ranks that share sequences.
 
-Keys and values go round the ring, a message each: n-1 hops forward, n-1 hops backward, and n hops of their fp32
-gradients, the last of which returns them to their owner. Gradients of parameters are reduced as among data-parallel
-ranks, because each rank works on its own tokens.
+Keys and values pass around the ring, in one message each: n-1 hops forward, n-1 hops backward, and n hops of their fp32
+gradients, which the last hop returns to their owner. Gradients of parameters are reduced as among data-parallel ranks,
+because each rank has its own tokens.
 
 Assumed, as for tensor parallelism: every micro-batch has the configured size and length.
 """
@@ -59,18 +59,18 @@ def _key_elements(job: Job) -> int:
 
 
 def _hops(job: Job, size: int, cause: str, hops: int) -> list[ExpectedCall]:
-    """Return hops of keys and of values in each layer and micro-batch: sent to the next rank, and received."""
+    """Return a step's hops of keys and of values: messages sent to the next rank and received from the previous one."""
     calls = 2 * hops * int(job.model("num_layers")) * job.micro_batches
     return [ExpectedCall(op, _key_elements(job) * size, cause, calls, role=ROLE) for op in ("send", "recv")]
 
 
 @rule("examples.gpt_neox.sequence._Ring.forward", WORKLOAD)
 def keys_and_values(job: Job) -> list[ExpectedCall]:
-    """Keys and values go round forward and backward, and once more where activations are recomputed."""
+    """Return the messages of keys and values: around the ring in forward, in backward and in recomputation."""
     return _hops(job, job.parameter_size, FORWARD, (job.context - 1) * (2 + recomputed_passes(job)))
 
 
 @rule("examples.gpt_neox.sequence._Ring.backward", WORKLOAD)
 def key_value_gradients(job: Job) -> list[ExpectedCall]:
-    """Gradients of keys and values are added up in fp32 on their way round."""
+    """Return the messages of the gradients of keys and values, which are summed in fp32 around the ring."""
     return _hops(job, element_size("float32"), BACKWARD, job.context)

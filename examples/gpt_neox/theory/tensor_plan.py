@@ -1,4 +1,4 @@
-"""The plan of `parallelize_module` in `dtensor_parallel`, as the hooks capture it, and a rank's shards by it."""
+"""The plan of `parallelize_module` in `dtensor_parallel`, as the hooks capture it, and a rank's shards under it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Ulysses (arXiv 2309.14509) by DeepSpeed's DistributedAttention: calls among ranks that share sequences.
 
-Queries, keys, values and outputs of a layer are an all_to_all each, forward and again backward. The losses of the parts
-are gathered. Without ZeRO the optimizer's calls are among the ranks that share a sequence as if they shared a model,
-because DeepSpeed's own mpu (parallel_state_sp) names them so. Gradients are reduced among data- and sequence-parallel
-ranks together, in fp32.
+Queries, keys, values and outputs of a layer take one all_to_all each, forward and again backward. The losses of the
+sequence parts are gathered. Without ZeRO, the optimizer's calls are among the ranks that share a sequence, because
+DeepSpeed's own mpu (parallel_state_sp) returns them as the model-parallel group. Gradients are reduced among data- and
+sequence-parallel ranks together, in fp32.
 
 Assumed, as for tensor parallelism: every micro-batch has the configured size and length.
 """
@@ -32,7 +32,7 @@ LOSS: Final = "losses of the parts of the sequence"
 def extend_prediction(job: Job, data: Prediction) -> Prediction:
     """Add calls among ranks that share sequences.
 
-    Raise NotPredictedError if the job does not have the model's architecture, or has one without rules.
+    Raise NotPredictedError if the job does not have the model's architecture, or also has a ring or experts.
     """
     job.require_architecture("Ulysses")
     if job.context > 1 or job.row.get("moe"):
@@ -67,7 +67,7 @@ def optimizer_calls(job: Job) -> list[ExpectedCall]:
     "deepspeed.sequence.layer.DistributedAttention.forward; deepspeed.sequence.layer._SeqAllToAll.backward", DEEPSPEED
 )
 def exchanges(job: Job) -> list[ExpectedCall]:
-    """Queries, keys, values and outputs are exchanged: b (s/n) h elements of a rank each; as much backward."""
+    """Return the all_to_alls of queries, keys, values and outputs: b (s/n) h elements each, forward and backward."""
     batch, length, hidden = tensor.batch_dimensions(job)
     part = batch * (length // job.sequence) * hidden * job.parameter_size
     calls = 4 * int(job.model("num_layers")) * (2 + recomputed_passes(job))
@@ -76,7 +76,7 @@ def exchanges(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy", DEEPSPEED)
 def losses(job: Job) -> list[ExpectedCall]:
-    """The loss gathers an fp32 number for each token of the sequences; backward each rank takes its own part."""
+    """Return the all_gather of the losses: an fp32 number for each token of the sequences; backward sends nothing."""
     batch, length, _ = tensor.batch_dimensions(job)
     size = batch * length * element_size("float32")
     return [ExpectedCall("all_gather", size, LOSS, job.micro_batches, role=ROLE)]
@@ -84,11 +84,11 @@ def losses(job: Job) -> list[ExpectedCall]:
 
 @rule("deepspeed.utils.groups._get_sequence_data_parallel_group", DEEPSPEED)
 def reduces_through_mpu(job: Job) -> bool:
-    """With an mpu all ranks reduce together; with a mesh (mesh_param) those at the same place in the sequence."""
+    """Return whether all ranks reduce together: with an mpu, but not with a mesh (mesh_param)."""
     return job.ranks == int(job.fact("data_parallel_size")) * job.sequence
 
 
 @rule("deepspeed.utils.groups._get_data_parallel_group (None of parallel_state_sp)", DEEPSPEED)
 def norm_role(job: Job) -> str:
-    """Without ZeRO the norm is averaged in the group None, which is torch's default group of all ranks."""
+    """Return the dimension of the norm: without ZeRO its group is None, torch's default group of all ranks."""
     return "world" if int(job.fact("zero_stage")) == 0 and reduces_through_mpu(job) else "data"

@@ -2,9 +2,9 @@
 
     COMMTRACE=log torchrun --standalone --nproc-per-node 2 -m examples.paper_study.timing.bare_messages
 
-For each size, several times: a new process group, so new connections, and on it a first message, more of them, and
-more into memory that has never been touched. Both ranks meet in a barrier of another group before each. What a message
-is, its tag says. `TORCH_GLOO_LAZY_INIT=1` has gloo make connections when they are first used.
+For each size, several times: a new process group with new connections, a first message, later messages, and later
+messages into memory that has never been touched. Both ranks wait in a barrier of another group before each message.
+A message's tag is its kind. With `TORCH_GLOO_LAZY_INIT=1`, gloo creates connections on first use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TAGS: Final = {FIRST: "first on its connection", TOUCHED: "later", UNTOUCHED: "l
 
 
 def main(sizes: Sequence[int] = SIZES, trials: int = TRIALS) -> None:
-    """All messages, from rank 0 to rank 1. The environment is that of torchrun."""
+    """Send all messages from rank 0 to rank 1, under torchrun."""
     import torch
     import torch.distributed as dist
 

@@ -21,7 +21,7 @@ def execute_watched(command: Sequence[str], folder: Path, environment: Mapping[s
     """Run a program as `execute` does, and write `machine.json` to the folder.
 
     It has `cores` (usable by the program), `wall_seconds`, `cpu_seconds`, and `others_cores`: how many cores all other
-    programs used meanwhile (None if the system does not say).
+    programs used meanwhile (None if unknown).
     """
     before = busy_seconds()
     cost = execute(command, folder, environment=environment, limit_seconds=limit_seconds)
@@ -50,7 +50,7 @@ def busy_seconds(stat: Path = _STAT) -> float | None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read what `execute_watched` wrote; {} if that is not possible."""
+    """Read the file that `execute_watched` writes; {} if that is not possible."""
     try:
         document = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

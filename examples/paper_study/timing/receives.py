@@ -6,15 +6,15 @@
     when               "start" (before the first step), "first" (the first step's first micro-batch), "first step" (its
                        other ones), "later first" (later steps' first micro-batches), "later" (their other ones)
     receive_ns         from the call to its end
-    late_ns            of it, before the sender began to send: a late sender (Scalasca's Late Sender)
+    late_ns            its part before the sender began to send (Scalasca's Late Sender)
     sender_computing_ns, sender_in_calls_ns      what the sender did during late_ns
     transfer_ns        the rest: both ranks are in the call
 
-missing where the sender is on another host. The call site determines the kind of a receive; of activations each
-micro-batch has two, the hidden states and then the mask.
+The last four are missing if the sender is on another host. The call site determines the kind of a receive; a
+micro-batch has two receives of activations, the hidden states and then the mask.
 
-`forwards`, a row per step: how long the first stage computed before it sent its first micro-batch (`before_first_ns`,
-since its last call), and for the forward pass of the second (`second_forward_ns`: nothing else is between its calls).
+`forwards`, a row per step: computation of the first stage before it sends its first micro-batch (`before_first_ns`,
+since its last call), and in the forward pass of the second (`second_forward_ns`: nothing else is between its calls).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import pandas as pd
 
 from commtrace.analyses.scaling.step_times import blocked_intervals, covered_ns
 
-HAND_SHAKE, METADATA, HIDDEN_STATES, MASK, GRADIENTS = "handshake", "metadata", "hidden states", "mask", "gradients"
+HANDSHAKE, METADATA, HIDDEN_STATES, MASK, GRADIENTS = "handshake", "metadata", "hidden states", "mask", "gradients"
 START, FIRST, FIRST_STEP, LATER_FIRST, LATER = "start", "first", "first step", "later first", "later"
 
 _LINES: Final = {
-    "__init__": HAND_SHAKE,
+    "__init__": HANDSHAKE,
     "_recv_tensor_meta": METADATA,
     "_exec_recv_activations": HIDDEN_STATES,
     "_exec_recv_grads": GRADIENTS,
 }
-"""DeepSpeed's functions (runtime/pipe/engine.py) that receive."""
+"""Kinds of receives by the DeepSpeed function that receives (runtime/pipe/engine.py)."""
 
 COLUMNS: Final = [
     "rank", "step", "micro_batch", "what", "when", "payload_bytes", "receive_ns", "late_ns", "sender_computing_ns",
@@ -116,14 +116,14 @@ def forwards(calls: pd.DataFrame) -> pd.DataFrame:
 
 
 TIMES: Final = ["receive_ns", "late_ns", "sender_computing_ns", "sender_in_calls_ns", "transfer_ns"]
-_KINDS: Final = (HAND_SHAKE, METADATA, HIDDEN_STATES, MASK, GRADIENTS)
+_KINDS: Final = (HANDSHAKE, METADATA, HIDDEN_STATES, MASK, GRADIENTS)
 _MOMENTS: Final = (START, FIRST, FIRST_STEP, LATER_FIRST, LATER)
 
 
 def by_kind(table: pd.DataFrame) -> pd.DataFrame:
     """Summarise the receives of one run, a row per `what`, `payload_bytes` and `when`.
 
-    Columns are `receives`, and of each of TIMES the mean (means add up), `_median`, `_least` and `_most`.
+    Other columns: `receives`, and for each of TIMES the mean (means add up), `_median`, `_least` and `_most`.
     """
     keys = ["what", "payload_bytes", "when"]
     groups = table.astype(dict.fromkeys(TIMES, float)).groupby(keys, sort=False)
@@ -143,10 +143,10 @@ def transfers_by_size(receives: pd.DataFrame, messages: pd.DataFrame) -> pd.Data
     """Return cold and warm transfers of a pipeline and of bare messages, a row per `which` and `payload_bytes`.
 
     `transfer_ns` (median), `transfer_ns_least`, `transfer_ns_most` (quartiles), `transfers`. Masks are left out: they
-    follow right behind the hidden states, on a connection that those have warmed.
+    directly follow the hidden states, on a connection that is already warm.
     """
     parts = []
-    known = receives.loc[receives["what"].isin([HAND_SHAKE, METADATA, HIDDEN_STATES]) & receives["transfer_ns"].notna()]
+    known = receives.loc[receives["what"].isin([HANDSHAKE, METADATA, HIDDEN_STATES]) & receives["transfer_ns"].notna()]
     for name, moments in (("pipeline, first", (START, FIRST)), ("pipeline, later", (LATER_FIRST, LATER))):
         parts.append(known.loc[known["when"].isin(moments)].assign(which=name))
     if len(messages):
@@ -181,7 +181,7 @@ def first_message_costs(sizes: pd.DataFrame) -> pd.DataFrame:
     """Return the costs of a first message by cause, at the smallest and the largest size.
 
     `cause`, `smallest_bytes`, `smallest_ns`, `largest_bytes`, `largest_ns`: the median transfer of later bare messages
-    in the first row, what each cause adds to it in the others. `sizes`: `transfers_by_size`.
+    in the first row, the time that each cause adds to it in the others. `sizes`: `transfers_by_size`.
     """
     columns = ["cause", "smallest_bytes", "smallest_ns", "largest_bytes", "largest_ns"]
     table = sizes.pivot_table(index="payload_bytes", columns="which", values="transfer_ns", sort=False).sort_index()

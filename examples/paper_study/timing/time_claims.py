@@ -1,7 +1,7 @@
 """Claims of the paper about time, each from tables of `time_tables`.
 
 Claims that compare runs with each other get a verdict only if the machine was otherwise idle (`why_not_comparable`).
-What happens within a run, who waits for whom, needs no idle machine.
+Claims about a single run (which rank waits for which) need no idle machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from examples.paper_study.claims import (
     value_range,
 )
 
-from .receives import FIRST, HAND_SHAKE, HIDDEN_STATES, LATER_FIRST, METADATA, START
+from .receives import FIRST, HANDSHAKE, HIDDEN_STATES, LATER_FIRST, METADATA, START
 from .trainings import HIDDEN, LARGER_HIDDEN
 
 COMMAND: Final = "python -m examples.paper_study OUT --part time"
@@ -56,7 +56,7 @@ def scale(points: pd.DataFrame, reason: str) -> Iterator[Claim]:
     """Yield the claim of figures 1 and 2. `points`: `time_points` of one sequence length.
 
     Confirmed if the share of communication grows with the width of the model under all schemes, contradicted if under
-    none, else inconclusive: more ranks, which is what grows at scale, are not there.
+    none, else inconclusive: the number of ranks, which grows with scale, is not varied.
     """
     shares = points.pivot_table(index="scheme", columns="hidden", values="in_calls_share", sort=False)
     if not {HIDDEN, LARGER_HIDDEN} <= {*shares.columns}:
@@ -221,7 +221,7 @@ def cold_small_messages(kinds: pd.DataFrame) -> Iterator[Claim]:
     waiting = metadata.late_ns / metadata.receive_ns
     slow = later is not None and metadata.transfer_ns_median > COLD_FACTOR * later.transfer_ns_median
     shown = {
-        "handshake": rows.get((HAND_SHAKE, START)),
+        "handshake": rows.get((HANDSHAKE, START)),
         "metadata, first step": metadata,
         "hidden states that follow": rows.get((HIDDEN_STATES, FIRST)),
         "first hidden states of later steps": later,

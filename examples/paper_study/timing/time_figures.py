@@ -48,7 +48,7 @@ WHENS: Final = {
 
 
 def step_parts(points: pd.DataFrame) -> go.Figure:
-    """Where a step goes, a panel for each width of the model. `points`: `time_points`, of one sequence length."""
+    """Draw the parts of a step, with a panel for each model width. `points`: `time_points` of one sequence length."""
     widths = sorted(points["hidden"].unique())
     figure = _panels([f"hidden size {width}" for width in widths])
     for column, width in enumerate(widths, 1):
@@ -69,7 +69,7 @@ def step_parts(points: pd.DataFrame) -> go.Figure:
 
 
 def _whiskers(figure: go.Figure, part: pd.DataFrame, divisor: float, column: int) -> None:
-    """Fastest and slowest repeat of each."""
+    """Add the fastest and the slowest repeat of each scheme."""
     figure.add_scatter(
         x=part["step_ns"] / divisor, y=part["scheme"], mode="markers", name="median step, fastest and slowest repeat",
         legendgroup="spread", showlegend=column == 1, marker={"color": INK, "symbol": "line-ns-open", "size": 9},
@@ -88,12 +88,12 @@ def _spread(table: pd.DataFrame, name: str, divisor: float = 1.0) -> dict[str, A
 def _panels(titles: Sequence[str], **options: Any) -> go.Figure:
     figure = make_subplots(rows=1, cols=len(titles), subplot_titles=titles, horizontal_spacing=0.13, **options)
     figure.update_annotations(font_size=12, yshift=4)
-    # Room for the panels' titles: the page takes the figure's own away, and its room.
+    # Space for the panels' titles: the page removes the figure's own title and its margin.
     return figure.update_layout(margin={"t": 36})
 
 
 def operation_times(operations: pd.DataFrame) -> go.Figure:
-    """How long a rank stands in each operation, a panel for each width. `operations`: `time_operations` of a length."""
+    """Draw a rank's time in each operation, a panel for each width. `operations`: `time_operations` of a length."""
     widths = sorted(operations["hidden"].unique())
     figure = _panels([f"hidden size {width}" for width in widths])
     for column, width in enumerate(widths, 1):
@@ -116,7 +116,7 @@ def operation_times(operations: pd.DataFrame) -> go.Figure:
 
 
 def throughput(points: pd.DataFrame, title: str) -> go.Figure:
-    """Tokens a second of the job and GFLOP/s of a rank against the length of a sequence. `points`: `time_points`."""
+    """Draw tokens/s of the job and GFLOP/s of a rank by sequence length. `points`: `time_points`."""
     figure = _panels(["tokens a second, all ranks", "GFLOP/s of a rank"])
     for scheme, part in _by_scheme(points):
         for column, (name, write) in enumerate((("tokens_per_s", format_count), ("gflop_per_s", format_bandwidth)), 1):
@@ -136,7 +136,7 @@ def throughput(points: pd.DataFrame, title: str) -> go.Figure:
 
 
 def bandwidths(table: pd.DataFrame, title: str) -> go.Figure:
-    """Bus bandwidth of each scheme's largest messages against the length of a sequence. `table`: `time_bandwidths`."""
+    """Draw the bus bandwidth of each scheme's largest messages by sequence length. `table`: `time_bandwidths`."""
     operations = in_order(table["op"].unique())
     figure = _panels(operations)
     shown: set[str] = set()
@@ -172,7 +172,7 @@ def _lengths(figure: go.Figure, table: pd.DataFrame) -> None:
 
 
 def receive_parts(summary: pd.DataFrame) -> go.Figure:
-    """What each kind of receive takes, cold and later: waiting for the sender, and the transfer. Of `words.by_kind`."""
+    """Draw waiting and transfer of each kind of receive, cold and later. `summary`: `receives.by_kind`."""
     names = [f"{row.what}, {format_bytes(row.payload_bytes)}<br>{WHENS[str(row.when)]}" for row in summary.itertuples()]
     scale = time_scale(summary["receive_ns"])
     parts = {
@@ -204,7 +204,7 @@ def receive_parts(summary: pd.DataFrame) -> go.Figure:
 
 
 def receive_by_iteration(receives: pd.DataFrame) -> go.Figure:
-    """Every receive of the last stage, in order. `receives`: `time_receives` of one point, of one rank and no masks."""
+    """Draw every receive of the last stage, in order. `receives`: `time_receives` of one point and rank, no masks."""
     table = receives.assign(label=_labels(receives)).dropna(subset=["late_ns", "transfer_ns"])
     labels = [*dict.fromkeys(table["label"])]
     means = table.groupby("label")[["late_ns", "transfer_ns"]].mean().reindex(labels)
@@ -245,7 +245,7 @@ SIZE_STYLES: Final[Mapping[str, tuple[str, str, str]]] = {
 
 
 def transfer_by_size(sizes: pd.DataFrame) -> go.Figure:
-    """Transfers by size, cold and warm, in a pipeline and alone. `sizes`: `words.transfers_by_size`."""
+    """Draw transfers by size, cold and warm, in a pipeline and alone. `sizes`: `receives.transfers_by_size`."""
     figure = go.Figure()
     scale = bytes_scale([1])
     for name, (colour, dash, symbol) in SIZE_STYLES.items():

@@ -38,22 +38,22 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 LIMIT_SECONDS: Final = 300
-"""Time limit of one training."""
+"""Timeout of one training run."""
 BUSY_CORES: Final = 0.1
-"""Cores kept busy by other programs from which the page warns."""
+"""Cores used by other programs above which the page has a warning."""
 _START_SECONDS: Final = 13
 _NAMED: Final = 3
-"""Missing runs that are named."""
+"""Number of missing runs that are named."""
 
 _Planned = TypeVar("_Planned", Point, Messages)
 _Read = TypeVar("_Read")
 
 
 class TimePart:
-    """Time on this machine's real ranks: figures 1, 2, 14 and 15, and the cold first receive of a pipeline."""
+    """Part about time on real ranks: figures 1, 2, 14 and 15, and the cold first receive of a pipeline."""
 
     def experiments(self, options: Options) -> Sequence[Experiment]:
-        """Return trainings and bare messages, each point once before any is repeated.
+        """Return training runs and bare messages, each point once before any is repeated.
 
         Raises CommtraceError for a single rank.
         """
@@ -84,13 +84,13 @@ def _experiment(item: Point | Messages, ranks: int) -> Experiment:
 
 
 def _compute_seconds(point: Point) -> float:
-    """Estimate the time of a training at 30 GFLOP/s a rank."""
+    """Estimate the time of a training run at 30 GFLOP/s per rank."""
     tokens = point.seq_length * point.scheme.micro_batches / point.scheme.model_ranks
     return 7 * tokens * point.flops_per_token / 30e9
 
 
 def run(item: Point | Messages, ranks: int, folder: Path) -> None:
-    """Run a traced training and read its log. Raises CommtraceError if it failed or its log is incomplete."""
+    """Run a traced program and read its log. Raises CommtraceError if it failed or its log is incomplete."""
     environment = {"COMMTRACE": str(folder / LOG), "OMP_NUM_THREADS": "1"}
     if isinstance(item, Messages):
         environment |= item.environment
@@ -142,20 +142,20 @@ def warnings_of(runs: pd.DataFrame) -> list[str]:
         )
     if (runs["recorder"] != "native").any():
         warnings.append(
-            "Recorded by the Python recorder, which does not see the end of asynchronous calls: overlapped "
+            "Recorded by the Python recorder, which does not observe the end of asynchronous calls: overlapped "
             "communication counts as computation. Run commtrace build for the native recorder."
         )
     return warnings
 
 
 def _setup(runs: pd.DataFrame) -> str:
-    """Return number of ranks, cores and repeats in a few words. `runs`: `time_runs`."""
+    """Return a description of ranks, cores and repeats. `runs`: `time_runs`."""
     cores = runs["cores"].dropna()
     where = f" on {format_plural(int(cores.min()), 'core')}" if len(cores) else ""
     repeats = int(runs.groupby(POINT)["repeat"].nunique().max())
     return (
-        f"{format_plural(int(runs['ranks'].max()), 'rank')}{where}, gloo, fp32, one thread a rank, up to "
-        f"{format_plural(repeats, 'run')} a point; bars are the median run, whiskers the fastest and slowest."
+        f"{format_plural(int(runs['ranks'].max()), 'rank')}{where}, gloo, fp32, one thread per rank, up to "
+        f"{format_plural(repeats, 'run')} per point; bars are the median run, whiskers the fastest and slowest."
     )
 
 
@@ -167,7 +167,7 @@ def _iterations(tables: NamedTables, missing: Sequence[str]) -> Section:
     return Section(
         "1 and 2",
         "Communication against computation, by iteration",
-        f"{_setup(tables['time_runs'])} Communication that overlaps costs no time of its own; waiting for another rank "
+        f"{_setup(tables['time_runs'])} Overlapped communication costs no time of its own; waiting for another rank "
         "is no transfer.",
         [*claims.scale(shown, claims.why_not_comparable(tables["time_runs"]))],
         figures={

@@ -1,33 +1,33 @@
-"""Tables of what was measured, from the logs of all runs.
+"""Tables of the measurements, from the logs of all runs.
 
 `time_steps`, a row per run, rank and step (not the first, nor the last, which has no end):
 
     scheme, hidden, seq_length, ranks, repeat, rank, step
     step_ns            from the rank's first call of the step to its first call of the next
-    computing_ns       no call of the rank is under way
-    overlapped_ns      it computes while a call is under way
-    communicating_ns   it stands in a call, and all ranks of the call are there: communication that is exposed
-    waiting_ns         it stands in a call that another rank has not come to yet
+    computing_ns       no call of the rank is in flight
+    overlapped_ns      it computes while a call is in flight
+    communicating_ns   it is blocked in a call that all ranks have entered: exposed communication
+    waiting_ns         it is blocked in a call that another rank has not entered yet
 
 These are the times of `commtrace.analyses.scaling.step_times`: blocked = communicating + waiting, in flight = blocked +
 overlapped; they add up to the step.
 
-`time_runs`, a row per run: their means over ranks and steps, `step_ns` the slowest rank's mean, `tokens_per_s` of the
-whole job, `gflop_per_s` of a rank (the model's, without recomputation), `recorder`, `cores`, `shared_cores`,
-`others_cores` (`machine`), `late_known`.
+`time_runs`, a row per run: means of these times over ranks and steps, `step_ns` the slowest rank's mean, `tokens_per_s`
+of the whole job, `gflop_per_s` of a rank (the model's, without recomputation), `recorder`, `cores`, `shared_cores`,
+`others_cores` (`machine_load`), `late_known`.
 
-`time_points`, a row per point: `repeats`, and `steps` of all; of the repeat with the median step (of two, the faster)
-`step_ns`, `tokens_per_s`, `gflop_per_s`, the parts, and `in_calls_share`, the share of a step that a rank stands in
-calls; and of the first three `_least` and `_most` of any repeat.
+`time_points`, a row per point: `repeats`, and `steps` of all repeats; from the repeat with the median step (of two, the
+faster) `step_ns`, `tokens_per_s`, `gflop_per_s`, the parts, and `in_calls_share`, the share of a step in which a rank
+is blocked in calls; for the first three also `_least` and `_most` over the repeats.
 
-`time_bandwidths`, a row per point, operation and size, of the size that has most of the operation's bytes: `calls` and
-`busbw_gb_per_s` with `_least` and `_most`: bytes / transfer time, from the moment when the last rank was there.
+`time_bandwidths`, a row per point, operation and size, for the size with most of the operation's bytes: `calls` and
+`busbw_gb_per_s` with `_least` and `_most`: bytes / transfer time, from the arrival of the last rank.
 
-`time_operations`, a row per point and operation: `standing_ns` of a rank and step, of the repeat with the median step:
+`time_operations`, a row per point and operation: `standing_ns` of a rank and step in the repeat with the median step:
 in_call + waiting of `commtrace.analyses.call_times`.
 
-`time_first_steps`, a row per point and operation, of a rank: what the first step took of it beside the later ones
-(medians over them, then over repeats): `calls`, `standing_ns`, `late_ns`, `transfer_ns`, with `first_` and `later_`.
+`time_first_steps`, a row per point and operation: values of a rank in the first step, and medians over the later steps
+(of both, medians over repeats): `calls`, `standing_ns`, `late_ns`, `transfer_ns`, with `first_` and `later_`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from .trainings import Messages, Point
 
 LOG: Final = "log"
 BULK: Final = 1 << 16
-"""Bytes from which messages have a bandwidth worth showing: below it is latency."""
+"""Bytes from which bandwidths of messages are shown: latency dominates smaller ones."""
 
 POINT: Final = ["scheme", "hidden", "seq_length", "ranks"]
 PARTS: Final = ["computing_ns", "overlapped_ns", "communicating_ns", "waiting_ns"]
@@ -64,7 +64,7 @@ _TRANSFERS: Final = ("all_reduce", "all_gather", "reduce_scatter", "recv")
 
 @dataclass(frozen=True)
 class Result:
-    """One measured training."""
+    """One measured training run."""
 
     point: Point
     run: Run
@@ -74,7 +74,7 @@ class Result:
 
 
 def result_of(point: Point, folder: Path) -> Result:
-    """Read the log of a training. Raises LogError if it is incomplete."""
+    """Read the log of a training run. Raises LogError if it is incomplete."""
     run = complete_run(folder, point.ranks)
     return Result(point, run, step_times(run), timed_calls(run, columns=("site",)), machine_load.read(folder))
 
@@ -193,9 +193,9 @@ def _bandwidths(results: Sequence[Result]) -> pd.DataFrame:
 
 
 def _of_largest(result: Result) -> Iterator[dict[str, Any]]:
-    """Yield for each operation the calls of the size that carries most of its bytes."""
-    seen = result.times.messages
-    for op, part in seen.loc[seen["op"].isin(_TRANSFERS)].groupby("op"):
+    """Yield for each operation the calls of the size with most of its bytes."""
+    messages = result.times.messages
+    for op, part in messages.loc[messages["op"].isin(_TRANSFERS)].groupby("op"):
         sums = part.groupby("bytes", as_index=False).agg(sent=("bytes", "size"))
         most = float(sums["bytes"].to_numpy()[int((sums["sent"] * sums["bytes"]).to_numpy().argmax())])
         calls = part.loc[part["bytes"] == most]
@@ -237,21 +237,21 @@ def _first_steps(results: Sequence[Result]) -> pd.DataFrame:
 def standing(calls: pd.DataFrame) -> pd.DataFrame:
     """Return `op`, `step`, `calls` (1), and these times of each call in ns.
 
-    standing_ns    how long it held its rank: in_call + waiting of `commtrace.analyses.call_times`
-    late_ns        of it, before the last rank was there; missing where that is not known
-    transfer_ns    from when the last rank was there to the end; missing where one of them is not known exactly
+    standing_ns    time in which it blocked its rank: in_call + waiting of `commtrace.analyses.call_times`
+    late_ns        its part before the last rank arrived; missing if unknown
+    transfer_ns    from the arrival of the last rank to the end; missing unless both are known exactly
     """
     begin, back, waits = calls["t_begin"], calls["t_return"], calls["t_wait"]
     waited = (calls["t_end"] - waits).where(waits > 0, 0).clip(lower=0)
     known = calls["last_begin"] > 0
     held_back = np.minimum(calls["blocked_until"], calls["last_begin"])
     late = (np.minimum(held_back, back) - begin).clip(lower=0) + (held_back - waits).where(waits > 0, 0).clip(lower=0)
-    there = np.maximum(calls["last_begin"], begin)
+    arrived = np.maximum(calls["last_begin"], begin)
     return calls[["op", "step"]].assign(
         calls=1,
         standing_ns=(back - begin).clip(lower=0) + waited,
         late_ns=late.where(known),
-        transfer_ns=(calls["t_end"] - there).clip(lower=0).where(known & calls["exact"]),
+        transfer_ns=(calls["t_end"] - arrived).clip(lower=0).where(known & calls["exact"]),
     )
 
 
@@ -311,16 +311,16 @@ def message_times(runs: Sequence[tuple[Messages, Run]]) -> pd.DataFrame:
     parts = [pd.DataFrame(columns=["connections", "repeat", "what", "payload_bytes", "transfer_ns"])]
     for of, run in runs:
         calls = timed_calls(run)
-        got = calls.loc[(calls["op"] == "recv") & calls["tag"].isin([*TAGS]) & (calls["last_begin"] > 0)]
-        there = np.maximum(got["last_begin"], got["t_begin"])
+        received = calls.loc[(calls["op"] == "recv") & calls["tag"].isin([*TAGS]) & (calls["last_begin"] > 0)]
+        arrived = np.maximum(received["last_begin"], received["t_begin"])
         parts.append(
             pd.DataFrame(
                 {
                     "connections": "when used" if of.lazy else "at once",
                     "repeat": of.repeat,
-                    "what": got["tag"].map(TAGS),
-                    "payload_bytes": got["payload"],
-                    "transfer_ns": (got["blocked_until"] - there).clip(lower=0),
+                    "what": received["tag"].map(TAGS),
+                    "payload_bytes": received["payload"],
+                    "transfer_ns": (received["blocked_until"] - arrived).clip(lower=0),
                 }
             )
         )

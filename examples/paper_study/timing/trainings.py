@@ -1,7 +1,7 @@
-"""Trainings to measure time: GPT-NeoX's schemes with small models on real ranks, each point several times.
+"""Training runs that are timed: GPT-NeoX's schemes with small models on real ranks, each point several times.
 
-A point is one training of a few steps. Sequences of a micro-batch are the same in all of them (one), as in the paper,
-so that a longer sequence is more work; all is computed in fp32 by one thread a rank.
+A point is one training run of a few steps. All have the same number of sequences in a micro-batch (one), as in the
+paper, so that a longer sequence is more work. Ranks compute in fp32 with one thread each.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any, Final
 from commtrace.errors import CommtraceError
 
 STEPS: Final = 7
-"""Of a training. The first is measured for itself, the last has no end, the others count."""
+"""Steps of a run. The first is measured separately, the last has no end, the others count."""
 REPEATS: Final = 3
 LAYERS: Final = 4
 HEADS: Final = 8
 VOCABULARY: Final = 256
 HIDDEN, LARGER_HIDDEN = 256, 512
 LENGTHS: Final = (128, 256, 512, 1024)
-"""Doubling, as in the paper (512 to 4096)."""
+"""Sequence lengths, doubling as in the paper (512 to 4096)."""
 LENGTH: Final = 256
-"""Where schemes and models are compared."""
+"""Sequence length at which schemes and models are compared."""
 MICRO_BATCHES: Final = 4
-"""Of a pipeline's step; other schemes have one."""
+"""Micro-batches of a pipeline's step; other schemes have one."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Scheme:
 
     name: str
     options: Sequence[str]
-    """Of the training's command line."""
+    """Options of the training program."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """GPT-NeoX's keys."""
     model_ranks: int = 1
@@ -43,7 +43,7 @@ class Scheme:
 
     @property
     def key(self) -> str:
-        """Its name within a folder name."""
+        """Name of the scheme in folder names."""
         return self.name.lower().replace(" ", "-")
 
 
@@ -54,16 +54,16 @@ PIPELINE: Final = Scheme(
     "pipeline", ("--zero-stage", "0"), {"pipe_parallel_size": 2}, model_ranks=2, micro_batches=MICRO_BATCHES
 )
 ZERO_AND_TENSOR: Final = Scheme("ZeRO-1 and tensor", ("--zero-stage", "1"), {"model_parallel_size": 2}, model_ranks=2)
-"""What figures 1 and 2 show, of 8 tensor-parallel ranks."""
+"""Scheme of figures 1 and 2, there with 8 tensor-parallel ranks."""
 
 SCHEMES: Final = (DDP, *ZERO, TENSOR, PIPELINE, ZERO_AND_TENSOR)
 WIDENED: Final = (DDP, ZERO[0], TENSOR, PIPELINE, ZERO_AND_TENSOR)
-"""Of which a wider model is trained as well."""
+"""Schemes that also train a wider model."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One training."""
+    """One training run."""
 
     scheme: Scheme
     hidden: int
@@ -103,17 +103,17 @@ class Point:
 
     @property
     def flops_per_token(self) -> float:
-        """Of forward and backward, 72 L h^2 (1 + s / 6h + V / 12Lh): arXiv 2104.04473, eq. 3, without recomputation."""
+        """FLOP of forward and backward, 72 L h^2 (1 + s / 6h + V / 12Lh): arXiv 2104.04473, eq. 3, no recomputation."""
         s, h = self.seq_length, self.hidden
         return 72 * LAYERS * h * h * (1 + s / (6 * h) + VOCABULARY / (12 * LAYERS * h))
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages between two ranks that do nothing else, on connections that are new."""
+    """A run of messages between two ranks that do nothing else, on new connections."""
 
     lazy: bool
-    """Connections are made when they are first used, and not when the group is."""
+    """Whether connections are created on first use instead of with the group."""
     repeat: int
 
     @property
@@ -128,7 +128,7 @@ class Messages:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Gloo's own switch."""
+        """Environment variables, of gloo."""
         return {"TORCH_GLOO_LAZY_INIT": "1" if self.lazy else "0"}
 
     @property
@@ -160,7 +160,7 @@ def schemes(ranks: int) -> list[Scheme]:
 
 
 def points(ranks: int, *, quick: bool) -> list[Point]:
-    """Return all trainings in the order in which they are run: every point once before any is repeated.
+    """Return all training runs in their order: every point once before any is repeated.
 
     Other load on the machine then affects all points alike.
     """

@@ -1,4 +1,4 @@
-"""Dry runs of the volume part: model, division, number of ranks, and which ranks are run."""
+"""Dry runs of the volume part: model, division, number of ranks, and the ranks that are run."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _SECONDS_OF_A_RANK: Final = 9.0
 
 @dataclass(frozen=True)
 class DryRun:
-    """A training, run as some of its ranks."""
+    """A dry run of some ranks of a job."""
 
     model: str
     """A GPT-NeoX file, or the name of a shipped one."""
     world: int
     scheme: str = ZERO_1
-    """Of data parallelism; with stages or tensor parallelism that of what is left of the ranks."""
+    """Scheme of data parallelism; with stages or tensor parallelism, among the remaining ranks."""
     pipeline: int = 1
     tensor: int = 1
     sequence: int = 0
-    """Tokens of a sequence; 0: as the file says."""
+    """Tokens of a sequence; 0: as in the file."""
     micro_batches: int = 1
     ranks: tuple[int, ...] = ()
     """Ranks that are run; empty: the first of each stage."""
@@ -96,9 +96,9 @@ class DryRun:
 
     @property
     def steps(self) -> int:
-        """Steps to run, so that the last one equals all that would follow.
+        """Number of steps, so that the last one equals all that would follow.
 
-        DDP rebuilds its buckets in the second step, ZeRO-3 knows the order of modules after two, and stages exchange
+        DDP rebuilds its buckets in the second step, ZeRO-3 has the order of modules after two, and stages exchange
         shapes in the first.
         """
         return 3 if self.scheme in (DDP, ZERO_3) else 2
@@ -132,9 +132,9 @@ class DryRun:
         )
         digest = hashlib.sha256((description + _versions()).encode()).hexdigest()[:10]
         note = f"-{self.note}" if self.note else ""
-        words = f"{self.name}-{self.division}{note}-{self.world}"
-        words += f"-{self.sequence}" if self.sequence else ""
-        return f"{re.sub('[^A-Za-z0-9.]+', '-', words)}-{digest}"
+        name = f"{self.name}-{self.division}{note}-{self.world}"
+        name += f"-{self.sequence}" if self.sequence else ""
+        return f"{re.sub('[^A-Za-z0-9.]+', '-', name)}-{digest}"
 
     @property
     def command(self) -> str:
@@ -175,7 +175,7 @@ class DryRun:
 
 
 def model_name(model: str) -> str:
-    """Return the paper's name of a model: 1-3B -> 1.3B; for a file its name."""
+    """Return the paper's name of a model (1.3B for 1-3B), or the name of a file."""
     name = Path(model).name.removesuffix(".yml")
     return "1.3B" if name == "1-3B" else name
 
@@ -199,9 +199,9 @@ def shape_of(model: str) -> dict[str, int]:
     }
 
 
-def _merged(some: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    blocks = {name: {**some[name], **value} for name, value in more.items() if isinstance(some.get(name), dict)}
-    return {**some, **more, **blocks}
+def _merged(keys: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    blocks = {name: {**keys[name], **value} for name, value in more.items() if isinstance(keys.get(name), dict)}
+    return {**keys, **more, **blocks}
 
 
 def _versions() -> str:
@@ -215,10 +215,10 @@ def _version(name: str) -> str:
         return "none"
 
 
-# ---- which ones ------------------------------------------------------------------------------------------------------
+# ---- the plan --------------------------------------------------------------------------------------------------------
 
 NODE: Final = 8
-"""Ranks of a node: the paper's have 8 GCDs."""
+"""Ranks of a node: the paper's nodes have 8 GCDs."""
 FEW_NODES: Final = 2 * NODE
 """The paper's figures 9, 14 and 15 are of two nodes."""
 SOME, MANY = 64, 1024
@@ -247,17 +247,17 @@ class Plan:
     """All dry runs by purpose; a run may be in several lists."""
 
     node: tuple[DryRun, ...]
-    """Data parallelism on a node; of what the paper could not run on one, on two (figures 7, 8, 10)."""
+    """Data parallelism on a node, or on two for models too large for one in the paper (figures 7, 8, 10)."""
     sizes: tuple[DryRun, ...]
     """ZeRO-3 on two nodes (figure 9)."""
     scaled: tuple[DryRun, ...]
-    """Data parallelism on more and more ranks."""
+    """Data parallelism on increasing numbers of ranks."""
     divided: tuple[DryRun, ...]
-    """Stages, tensor parallelism, both, with no data parallelism (figures 11 to 13)."""
+    """Stages, tensor parallelism, or both, without data parallelism (figures 11 to 13)."""
     combined: tuple[DryRun, ...]
     """The same at the largest scale, with data parallelism."""
     lengths: tuple[DryRun, ...]
-    """Over the length of sequences, on two nodes (figures 14, 15)."""
+    """Several sequence lengths, on two nodes (figures 14, 15)."""
     switched: tuple[DryRun, ...]
     """Runs with settings under which the closed forms hold."""
     alike: tuple[DryRun, ...]
@@ -281,8 +281,8 @@ def plan(models: Sequence[str], *, quick: bool) -> Plan:
     """Return the dry runs for these models. Raises CommtraceError if a model cannot be read."""
     for model in models:
         check(model)
-    # The least costly model is enough where the question is not one of size.
-    least, middle = models[0], next((run for run in models if model_name(run) == LONG_SEQUENCES_OF), models[0])
+    # The smallest model is enough where size does not matter.
+    smallest, middle = models[0], next((run for run in models if model_name(run) == LONG_SEQUENCES_OF), models[0])
     lists: dict[str, list[DryRun]] = {
         "node": [DryRun(model, _node(model), scheme) for model in models for scheme in DATA_PARALLEL],
         "sizes": [DryRun(model, FEW_NODES, ZERO_3) for model in models],
@@ -291,8 +291,8 @@ def plan(models: Sequence[str], *, quick: bool) -> Plan:
         ],
         "lengths": _by_length(middle, LENGTHS[:3:2] if quick else LENGTHS),
         "switched": [
-            DryRun(least, NODE, ZERO_2, switches=OWNERS, note="owners"),
-            DryRun(least, NODE, ZERO_3, switches=RELEASE, note="release"),
+            DryRun(smallest, NODE, ZERO_2, switches=OWNERS, note="owners"),
+            DryRun(smallest, NODE, ZERO_3, switches=RELEASE, note="release"),
         ],
         "scaled": [],
         "combined": [],
@@ -310,9 +310,9 @@ def plan(models: Sequence[str], *, quick: bool) -> Plan:
                 DryRun(models[-1], MANY, pipeline=NODE),
             ],
             "alike": [
-                *(DryRun(least, NODE, scheme, ranks=(0, NODE - 1)) for scheme in DATA_PARALLEL),
+                *(DryRun(smallest, NODE, scheme, ranks=(0, NODE - 1)) for scheme in DATA_PARALLEL),
                 # First and last rank of each stage, which differ in both other dimensions.
-                DryRun(least, NODE, pipeline=2, tensor=2, ranks=(0, NODE // 2 - 1, NODE // 2, NODE - 1)),
+                DryRun(smallest, NODE, pipeline=2, tensor=2, ranks=(0, NODE // 2 - 1, NODE // 2, NODE - 1)),
             ],
             "batches": [DryRun(middle, 4, pipeline=4, micro_batches=8)],
         }
@@ -332,7 +332,7 @@ def _divisions(model: str, models: Sequence[str], quick: bool) -> tuple[Division
 
 
 def _by_length(model: str, lengths: Sequence[int]) -> list[DryRun]:
-    """ZeRO, stages, tensor parallelism and both, on two nodes. What is the same for all lengths takes few points."""
+    """Return runs of ZeRO, stages, tensor parallelism and both, on two nodes; of ZeRO, at few lengths only."""
     few = (lengths[0], lengths[len(lengths) // 2], lengths[-1])
     zero = [DryRun(model, FEW_NODES, scheme, sequence=length) for scheme in DATA_PARALLEL[1:] for length in few]
     divided = [
@@ -348,5 +348,5 @@ def _node(model: str) -> int:
 
 
 def _as_the_file_says(run: DryRun) -> DryRun:
-    """Drop the length if it is that of the model's file, so that equal runs of two figures have the same key."""
+    """Drop a length that equals the model file's, so that equal runs of two figures have the same key."""
     return replace(run, sequence=0) if run.sequence == shape_of(run.model)["sequence"] else run

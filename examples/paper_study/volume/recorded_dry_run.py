@@ -36,7 +36,7 @@ _CALL_KEY: Final = ["rank", "step", "role", "op", "payload_bytes", "group_size",
 
 @dataclass(frozen=True)
 class RecordedDryRun:
-    """What one dry run recorded, and what theory expects of it. Bytes are payload or wire bytes (least sent)."""
+    """Recorded and expected calls of one dry run."""
 
     run: DryRun
     folder: Path
@@ -44,12 +44,12 @@ class RecordedDryRun:
     """Equal calls, counted: `rank`, `step` (-1: start-up), `role`, `op`, `size` (payload of a call), `group_size`,
     `group_ranks`, `peer`, `site`, `calls`, `payload_bytes`, `wire_bytes`."""
     theory: NamedTables
-    """As `commtrace check` compares: `theory`, `expected`, `reconciliation`, `waterfall`, `waterfall_by_role`."""
+    """Tables of `commtrace check`: `theory`, `expected`, `reconciliation`, `waterfall`, `waterfall_by_role`."""
     verdict: Verdict
     predictions: Mapping[int, Prediction]
-    """Of each rank that theory has rules for."""
+    """By rank, if theory has rules for it."""
     parameters: int
-    """Elements of the parameters of the lowest rank that was run: of the whole model, or of a stage's part."""
+    """Number of parameters on the lowest rank that was run: of the whole model, or of its stage."""
 
     @property
     def last(self) -> int:
@@ -84,7 +84,7 @@ class RecordedDryRun:
 
     @cached_property
     def start(self) -> pd.DataFrame:
-        """Of start-up."""
+        """The calls of start-up."""
         return self.stages.loc[self.stages["step"] == START_UP]
 
     def of_steps(self, number: int) -> pd.DataFrame:
@@ -159,10 +159,10 @@ class RecordedDryRun:
         return next((float(form.bytes) for form in forms if form.role == role), None)
 
     def causes(self, role: str | None = None, least: float = 0.0) -> list[tuple[str, int]]:
-        """Return why a rank sends more or less than the closed form: causes and their wire bytes, largest first.
+        """Return the causes of what a rank sends beyond or below the closed form, with wire bytes, largest first.
 
         Args:
-            role: Only causes of this parallel dimension; None: of all.
+            role: Parallel dimension of the causes; None: all.
             least: Leave out causes with less than this share of the closed form.
         """
         table = self.theory["waterfall"] if role is None else self.theory["waterfall_by_role"]
@@ -193,7 +193,7 @@ def read(run: DryRun, folder: Path) -> RecordedDryRun:
 def _calls(log: Run) -> pd.DataFrame:
     events = log.events()
     events = events.astype({"role": str, "op": str, "site": str, "group_ranks": str})
-    # Collectives of a group are equal whatever the peer; of messages the peer matters.
+    # Collectives of a group are equal whatever their root; messages differ by peer.
     keyed = events.assign(peer=events["peer"].where(events["op"].isin((SEND, "recv")), -1), calls=1)
     sums = keyed.assign(size=keyed["payload_bytes"]).groupby(_CALL_KEY, dropna=False, as_index=False, observed=True)
     table = sums.agg(calls=("calls", "sum"), sum_bytes=("size", "sum"), wire_bytes=("wire_bytes", "sum"))

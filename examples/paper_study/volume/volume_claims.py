@@ -20,7 +20,7 @@ RUN_LENGTHS: Final = (1, 10, 100)
 """Steps of a run for which the share of start-up is computed."""
 SMALL_MESSAGE_BYTES: Final = 1 << 20
 METADATA_BYTES: Final = 8 << 20
-"""What the paper found beyond equation 4."""
+"""Bytes that the paper found beyond equation 4."""
 _ALIGNED: Final = 0.1
 """Relative difference up to which a prediction "aligns well"."""
 _NOTABLE: Final = 0.005
@@ -86,7 +86,7 @@ def _falls(values: Sequence[float]) -> bool:
 def volume_ratios(against: pd.DataFrame) -> Iterator[Claim]:
     """Yield the claims of figure 8, from `figure-10`: confirmed if all ratios are within 1 % of the paper's."""
     sent = {(str(row["model"]), str(row["name"])): float(row["recorded_bytes"]) for _, row in against.iterrows()}
-    for scheme, stated, words in ((ZERO_1, 1.0, "the"), (ZERO_2, 1.0, "the"), (ZERO_3, 1.5, "1.5 times the")):
+    for scheme, stated, amount in ((ZERO_1, 1.0, "the"), (ZERO_2, 1.0, "the"), (ZERO_3, 1.5, "1.5 times the")):
         ratios = {
             model: value / sent[model, DDP]
             for (model, name), value in sent.items()
@@ -96,7 +96,7 @@ def volume_ratios(against: pd.DataFrame) -> Iterator[Claim]:
             near = all(abs(ratio / stated - 1) < 0.01 for ratio in ratios.values())
             yield _claim(
                 f"{scheme.lower()}-volume", "Figure 8",
-                f"{scheme} has {words} communication volume of data parallelism.",
+                f"{scheme} has {amount} communication volume of data parallelism.",
                 CONFIRMED if near else CONTRADICTED,
                 [Measure("bytes sent in a step / those of DDP", "ratio", ratios)],
             )  # fmt: skip
@@ -110,7 +110,7 @@ def message_sizes(sizes: pd.DataFrame) -> Iterator[Claim]:
     """
     kinds = {str(model): int(part["size"].nunique()) for model, part in sizes.groupby("model", sort=False)}
     counts = [*kinds.values()]
-    grows = len(counts) > 1 and all(one <= other for one, other in pairwise(counts)) and counts[-1] > counts[0]
+    grows = len(counts) > 1 and all(less <= more for less, more in pairwise(counts)) and counts[-1] > counts[0]
     yield _claim(
         "message-sizes", "Figure 9",
         "As the model size increases, more message sizes are utilized for each communication call.",
@@ -246,7 +246,7 @@ def _by_layout(table: pd.DataFrame, column: str) -> dict[tuple[str, str], dict[s
 def model_parallel_volumes(tables: NamedTables) -> Iterator[Claim]:
     """Yield the claims of figure 13, from `figure-13-pipeline`, `figure-13-tensor` and the tables of figures 11 and 12.
 
-    Pipeline: refined if 8 MiB are sent beyond equation 4 over a boundary between stages (it is no metadata). Tensor:
+    Pipeline: refined if 8 MiB are sent beyond equation 4 over a boundary between stages (they are no metadata). Tensor:
     refined if the volume is larger than equation 5 (the cause is not DeepSpeed).
     """
     if "figure-13-pipeline" in tables:

@@ -1,4 +1,4 @@
-"""The figures of the volume part: each is a function from a table to a plotly figure, a panel for each model."""
+"""Figures of the volume part: functions from a table to a plotly figure with a panel for each model."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _THREE: Final = {
 _BAR: Final = 27
 """Height of a bar, px."""
 _ROOM: Final = 92
-"""Around each panel: its title, its axis."""
+"""Height of a panel's title and axis, px."""
 
 
 def shares(table: pd.DataFrame, title: str) -> go.Figure:
-    """The share of each operation in the payload. `table`: `model`, `name` (a bar), `op`, `payload_bytes`."""
+    """Draw the share of each operation in the payload. `table`: `model`, `name` (a bar), `op`, `payload_bytes`."""
     totals = table.groupby(["model", "name"], sort=False)["payload_bytes"].transform("sum")
     table = table.assign(share=(table["payload_bytes"] / totals).where(totals > 0))
 
@@ -72,7 +72,7 @@ def shares(table: pd.DataFrame, title: str) -> go.Figure:
 
 
 def volumes(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
-    """The payload by operation; each panel has its own unit. `table`: `model`, `name`, `op`, `payload_bytes`."""
+    """Draw the payload by operation; each panel has its own unit. `table`: `model`, `name`, `op`, `payload_bytes`."""
 
     def draw(figure: go.Figure, part: pd.DataFrame, place: dict[str, int]) -> None:
         totals = part.groupby("name", sort=False)["payload_bytes"].sum()
@@ -88,7 +88,7 @@ def volumes(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
 
 
 def totals(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
-    """One bar each, by parallel dimension. `table`: `model`, `name`, `role`, `wire_bytes`."""
+    """Draw wire bytes by parallel dimension. `table`: `model`, `name`, `role`, `wire_bytes`."""
     colours = {"data": BLUE, "tensor": ORANGE, "pipeline": SKY, "model": PINK}
 
     def draw(figure: go.Figure, part: pd.DataFrame, place: dict[str, int]) -> None:
@@ -107,7 +107,7 @@ def totals(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
 
 
 def against(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
-    """Recorded, expected exactly, and by the closed form.
+    """Draw recorded and expected bytes, and the closed form.
 
     `table`: `model`, `name`, `recorded_bytes`, `exact_bytes`, `closed_form_bytes`.
     """
@@ -136,7 +136,7 @@ def against(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
 
 
 def message_sizes(table: pd.DataFrame, title: str) -> go.Figure:
-    """Calls and bytes by message size, a row for each model. `table`: `model`, `size`, `calls`, `payload_bytes`."""
+    """Draw calls and bytes by message size, a row per model. `table`: `model`, `size`, `calls`, `payload_bytes`."""
     models = [*table["model"].drop_duplicates()]
     height = 60 + 170 * len(models)
     names = [label(f"{model}: {what}") for model in models for what in ("calls", "bytes")]
@@ -153,10 +153,10 @@ def message_sizes(table: pd.DataFrame, title: str) -> go.Figure:
         )
         scale = bytes_scale(bins["payload_bytes"])
         hover = [
-            f"{format_power_of_two(one.exponent)} to below {format_power_of_two(one.exponent + 1)}<br>"
-            f"{format_count(one.calls)} calls of "
-            f"{format_count(one.kinds)} sizes<br>{format_bytes(one.payload_bytes)}"
-            for one in rows_of(bins)
+            f"{format_power_of_two(size_bin.exponent)} to below {format_power_of_two(size_bin.exponent + 1)}<br>"
+            f"{format_count(size_bin.calls)} calls of "
+            f"{format_count(size_bin.kinds)} sizes<br>{format_bytes(size_bin.payload_bytes)}"
+            for size_bin in rows_of(bins)
         ]
         for column, values in ((1, bins["calls"]), (2, scale.axis(bins["payload_bytes"]))):
             figure.add_trace(
@@ -183,7 +183,7 @@ def message_sizes(table: pd.DataFrame, title: str) -> go.Figure:
 
 
 def by_length(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
-    """Bytes over the length of sequences: recorded as lines, expected exactly as rings, the closed form dotted.
+    """Draw bytes by sequence length: recorded as lines, expected as rings, the closed form dotted.
 
     `table`: `name` (a line), `sequence`, `recorded_bytes`, `exact_bytes`, `closed_form_bytes` (may be missing).
     """
@@ -191,12 +191,12 @@ def by_length(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
 
 
 def by_ranks(table: pd.DataFrame, title: str, axis: str) -> go.Figure:
-    """The same over the number of ranks (`ranks`), with a panel for each model."""
+    """Draw the same by number of ranks (`ranks`), with a panel for each model."""
     return _curves(table, "ranks", title, axis, "ranks")
 
 
 def times_of(table: pd.DataFrame, title: str) -> go.Figure:
-    """Predicted times, a bar each. `table`: `model`, `name`, `op`, `time_us`."""
+    """Draw predicted times. `table`: `model`, `name`, `op`, `time_us`."""
 
     def draw(figure: go.Figure, part: pd.DataFrame, place: dict[str, int]) -> None:
         sums = part.groupby("name", sort=False)["time_us"].sum() * 1e3
@@ -211,7 +211,7 @@ def times_of(table: pd.DataFrame, title: str) -> go.Figure:
     return _stacked(table, draw, title)
 
 
-# ---- what they are made of -------------------------------------------------------------------------------------------
+# ---- panels and bars -------------------------------------------------------------------------------------------------
 
 
 def _curves(table: pd.DataFrame, column: str, title: str, axis: str, across: str) -> go.Figure:
@@ -252,7 +252,7 @@ Draw = Callable[[go.Figure, pd.DataFrame, dict[str, int]], None]
 
 
 def _panels(table: pd.DataFrame, draw: Draw, *, bars: int, upright: bool = False) -> go.Figure:
-    """A panel for each model, two beside each other. `upright`: no bars lie in it."""
+    """Draw a panel for each model, two in a row. `upright`: without horizontal bars."""
     models = [*table["model"].drop_duplicates()]
     columns = max(1, min(2, len(models)))
     rows = max(1, math.ceil(len(models) / columns))
@@ -285,18 +285,18 @@ def _panels(table: pd.DataFrame, draw: Draw, *, bars: int, upright: bool = False
 
 
 def _headed(figure: go.Figure) -> go.Figure:
-    """Room for the panels' titles: the page takes the figure's own away, and its room."""
+    """Make space for the panels' titles: the page removes the figure's own title and its margin."""
     figure.update_annotations(font={"size": 13}, yshift=4)
     figure.update_layout(margin={"t": 36})
     return figure
 
 
-def _bar(part: pd.DataFrame, name: str, x: Sequence[Any] | pd.Series[Any], **told: Any) -> go.Bar:
-    hover = told.pop("hover")
-    text = {"text": told["text"], "textposition": "inside", "insidetextanchor": "middle"} if "text" in told else {}
+def _bar(part: pd.DataFrame, name: str, x: Sequence[Any] | pd.Series[Any], **labels: Any) -> go.Bar:
+    hover = labels.pop("hover")
+    text = {"text": labels["text"], "textposition": "inside", "insidetextanchor": "middle"} if "text" in labels else {}
     return go.Bar(
         orientation="h",
-        y=[label(one) for one in part["name"]],
+        y=[label(scheme) for scheme in part["name"]],
         x=x,
         name=label(name),
         legendgroup=label(name),
@@ -308,7 +308,7 @@ def _bar(part: pd.DataFrame, name: str, x: Sequence[Any] | pd.Series[Any], **tol
 
 
 def _stacked(table: pd.DataFrame, draw: Draw, title: str) -> go.Figure:
-    """A panel for each model, with a stack for each name."""
+    """Draw a panel for each model, with a stack for each name."""
     figure = _panels(table, draw, bars=int(table.groupby("model")["name"].nunique().max()))
     figure.update_layout(barmode="stack")
     return finish(figure, title, figure.layout.height)

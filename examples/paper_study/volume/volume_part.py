@@ -24,7 +24,7 @@ _MEAN: Final = "Mean over the ranks of the job."
 
 
 class VolumePart:
-    """Figures 7 to 15, larger scales, and predicted times."""
+    """Part about volume: figures 7 to 15, larger scales, and predicted times."""
 
     def experiments(self, options: Options) -> Sequence[Experiment]:
         """Return the dry runs, each once."""
@@ -52,12 +52,12 @@ def results_of(options: Options, done: Mapping[str, Path]) -> Results:
 
 
 def _command(name: str, runs: Sequence[RecordedDryRun]) -> list[str]:
-    """Return the command that repeats a section, and one that looks at the last of some dry runs."""
+    """Return the command that repeats a section, and one that reads the last of the dry runs."""
     return [COMMAND, *(f"commtrace {name} OUT/volume/{recorded.folder.name}" for recorded in runs[-1:])]
 
 
 def _data_parallel(results: Results) -> Iterator[Section]:
-    """Figures 7 to 10."""
+    """Yield the sections of figures 7 to 10."""
     node = results.of(results.plan.node)
     sizes = results.of(results.plan.sizes)
     missing = results.missing(results.plan.node)
@@ -102,7 +102,7 @@ def _data_parallel(results: Results) -> Iterator[Section]:
         yield Section(
             "9",
             "Message sizes of all_gather: ZeRO-3",
-            "Left how many calls have a size, right how many bytes they move; sizes are whole outputs.",
+            "Left: number of calls by size. Right: their bytes. Sizes are of the full output.",
             [*claims.message_sizes(table)],
             figures={"figure-09": figures.message_sizes(table, "All_gathers of a step by message size, ZeRO-3")},
             tables={"figure-09": table, "figure-09-settings": _gathers_by_setting(results)},
@@ -113,8 +113,8 @@ def _data_parallel(results: Results) -> Iterator[Section]:
         yield Section(
             "10",
             "Recorded against predicted: DDP, ZeRO-1, 2, 3",
-            "The closed form is equation 2 or 3 with the parameters that the model really has; x is recorded by closed "
-            "form. Where green and red are equally long, every call is as expected.",
+            "The closed form is equation 2 or 3 with the model's real parameters; x is recorded / closed form. "
+            "Where green and red are equally long, every call is as expected.",
             [*claims.prediction(against)],
             figures={"figure-10": figures.against(against, "What a rank sends in a step", "bytes sent")},
             tables={
@@ -141,7 +141,7 @@ def _gathers_by_setting(results: Results) -> pd.DataFrame:
 
 
 def _model_parallel(results: Results) -> Iterator[Section]:
-    """Figures 11 to 13."""
+    """Yield the sections of figures 11 to 13."""
     divided = results.of(results.plan.divided)
     if not divided:
         return
@@ -158,7 +158,7 @@ def _model_parallel(results: Results) -> Iterator[Section]:
     yield Section(
         "11",
         "Total volume: pipeline and tensor parallelism",
-        f"{_MEAN} One copy of the model, one micro-batch. What a rank sends to itself is nothing.",
+        f"{_MEAN} One copy of the model, one micro-batch. In a group of one rank, nothing is sent.",
         [*claims.indivisible_heads(results.plan)],
         figures={"figure-11": figures.totals(shown["figure-11"], "What a rank sends in a step", "bytes sent")},
         tables={"figure-11": shown["figure-11"], "not-possible": pd.DataFrame(impossible, columns=["run", "reason"])},
@@ -168,7 +168,7 @@ def _model_parallel(results: Results) -> Iterator[Section]:
     yield Section(
         "12",
         "Volume of each operation: pipeline and tensor parallelism",
-        f"Payload. {_MEAN} An all_reduce within a group of one rank has payload, and sends nothing.",
+        f"Payload. {_MEAN} An all_reduce in a group of one rank has a payload, but sends nothing.",
         [*claims.model_parallel_operations(shown)],
         figures={
             "figure-12": figures.volumes(shown["figure-12"], "Payload of each operation in a step", "payload of a rank")
@@ -181,7 +181,7 @@ def _model_parallel(results: Results) -> Iterator[Section]:
     yield Section(
         "13",
         "Recorded against theory: pipeline and tensor parallelism",
-        "First equation 4, of all stages together; then equation 5, of a rank. x is recorded by closed form.",
+        "First equation 4, of all stages together; then equation 5, of a rank. x is recorded / closed form.",
         [*claims.model_parallel_volumes(shown)],
         figures={
             name: figures.against(shown[name], f"Recorded against predicted: {axis}, in a step", axis)
@@ -195,7 +195,7 @@ def _model_parallel(results: Results) -> Iterator[Section]:
 
 
 def _lengths(results: Results) -> Iterator[Section]:
-    """Figures 14 and 15."""
+    """Yield the sections of figures 14 and 15."""
     runs = results.of(results.plan.lengths)
     if not runs:
         return
@@ -239,7 +239,7 @@ def _lengths(results: Results) -> Iterator[Section]:
 
 
 def _scales(results: Results) -> Iterator[Section]:
-    """What the paper has no figure of: more ranks, and all dimensions together."""
+    """Yield the sections without a figure in the paper: more ranks, and all dimensions together."""
     if results.of(results.plan.scaled):
         runs = results.of([*results.plan.node, *results.plan.sizes, *results.plan.scaled])
         table = tables.against_formula(runs).sort_values("ranks", kind="stable", ignore_index=True)
@@ -283,7 +283,7 @@ def _all_points(results: Results) -> Iterator[Section]:
 
 
 def _networks(results: Results) -> Iterator[Section]:
-    """Yield the predicted communication times, of the largest runs if there are any beyond a node."""
+    """Yield the sections of predicted communication times, for the largest runs if there are any beyond a node."""
     names = shipped_networks() if results.options.network is None else [results.options.network]
     scaled = results.plan.scaled
     runs = results.of([*scaled, *results.plan.combined] if scaled else [*results.plan.node, *results.plan.divided])
@@ -299,8 +299,8 @@ def _networks(results: Results) -> Iterator[Section]:
         yield Section(
             "",
             f"Predicted communication time{f' on {largest:,} ranks' if scaled else ''}: {network.name}",
-            "Time of the recorded calls of a step, of the rank for which it is longest; a sum, as if nothing "
-            f"overlapped. Ranks fill nodes of {network.ranks_per_node}. {'. '.join(network.about)}. "
+            "Time of the recorded calls of a step, for the rank with the longest time: a sum that assumes no "
+            f"overlap. Ranks fill nodes of {network.ranks_per_node}. {'. '.join(network.about)}. "
             "Calls without a time are left out.",
             figures={f"network-{network.name}": figures.times_of(table, f"A step on {network.name}")},
             tables={f"network-{network.name}": table},

@@ -23,7 +23,7 @@ LEAST_SHARE: Final = 0.0005
 """Share of the closed form below which a cause is not named in a table."""
 _MESSAGES: Final = (SEND, "recv")
 _DEEPSPEED: Final = "deepspeed/"
-"""Call sites of DeepSpeed begin with this."""
+"""Prefix of DeepSpeed's call sites."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Results:
         return [self.recorded[run] for run in runs if run in self.recorded]
 
     def missing(self, runs: Iterable[DryRun]) -> list[str]:
-        """Return the labels of those that are not, with the reason if their result cannot be read."""
+        """Return the labels of those that are not done, with the reason if their result cannot be read."""
         return [
             f"{run.label}: {self.unreadable[run]}" if run in self.unreadable else run.label
             for run in runs
@@ -50,7 +50,7 @@ class Results:
 
 
 def points(runs: Iterable[RecordedDryRun]) -> pd.DataFrame:
-    """Return a row per rank that was run, of all its calls from start-up to the last step.
+    """Return a row per rank that was run, for all its calls from start-up to the last step.
 
     Columns: `experiment`, `model`, `division`, `note`, `ranks`, `sequence`, `rank`, `calls`; payload `recorded_bytes`
     and `exact_bytes` (what `commtrace check` expects), `matched_bytes` (in calls found exactly as expected); `equal`;
@@ -96,7 +96,7 @@ def _rank_rows(recorded: RecordedDryRun) -> Iterator[dict[str, object]]:
 def by_operation(runs: Iterable[RecordedDryRun], steps: int | None = None) -> pd.DataFrame:
     """Return `model`, `name`, `ranks`, `op` and `payload_bytes`, mean over the ranks of the job.
 
-    Of one step, or with `steps` of start-up and that many steps.
+    It is for one step or, with `steps`, for start-up and that many steps.
     """
     parts = []
     for run in runs:
@@ -273,8 +273,8 @@ def _expected_payload(recorded: RecordedDryRun, op: str) -> float | None:
 def _formula(recorded: RecordedDryRun, op: str) -> float | None:
     """Return the paper's formula for an operation, as payload of a rank.
 
-    Equation 3 has two all_gathers of all parameters, equation 2 one; equation 4 is of all stages, half of it sent
-    forward.
+    Equation 3 has two all_gathers of all parameters, equation 2 one; equation 4 is for all stages, and half of it is
+    sent forward.
     """
     if op == "all_gather" and recorded.run.division in DATA_PARALLEL and recorded.closed_form:
         share = {"DDP": Fraction(0), "ZeRO-3": Fraction(2, 3)}.get(recorded.run.scheme, Fraction(1, 2))
@@ -311,7 +311,7 @@ def agreement(results: Results) -> pd.DataFrame:
 
 
 def _stages_alike(recorded: RecordedDryRun) -> bool:
-    """Return whether ranks of the same stage make the same calls, so that one of them stands for the others."""
+    """Return whether ranks of the same stage make the same calls, so that one of them represents the others."""
     calls_of_stage: dict[int, set[frozenset[Any]]] = {}
     for rank, part in recorded.calls.groupby("rank"):
         sums = part.groupby(["step", "role", "op", "size", "group_size"])["calls"].sum()
@@ -324,9 +324,9 @@ def _stages_alike(recorded: RecordedDryRun) -> bool:
 
 
 def times_on(network: Network, runs: Sequence[RecordedDryRun]) -> pd.DataFrame:
-    """Predict the communication time of a step, of the rank that communicates longest, by operation.
+    """Predict the communication time of a step by operation, for the rank that communicates longest.
 
-    It is a sum, as if each call waited for the one before it. Columns: `model`, `name`, `ranks`, `rank`, `op`, `calls`,
+    It is a sum that assumes no overlap. Columns: `model`, `name`, `ranks`, `rank`, `op`, `calls`,
     `calls_without_time`, `latency_us`, `bandwidth_us`, `time_us`, `how`.
     """
     columns = [
