@@ -60,7 +60,7 @@ def test_processes_that_never_communicate_leave_nothing(tmp_path: Path) -> None:
     [
         ({"COMMTRACE": "log", "COMMTRACE_DRAIN_MS": "fast"}, ["COMMTRACE_DRAIN_MS=fast", "give a whole number"]),
         ({"COMMTRACE": "log", "COMMTRACE_SIDES": "1"}, ["COMMTRACE_SIDES=1", "no such setting", "COMMTRACE_SITES"]),
-        ({"COMMTRACE": "/dev/null"}, ["COMMTRACE=/dev/null", "not a directory", "name a directory"]),
+        ({"COMMTRACE": "/dev/null"}, ["COMMTRACE=/dev/null", "not a directory", "give a directory"]),
         ({"COMMTRACE": "/dev/null/below"}, ["COMMTRACE=/dev/null/below", "not a directory"]),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_library_that_is_not_there(libraries: Path) -> None:
 
 def test_started_twice(libraries: Path) -> None:
     commtrace.start(libraries / "log")
-    with pytest.raises(commtrace.CommtraceError, match=r"tracing is on already, into .*log; call commtrace.stop\(\)"):
+    with pytest.raises(commtrace.CommtraceError, match=r"tracing is already on \(.*log\); call commtrace.stop\(\)"):
         commtrace.start(libraries / "other")
     commtrace.stop()
     commtrace.stop()

@@ -55,8 +55,8 @@ def wrong(value: Any) -> Any:
         return value._replace(**{way: tuple(wrong([*getattr(value, way)])) for way in ("forward", "backward")})
     if isinstance(value, tuple):
         return value[::-1] if value[::-1] != value else (value[0] + 1, *value[1:])  # bounds
-    if hasattr(value, "part"):
-        return replace(value, part=value.part + 1)
+    if hasattr(value, "shard"):
+        return replace(value, shard=value.shard + 1)
     if hasattr(value, "prefetch"):
         return replace(value, prefetch=value.prefetch // 1000, live=value.live // 1000, reuse=value.reuse // 1000)
     assert isinstance(value, list), value

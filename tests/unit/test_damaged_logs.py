@@ -84,7 +84,7 @@ def test_damage_that_worker_processes_find_is_named(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1) as executor:
         notes = run.tables(executor)["notes"]
     assert notes["kind"].tolist() == ["garbled", "process"]
-    assert notes["what"].tolist()[1].startswith("its records lead to step 5,000, but are only 3")
+    assert notes["what"].tolist()[1].startswith("its records go up to step 5,000, but the number of calls is only 3")
 
 
 def test_a_step_that_is_far_beyond_the_records_is_named_and_not_visited(
@@ -96,7 +96,7 @@ def test_a_step_that_is_far_beyond_the_records_is_named_and_not_visited(
     records["step"][-1] = 30_000_000
     np.save(path, records)
     assert main(["check", str(tmp_path / "zero1")]) == 3
-    assert "its records lead to step 30,000,000, but are only" in " ".join(capsys.readouterr().out.split())
+    assert "its records go up to step 30,000,000, but the number of calls" in " ".join(capsys.readouterr().out.split())
     assert main(["diff", str(tmp_path / "zero1"), str(tmp_path / "zero1")]) == 3
     assert "step 30,000,000" in capsys.readouterr().out
 

@@ -99,7 +99,7 @@ def test_an_empty_variable_is_not_said(tmp_path: Path) -> None:
         *(("COMMTRACE_STEPS", steps, "give steps such as") for steps in ("first", "0-9999999999", f"0-9:{1 << 31}")),
         ("COMMTRACE_MODE", "cells", "give one of events, summary"),
         ("COMMTRACE_KEEP_SECONDS", "0", "from 1 to"),
-        ("COMMTRACE_SIDES", "1", "there are COMMTRACE_DEVICE_TIMES"),
+        ("COMMTRACE_SIDES", "1", "choose from COMMTRACE_DEVICE_TIMES"),
     ],
 )
 def test_a_wrong_value(variable: str, value: str, mend: str, tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def test_directories_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "file/below/it", "link"):
-        with pytest.raises(SettingsError, match="is not a directory; name a directory"):
+        with pytest.raises(SettingsError, match="is not a directory; give a directory"):
             settings.for_directory(tmp_path / name, {})
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # for root, everything may be written to
-    with pytest.raises(SettingsError, match=f"COMMTRACE={tmp_path}/a/b: {tmp_path} may not be written to"):
+    with pytest.raises(SettingsError, match=f"COMMTRACE={tmp_path}/a/b: {tmp_path} is not writable"):
         settings.for_directory(tmp_path / "a/b", {})
 
 

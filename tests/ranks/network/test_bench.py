@@ -108,7 +108,7 @@ def test_kept_results_are_shown_again(tmp_path: Path, capsys: pytest.CaptureFixt
     ("arguments", "words"),
     [
         ([], "give --nproc 2"),
-        (["--nproc", "1"], "there is one rank, and nothing to measure"),
+        (["--nproc", "1"], "there is only one rank: nothing to measure"),
         (["--nproc", "2", "--operations", "allreduce"], "no operation allreduce"),
         (["--nproc", "2", "--group-sizes", "4"], "a group of 4 among 2 ranks"),
         (["--nproc", "2", "--min-bytes", "1m", "--max-bytes", "64k"], "is more than"),
@@ -212,7 +212,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "words"), [("mpi", "built without MPI; measure MPI by --through"), ("nccl", "a GPU")]
+    ("backend", "words"), [("mpi", "built without MPI; measure MPI with --through"), ("nccl", "a GPU")]
 )
 def test_a_backend_that_there_is_not(backend: str, words: str) -> None:
     torch = pytest.importorskip("torch")

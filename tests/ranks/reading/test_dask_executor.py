@@ -177,7 +177,7 @@ def test_an_output_that_workers_do_not_see(tmp_path: Path) -> None:
             shutil.rmtree(function.folder)
             return super().map(name, function, parts)
 
-    with pytest.raises(OutputError, match=r"host \S+ has no such folder; workers and this process must see"):
+    with pytest.raises(OutputError, match=r"host \S+ has no such folder; workers and this process need"):
         commtrace.reading.pack.pack(tmp_path / "log", tmp_path / "packed", executor=Elsewhere())
     assert not (tmp_path / "packed").exists()
 
@@ -346,7 +346,7 @@ def test_another_version_on_workers(
     monkeypatch.setattr(commtrace, "__version__", "9.0")
     line = error_of(["report", tmp_path, "--dask", address(cluster)], capsys)
     assert re.fullmatch(
-        r"worker tcp://\S+: has commtrace 0.1.0, this process 9.0; "
+        r"worker tcp://\S+: has commtrace 0.1.0, but this process has 9.0; "
         r"install the same version of commtrace for this process, the scheduler and all workers", line,
     )  # fmt: skip
 

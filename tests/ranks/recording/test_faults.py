@@ -297,7 +297,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path, new_recorder: NewRecorder)
 @pytest.fixture
 def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that looks after its files all the time."""
-    monkeypatch.setattr(log_writer, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(log_writer, "CHECK_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("watchful")

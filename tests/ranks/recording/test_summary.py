@@ -133,7 +133,7 @@ def test_the_last_seconds_are_written_at_a_hang_and_when_asked_for(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(kept_records, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(kept_records, "CHECK_SECONDS", 0.02)
     log = tmp_path / "log"
     recorder = new_recorder(log, mode="summary", drain_ms=5)
     finished = [processes.call(recorder, number, step=number) for number in range(10)]

@@ -217,7 +217,7 @@ def test_the_command_tells_all_stages(tmp_path: Path, capsys: pytest.CaptureFixt
     ("keys", "options", "words"),
     [
         ({"pipe_parallel_size": 3}, PlanOptions(), "num_layers is 2"),
-        ({"pipe_parallel_size": 2}, PlanOptions(zero_stage=2), "ZeRO-0 and ZeRO-1 alone"),
+        ({"pipe_parallel_size": 2}, PlanOptions(zero_stage=2), "ZeRO-0 and ZeRO-1 only"),
         ({"pipe_parallel_size": 2, "model_parallel_size": 3}, PlanOptions(), "num_attention_heads"),
         ({"pipe_parallel_size": 2, "pipe_partition_method": "profile"}, PlanOptions(), "type:REGULAR-EXPRESSION"),
         ({"pipe_parallel_size": 2}, PlanOptions(engine="ddp"), "is DeepSpeed's"),
@@ -264,7 +264,7 @@ def test_stages_that_deepspeed_would_hang_in_are_refused(keys: dict[str, Any], w
         ({"model": None}, "does not declare its architecture"),
         ({"attention_mask": False}, "not GPT-NeoX's"),
         ({"dynamic_shape": True}, "shapes that change"),
-        ({"layers": ["Linear"]}, "layers of other kinds"),
+        ({"layers": ["Linear"]}, "layers other than GPT-NeoX's"),
         ({"optimizer": "FP16_UnfusedOptimizer", "precision": "fp16"}, "FP16_UnfusedOptimizer"),
     ],
 )

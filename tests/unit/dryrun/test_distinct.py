@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import pytest
 
-from commtrace.dryrun.distinct_ranks import NotAlikeError, coordinates, families, find_distinct
+from commtrace.dryrun.distinct_ranks import RankMismatchError, coordinates, families, find_distinct
 
 
 def grid(tensor: int, data: int, pipeline: int) -> list[list[int]]:
@@ -90,5 +90,5 @@ def test_stages_and_the_first_tensor_rank_differ() -> None:
 
 
 def test_ranks_that_no_group_tells_apart_and_that_differ_are_an_error() -> None:
-    with pytest.raises(NotAlikeError, match="name the ranks to run"):
+    with pytest.raises(RankMismatchError, match="name the ranks to run"):
         find_distinct(1024, [], Job(lambda rank: rank % 3 if 2 < rank < 500 else 0))

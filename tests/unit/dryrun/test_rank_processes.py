@@ -18,20 +18,20 @@ class Waiting:
     """Stands in for the process of a rank: what it waits for each time that it is asked, the last one for ever."""
 
     waits: list[tuple[int, int] | None]
-    mail: bool = False
+    has_message: bool = False
 
-    def wait_for_message(self) -> tuple[int, int] | None:
+    def awaited_message(self) -> tuple[int, int] | None:
         return self.waits.pop(0) if len(self.waits) > 1 else self.waits[0]
 
-    def has_mail(self) -> bool:
-        return self.mail
+    def may_continue(self) -> bool:
+        return self.has_message
 
 
 def skipped(folder: Path, *ranks: Waiting) -> list[str]:
     """The ranks that are to continue, after all have been seen to wait."""
     running: Any = dict(enumerate(ranks))
-    waits = {rank: process.wait_for_message() for rank, process in running.items()}
-    job: Any = SimpleNamespace(mail=folder)
+    waits = {rank: process.awaited_message() for rank, process in running.items()}
+    job: Any = SimpleNamespace(messages=folder)
     rank_processes._break_deadlock(job, running, waits)
     return sorted(path.name for path in folder.iterdir())
 
@@ -43,12 +43,12 @@ def test_all_wait_for_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "second",
     [
-        Waiting([(0, 0)], mail=True),
+        Waiting([(0, 0)], has_message=True),
         Waiting([(0, 0), (0, 64)]),  # has read a message since, and may have sent one before it waited again
         Waiting([(0, 0), (2, 0)]),
         Waiting([(0, 0), None]),
     ],
-    ids=["mail", "has read", "another", "runs"],
+    ids=["has a message", "has read", "another", "runs"],
 )
 def test_a_rank_that_went_on_meanwhile(second: Waiting, tmp_path: Path) -> None:
     assert skipped(tmp_path, Waiting([(1, 0)]), copy.deepcopy(second)) == []

@@ -265,7 +265,7 @@ def test_group_sizes_are_those_that_there_can_be() -> None:
 
 def test_an_unknown_operation_is_said() -> None:
     assert select_operations(["barrier", "all_gather"]) == ("all_gather", "barrier")
-    with pytest.raises(NetworkError, match="no operation alltoall; there are all_reduce"):
+    with pytest.raises(NetworkError, match="no operation alltoall; choose from all_reduce"):
         select_operations(["alltoall"])
 
 
@@ -303,7 +303,7 @@ def test_what_takes_too_long_is_aborted_and_said(capsys: pytest.CaptureFixture[s
     aborted = threading.Event()
     with abort_after(0.001, "all_reduce of 64 bytes", aborted.set):
         assert aborted.wait(20)
-    assert capsys.readouterr().err == "commtrace: all_reduce of 64 bytes: no end after 0.001 s (--timeout)\n"
+    assert capsys.readouterr().err == "commtrace: all_reduce of 64 bytes: not complete after 0.001 s (--timeout)\n"
     for seconds in (None, 1000.0):
         with abort_after(seconds, "it", pytest.fail):
             pass

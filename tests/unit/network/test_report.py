@@ -91,11 +91,11 @@ def test_a_transfer_is_what_the_last_rank_spends(tmp_path: Path) -> None:
         ({"flags": Flag.SIMULATED}, "no operation whose exact end all ranks observed"),
         ({"flags": Flag.UNEVEN}, "no operation whose exact end all ranks observed"),
         ({"batch": 3, "flags": Flag.COALESCED}, "no operation whose exact end all ranks observed"),
-        ({"kind": SEND, "peer": 1}, "a rank may leave it before others come"),
-        ({"kind": RECV, "peer": 1}, "a rank may leave it before others come"),
+        ({"kind": SEND, "peer": 1}, "a rank may leave it before others enter"),
+        ({"kind": RECV, "peer": 1}, "a rank may leave it before others enter"),
         (
             {"kind": ALL_GATHER, "clock": Clock.TEST},
-            "the network's file has nothing of this operation; no operation whose",
+            "the network's file does not describe this operation; no operation whose",
         ),
     ],
 )
@@ -284,7 +284,7 @@ def test_operations_that_were_not_measured_are_counted_and_left_out(
     assert rows["all"]["calls_without_time"] == 2
     assert main(["theory", "19M", "--world-size", "2", "--network", kept]) == 0
     out = capsys.readouterr().out
-    assert "without a time: the network's file has nothing of their operation" in out
+    assert "without a time: the network's file has no numbers for their operation" in out
     assert "extrapolated" in out  # 140 MB are more than was measured
 
 

@@ -82,7 +82,7 @@ def test_files_are_looked_after_from_time_to_time_only(writer: LogWriter, monkey
 
 
 def test_a_handle_that_its_server_has_forgotten(writer: LogWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_writer, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(log_writer, "CHECK_SECONDS", 0.0)
     writer.write(LINES, some(3))
     for path in writer.folder.iterdir():
         path.unlink()
@@ -112,7 +112,7 @@ def stale_once() -> Callable[[int], os.stat_result]:
 def test_a_name_that_is_taken(tmp_path: Path) -> None:
     told: list[str] = []
     for _ in range(3):
-        writer = LogWriter(tmp_path, "rank00000-7", Settings(str(tmp_path)), renamed=told.append)
+        writer = LogWriter(tmp_path, "rank00000-7", Settings(str(tmp_path)), on_rename=told.append)
         writer.write(LINES, some(1))
         writer.finish(LINES)
     assert sorted(path.name for path in tmp_path.iterdir()) == [

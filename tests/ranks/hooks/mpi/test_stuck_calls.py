@@ -24,7 +24,7 @@ KINDS = {
     "root": ("broadcast", None, "", "root: rank 0 on rank {others}, rank 1 on rank 1"),
     "swapped": (None, None, "", "operation: barrier on rank {others}, all_reduce on rank 1"),
     "order": ("barrier", "others", "1", "order: rank 1 is in barrier 0 of group {all}/second, which waits in turn"),
-    "unnamed": ("barrier", None, "", "communicator: perhaps not the same, as they have no names and the call sites "
+    "unnamed": ("barrier", None, "", "communicator: may not be the same, because it has no name and the call sites "
                 "differ"),
     "subgroup": ("all_reduce", "0", "1", ""),
     "receive": ("recv", "0", "1", ""),

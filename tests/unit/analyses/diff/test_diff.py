@@ -264,7 +264,7 @@ def test_a_killed_process_and_lost_records(tmp_path: Path, capsys: Captured) -> 
         assert main(["check", str(tmp_path / name), "--against", str(tmp_path / "a")]) == 3
         with_error = main(["check", str(tmp_path / name), "--update-baseline", str(tmp_path / "baseline")])
         assert with_error == 1
-        assert "rank 0 lost records, did not end in order" in capsys.readouterr().err
+        assert "rank 0 lost records, did not exit cleanly" in capsys.readouterr().err
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def test_run_figure_draws_from_the_run(tmp_path: Path) -> None:
     training(tmp_path)
     run = open_run(tmp_path)
     assert run.figure("message_sizes").to_json() == figures.message_sizes(run.table("message_size_bins")).to_json()
-    with pytest.raises(NoSuchFigureError, match=r"there is no figure 'dance'; figures are volume, .*timeline"):
+    with pytest.raises(NoSuchFigureError, match=r"no figure is called 'dance'; choose from volume, .*timeline"):
         run.figure("dance")
 
 

@@ -124,7 +124,7 @@ def test_the_page_begins_with_what_must_be_known(tmp_path: Path) -> None:
     process = log.process(0, world_size=4).known()
     process.write([record(step=0), record(step=1)]).stats(calls=10, dropped=8)
     text = page_of(tmp_path)
-    for words in ("Ranks 1-3 left no log", "8 dropped", "1 process ended early, or still run"):
+    for words in ("Ranks 1-3 left no log", "8 dropped", "1 process ended early, or is still running"):
         assert words in text
         assert text.index(words) < text.index("<nav")
 
@@ -146,7 +146,7 @@ def test_a_run_without_a_call_has_a_page(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     text = page_of_run("empty", run, analyse(run, details=True))
     assert 'class="figure"' not in text
-    assert "The log holds no call." in text
+    assert "The log has no calls." in text
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ pytest.importorskip("yaml")
 pytest.importorskip("torch")
 
 from commtrace.theory.configs.gpt_neox.derived_settings import deepspeed_config
-from commtrace.theory.configs.gpt_neox.yaml_files import SHIPPED
+from commtrace.theory.configs.gpt_neox.yaml_files import BUILT_IN
 from examples.gpt_neox import ConfigError, TrainingConfig, load_config
 from examples.gpt_neox.options import arguments, overrides
 from examples.gpt_neox.schedule import learning_rate
@@ -137,7 +137,7 @@ def test_unknown_keys_are_listed(tmp_path: Path) -> None:
     assert config.unknown_keys == ("hostfile", "save_interval")
 
 
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(BUILT_IN.glob("*.yml")), ids=lambda path: path.name)
 def test_shipped_files_are_understood_completely(path: Path) -> None:
     assert load_config([str(path)]).unknown_keys == ()
 

@@ -55,7 +55,7 @@ def test_the_block_of_fsdp(tmp_path: Path) -> None:
         ({"reshard_after_forward": 3}, "fsdp.reshard_after_forward: 3 is neither true, nor false, nor a divisor"),
         ({"reshard_after_forward": 8}, "fsdp.reshard_after_forward: 8 is neither"),
         ({"reshard_after_forward": "often"}, "fsdp.reshard_after_forward: 'often'; give a whole number"),
-        ({"shards": 2}, "it knows no shards; leave that out"),
+        ({"shards": 2}, "unknown keys: shards; leave them out"),
         (3, "give a block of keys and values"),
     ],
 )
@@ -111,8 +111,8 @@ def test_hpz_and_fsdp_of_a_gpt_neox_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"context_parallel_size": 4}, "attention in a ring goes with DDP and DeepSpeed"),
-        ({"model_parallel_size": 2, "sequence_parallel": True}, "say fsdp.sequence_parallel instead"),
+        ({"context_parallel_size": 4}, "ring attention is not available with --engine fsdp"),
+        ({"model_parallel_size": 2, "sequence_parallel": True}, "use fsdp.sequence_parallel instead"),
     ],
 )
 def test_what_the_example_cannot_train_is_not_predicted(keys: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -185,10 +185,10 @@ def test_the_trainer_s_auto(tmp_path: Path) -> None:
         (
             [{"zero_optimization": {"stage": 1}}],
             PlanOptions(),
-            "no file has the model's figures; add --layers, --hidden",
+            "no file describes the model; add --layers, --hidden",
         ),
-        ([LLAMA, LLAMA], PlanOptions(), "both are of a Hugging Face model"),
-        ([LLAMA], PlanOptions(layers=3), "leave --layers and its like out"),
+        ([LLAMA, LLAMA], PlanOptions(), "more than one Hugging Face model"),
+        ([LLAMA], PlanOptions(layers=3), "leave out --layers"),
         ([{**LLAMA, "model_type": "t5"}], PlanOptions(), "models of type t5 have no rules yet"),
         ([{**LLAMA, "num_hidden_layers": 2.5}], PlanOptions(), "num_hidden_layers in the model's configuration is 2.5"),
         (["[]"], PlanOptions(), "an object of keys and values"),
@@ -212,12 +212,12 @@ def test_the_trainer_s_auto(tmp_path: Path) -> None:
             PlanOptions(),
             "fp16 and bf16 are both enabled",
         ),
-        (["tiny", LLAMA], PlanOptions(), "a GPT-NeoX file says all"),
+        (["tiny", LLAMA], PlanOptions(), "a GPT-NeoX file describes all"),
         (["nowhere.yml"], PlanOptions(), "nowhere.yml: no such file"),
         (
             [LLAMA, {"zero_optimization": {"stage": 3, "mics_shard_size": 8}}],
             PlanOptions(),
-            "MiCS is gone from DeepSpeed, 0.19.8 refuses it",
+            "MiCS was removed from DeepSpeed; 0.19.8 rejects it",
         ),
     ],
 )
