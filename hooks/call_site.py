@@ -213,7 +213,7 @@ class CallSites:
                 row["caller"] = self._line(caller)
                 values += tuple(row["caller"].values())
             # Several instructions of one line are one call site.
-            number = self._sites[key] = self._tables.number("sites", values, lambda: row)
+            number = self._sites[key] = self._tables.row_id("sites", values, lambda: row)
         return number
 
     def _line(self, frame: FrameType) -> dict[str, Any]:

@@ -98,4 +98,4 @@ class Groups(Generic[_Group]):
         dimension than the group.
         """
         number = self.of(members).number
-        self._tables.number(table, (number, role), lambda: {"group": number, "role": role, "source": source})
+        self._tables.row_id(table, (number, role), lambda: {"group": number, "role": role, "source": source})

@@ -62,7 +62,7 @@ def begin() -> Recorder | None:
     return session.begin(identity, blind_spots=hidden, calibrate=backend.calibrate, make_slots=backend.make_slots)
 
 
-def fault(unrecorded: int = 0) -> None:
+def count_fault(unrecorded: int = 0) -> None:
     """Count an error in a hook. Call it in the hook's `except`.
 
     Args:
@@ -71,7 +71,7 @@ def fault(unrecorded: int = 0) -> None:
     """
     recorder = session.recorder or (begin() if unrecorded else None)
     if recorder is not None:
-        recorder.fault(unrecorded)
+        recorder.count_fault(unrecorded)
 
 
 def call_unmeasured(error: Exception, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ def call_unmeasured(error: Exception, original: Callable[..., Any], *args: Any, 
     try:
         raise error
     except Exception:
-        fault(unrecorded=1)
+        count_fault(unrecorded=1)
     return result
 
 
@@ -130,7 +130,7 @@ class Tracers(Generic[AnyTracer]):
             tracer = self._tracer
             if tracer is None or tracer.recorder is not recorder:
                 tracer = self._tracer = self._make(recorder)
-                recorder.each_drain.append(tracer.release)
+                recorder.drain_callbacks.append(tracer.release)
                 for listener in self.started:
                     listener(tracer)
         return tracer

@@ -129,13 +129,13 @@ class Drain:
         try:
             work()
         except Exception:
-            self._recorder.fault()
+            self._recorder.count_fault()
 
     def _measure_crossing(self) -> None:
         self._crossing_ns = self._calibrate()
 
     def _run_callbacks(self) -> None:
-        for callback in self._recorder.each_drain:
+        for callback in self._recorder.drain_callbacks:
             self._guarded(callback)
 
     def _turn(self) -> None:

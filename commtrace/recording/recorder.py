@@ -84,7 +84,7 @@ class Recorder:
         self.cost_samples: deque[int] = deque(maxlen=COST_SAMPLES)
         self.steady_samples: deque[int] = deque(maxlen=COST_SAMPLES)
         self.first_calls = self.first_ns = 0
-        self.each_drain: list[Callable[[], None]] = []
+        self.drain_callbacks: list[Callable[[], None]] = []
         """Functions that the drain thread calls at each turn, for hooks that have something to release."""
         self._threads = itertools.count(1)
         self._thread = threading.local()
@@ -168,7 +168,7 @@ class Recorder:
         self._buffer[at + _STATE] = _RETURNED
         return call
 
-    def lost(self, slot: int, t_return: int) -> None:
+    def set_unobservable(self, slot: int, t_return: int) -> None:
         """Record that a call returned and its end is unobservable, because the hook failed. Keep a recorded end."""
         with self.slots.lock:
             at = ring.RECORDS_AT + slot * _SIZE
@@ -178,14 +178,14 @@ class Recorder:
             _pack_time(self._buffer, at + _T_RETURN, t_return)
             self._buffer[at + _STATE] = _UNOBSERVABLE
 
-    def measured(self, slot_or_call: int | PendingCall, payload: int, local: int = 0) -> None:
+    def set_size(self, slot_or_call: int | PendingCall, payload: int, local: int = 0) -> None:
         """Set a size that is known only after the call was made. Call this before its end is recorded."""
         with self.slots.lock:
             slot = slot_or_call.slot if isinstance(slot_or_call, PendingCall) else slot_or_call
             if slot >= 0:
                 _pack_size(self._buffer, ring.RECORDS_AT + slot * _SIZE + _PAYLOAD, payload, local)
 
-    def addressed(self, slot_or_call: int | PendingCall, peer: int, tag: int, seq: int) -> None:
+    def set_source(self, slot_or_call: int | PendingCall, peer: int, tag: int, seq: int) -> None:
         """Set a source that is known only when the message arrives. Call this before its end is recorded."""
         with self.slots.lock:
             slot = slot_or_call.slot if isinstance(slot_or_call, PendingCall) else slot_or_call
@@ -233,7 +233,7 @@ class Recorder:
         self._buffer[at + _CLOCK] = clock
         self._buffer[at + _STATE] = state
 
-    def fault(self, unrecorded: int = 0) -> None:
+    def count_fault(self, unrecorded: int = 0) -> None:
         """Count the exception that is being handled as a hook error; keep the first one for the report.
 
         Call this in the `except` of a hook. An exception from a signal handler of the program is raised again.

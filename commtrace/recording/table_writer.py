@@ -40,7 +40,7 @@ class TableWriter:
             self._ring.keep_table_line(line)
             self.lines.append(line)
 
-    def number(self, table: str, key: Hashable, row: Callable[[], dict[str, Any]]) -> int:
+    def row_id(self, table: str, key: Hashable, row: Callable[[], dict[str, Any]]) -> int:
         """Return the id of the row with this key; if there is none, add the one that `row` returns."""
         number = self._numbers.get((table, key))
         if number is None:

@@ -15,7 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
-from commtrace.hooks.recorder_setup import fault
+from commtrace.hooks.recorder_setup import count_fault
 from commtrace.hooks.torch import training as torch_training
 from commtrace.hooks.torch.c10d_operators import shared_memory_all_reduce
 from commtrace.hooks.torch.captured_jobs import Jobs
@@ -101,7 +101,7 @@ def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
         try:
             _passes.add(self, "evaluation" if evaluates else "interruption")
         except Exception:
-            fault()
+            count_fault()
     return result
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from commtrace.hooks.recorder_setup import fault
+from commtrace.hooks.recorder_setup import count_fault
 from commtrace.hooks.torch import captured_jobs
 from commtrace.hooks.torch.captured_jobs import Jobs
 from commtrace.hooks.torch.model_facts import known, model_row
@@ -155,7 +155,7 @@ def _note_model(arguments: Any) -> None:
         _rows[chunks[0]] = _describe(chunks, arguments)
         _models.add(chunks[0])
     except Exception:
-        fault()
+        count_fault()
 
 
 def _chunks(arguments: Any) -> Sequence[Any]:

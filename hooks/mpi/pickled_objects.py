@@ -13,7 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from commtrace.hooks.recorder_setup import fault
+from commtrace.hooks.recorder_setup import count_fault
 
 from .extension_types import ExtensionPatches, namespace
 from .tracer import current_sizes
@@ -38,7 +38,7 @@ class _Measured:
                 else:
                     sizes.dumped.append(len(result))
             except Exception:
-                fault()
+                count_fault()
         return result
 
 

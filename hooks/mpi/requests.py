@@ -26,11 +26,11 @@ class Receipt(NamedTuple):
         """Complete the record from the status."""
         nbytes = status.Get_count(MPI.BYTE)
         if nbytes >= 0:  # else: undefined, and the record keeps the size of the buffer
-            recorder.measured(slot_or_call, nbytes)
+            recorder.set_size(slot_or_call, nbytes)
         source, tag = status.Get_source(), status.Get_tag()
         if (self.peer < 0 or self.tag < 0) and source >= 0 and tag >= 0:
             peer = self.group.peer(source)
-            recorder.addressed(slot_or_call, peer, tag, next(self.group.counter(peer, tag, sends=False)))
+            recorder.set_source(slot_or_call, peer, tag, next(self.group.counter(peer, tag, sends=False)))
 
 
 Ends = Sequence[tuple[PendingCall | None, Receipt | None]]
@@ -78,7 +78,7 @@ class Requests:
             if call is None:
                 continue
             if cancelled:
-                recorder.measured(call, 0)
+                recorder.set_size(call, 0)
                 recorder.unobservable(call, t_wait)
                 continue
             if receipt is not None and status is not None:

@@ -141,10 +141,10 @@ class MpiEntry:
         for record in self.records:
             self.tracer.recorder.failed(record.slot, t_return)
 
-    def lost(self, t_return: int) -> None:
+    def set_unobservable(self, t_return: int) -> None:
         """Record that the end of this call cannot be observed, because the hook failed."""
         for record in self.records:
-            self.tracer.recorder.lost(record.slot, t_return)
+            self.tracer.recorder.set_unobservable(record.slot, t_return)
 
     def after(self, result: Any, t_return: int) -> None:
         """Record that the method returned `result`: a Request if it does not block."""
@@ -170,10 +170,10 @@ class MpiEntry:
         if self.plan.method.messages:
             for slot, receipt in self.records:
                 if receipt is None:
-                    self.tracer.recorder.measured(slot, sum(sizes.dumped))
+                    self.tracer.recorder.set_size(slot, sum(sizes.dumped))
         else:
             payload, local = object_size(self.plan.method.op, self.plan.group, sizes)
-            self.tracer.recorder.measured(self.records[0].slot, payload, local)
+            self.tracer.recorder.set_size(self.records[0].slot, payload, local)
 
 
 def object_size(op: str, group: MpiGroup, sizes: PickledSizes) -> tuple[int, int]:
@@ -292,7 +292,7 @@ class MpiTracer:
         if kind is None:
             variant = f"Message.{method.name}" if method.message_object else method.name
             row = {"op": op, "variant": variant, "api": "mpi", "dtype": dtype, "reduce_op": reduction}
-            kind = self._kinds[key] = self.recorder.tables.number("kinds", ("mpi", *row.values()), lambda: row)
+            kind = self._kinds[key] = self.recorder.tables.row_id("kinds", ("mpi", *row.values()), lambda: row)
         return kind
 
 

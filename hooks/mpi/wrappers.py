@@ -10,7 +10,7 @@ from typing import Any, Final
 from mpi4py import MPI
 
 from commtrace.hooks.native import mpi_recorder as native
-from commtrace.hooks.recorder_setup import call_unmeasured, fault
+from commtrace.hooks.recorder_setup import call_unmeasured, count_fault
 from commtrace.patching import Wrapper, around
 from commtrace.recording.interrupts import reraise_if_from_signal_handler
 from commtrace.schema import Clock
@@ -50,7 +50,7 @@ def wrap_call(method: Method) -> Wrapper:
                 reraise_if_from_signal_handler()
                 if entry is None:
                     return call_unmeasured(error, original, self, *args, **kwargs)
-                fault()
+                count_fault()
             if entry is None:
                 return original(self, *args, **kwargs)
             begun = now()
@@ -77,8 +77,8 @@ def _return(entry: MpiEntry, result: Any, cost: int) -> None:
             entry.tracer.recorder.note_cost(cost + now() - t_return, sampled=entry.sampled, first=entry.first)
     except Exception:
         with suppress(Exception):
-            entry.lost(t_return)
-        fault()
+            entry.set_unobservable(t_return)
+        count_fault()
 
 
 def wrap_persistent_init(method: Method) -> Wrapper:
@@ -93,7 +93,7 @@ def wrap_persistent_init(method: Method) -> Wrapper:
             if plan is not None and tracer is not None:
                 tracer.requests.keep(request, plan)
         except Exception:
-            fault()
+            count_fault()
         return request
 
     return init
@@ -122,7 +122,7 @@ def _started(requests: Sequence[Any], original: Callable[[], Any]) -> Any:
                 if entry is not None:
                     entries.append((request, entry))
             except Exception:
-                fault(unrecorded=1)
+                count_fault(unrecorded=1)
     try:
         result = original()
     except BaseException:
@@ -174,7 +174,7 @@ def wrap_completion(name: str) -> Wrapper:
                     clock = Clock.WAIT if waits else Clock.TEST
                     tracer.requests.ended(pending, t_begin if waits else 0, t_end, clock, own_status)
         except Exception:
-            fault()
+            count_fault()
         return result
 
     def wrapper(original: Original) -> Original:
@@ -213,7 +213,7 @@ def _pending(tracer: MpiTracer, requests: Any) -> list[PendingRequest | None]:
     try:
         return [tracer.requests.find(request) for request in _as_sequence(requests)]
     except Exception:
-        fault()
+        count_fault()
         return []
 
 
@@ -260,7 +260,7 @@ def wrap_handle_free(original: Original, self: Any, /, *args: Any, **kwargs: Any
                 tracer.groups.forget(self)
                 native.forget_communicators()
         except Exception:
-            fault()
+            count_fault()
     return original(self, *args, **kwargs)
 
 
@@ -272,7 +272,7 @@ def wrap_probe(original: Original) -> Original:
         try:
             tracer = current() or begin()
         except Exception:
-            fault()
+            count_fault()
         if tracer is None:
             return original(self, source, tag, status)
         probe_status = MPI.Status() if status is None else status
@@ -282,7 +282,7 @@ def wrap_probe(original: Original) -> Original:
                 matched = tracer.groups.of(self), probe_status.Get_source(), probe_status.Get_tag()
                 tracer.requests.keep(message, matched)
             except Exception:
-                fault()
+                count_fault()
         return message
 
     return probe
@@ -316,7 +316,7 @@ def wrap_synchronization(name: str) -> Wrapper:
                     target = group.peer(args[0] if args else kwargs["rank"]) if targeted else None
                     tracer.windows.synchronized(group, target, t_wait, t_end)
                 except Exception:
-                    fault()
+                    count_fault()
             return result
 
         return synchronize

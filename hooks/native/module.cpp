@@ -97,7 +97,7 @@ void release(Recording& recording, const Numbers& slots) {
 py::tuple take_tally(Recording& recording) {
   Tally& tally = recording.tally;
   DeviceTimes& devices = recording.devices;
-  if (const std::string failure = devices.failure(); !failure.empty()) tally.fault(failure.c_str());
+  if (const std::string failure = devices.failure(); !failure.empty()) tally.count_fault(failure.c_str());
   const uint64_t samples = std::min<uint64_t>(tally.samples.exchange(0), tally.costs.size());
   py::list costs, steady;
   for (uint64_t i = 0; i < samples; i++) {

@@ -8,7 +8,7 @@ from typing import Any
 
 from commtrace.errors import CommtraceError
 from commtrace.hooks import recorder_setup
-from commtrace.hooks.recorder_setup import KernelBackend, fault
+from commtrace.hooks.recorder_setup import KernelBackend, count_fault
 from commtrace.hooks.torch import recording_kernels as torch_kernels
 from commtrace.hooks.torch import tracer as torch_tracer
 from commtrace.hooks.torch.c10d_operators import Operator
@@ -107,7 +107,7 @@ def _begin() -> bool:
     try:
         torch_kernels.begin()
     except Exception:
-        fault(unrecorded=1)
+        count_fault(unrecorded=1)
     return session.settings is not None
 
 
@@ -115,7 +115,7 @@ def _start(tracer: TorchTracer) -> None:
     """Start recording in C++ when a recorder has begun."""
     slots = tracer.recorder.slots
     if isinstance(slots, NativeSlots):
-        tracer.recorder.each_drain.append(_collect(tracer.recorder, slots.recording))
+        tracer.recorder.drain_callbacks.append(_collect(tracer.recorder, slots.recording))
         tracer.sites.cleared.append(slots.recording.forget_sites)
         slots.recording.start(Rows(tracer, slots.recording, list(_operators)))
 

@@ -138,7 +138,7 @@ struct Tally {
     first_ns.fetch_add(ns, std::memory_order_relaxed);
   }
 
-  void fault(const char* what) {
+  void count_fault(const char* what) {
     errors.fetch_add(1);
     std::lock_guard<std::mutex> held(mutex);
     if (first_error.empty()) first_error = what;

@@ -249,7 +249,7 @@ static bool before(Call& call, Thread& thread, Arguments args, const at::Tensor*
   } catch (py::error_already_set&) {
     throw;
   } catch (const std::exception& error) {
-    call.recording->tally.fault(error.what());
+    call.recording->tally.count_fault(error.what());
     call.recording->tally.unrecorded.fetch_add(1);
     return false;
   }
@@ -322,7 +322,7 @@ static void finish_call(Call& call, Stack* stack) {
   try {
     after(call, stack, t_return);
   } catch (const std::exception& error) {
-    call.recording->tally.fault(error.what());
+    call.recording->tally.count_fault(error.what());
     call.recording->slots.update(call.handle, [=](Record& record) -> uint8_t {
       record.t_return = t_return;
       return record.state < kComplete ? kUnobservable : record.state;

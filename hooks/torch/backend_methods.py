@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commtrace.hooks.native.slots import NativeSlots
-from commtrace.hooks.recorder_setup import call_unmeasured, fault
+from commtrace.hooks.recorder_setup import call_unmeasured, count_fault
 from commtrace.patching import Patches, Wrapper
 from commtrace.recording.session import session
 
@@ -135,8 +135,8 @@ def _return(entry: TorchEntry, work: Any) -> None:
             entry.tracer.works.add(work, [call], entry.on_host)
     except Exception:
         with suppress(Exception):
-            recorder.lost(entry.slot, t_return)
-        fault()
+            recorder.set_unobservable(entry.slot, t_return)
+        count_fault()
 
 
 def _operator_arguments(

@@ -64,7 +64,7 @@ class Jobs:
 
     def row(self, engine: Any, tracer: TorchTracer) -> int:
         """Return the id of an engine's row in the tracer's `job` table, written on first use."""
-        return tracer.recorder.tables.number("job", self._known[engine], functools.partial(self._describe, engine))
+        return tracer.recorder.tables.row_id("job", self._known[engine], functools.partial(self._describe, engine))
 
     def write(self, tracer: TorchTracer) -> None:
         """Write jobs and roles to the tables, each row once. Never raises."""
@@ -76,4 +76,4 @@ class Jobs:
                         if isinstance(group, dist.ProcessGroup):
                             tracer.groups.set_role(group, role, source, table)
         except Exception:
-            tracer.recorder.fault()
+            tracer.recorder.count_fault()

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from commtrace.hooks.recorder_setup import fault
+from commtrace.hooks.recorder_setup import count_fault
 from commtrace.patching import Patches, around
 
 from . import captured_jobs as jobs
@@ -60,7 +60,7 @@ def _record_style(
     try:
         parallelized_modules.record_style(module, device_mesh, parallelize_plan, kwargs.get("src_data_rank", 0))
     except Exception:
-        fault()
+        count_fault()
     return result
 
 
@@ -76,4 +76,4 @@ def _before_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
             modules.rows[root] = describe(root, optimizer)
             _tensor_parallel_only.add(root)
     except Exception:
-        fault()
+        count_fault()

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from commtrace.hooks.recorder_setup import fault
+from commtrace.hooks.recorder_setup import count_fault
 from commtrace.patching import Patches, around
 
 from .captured_jobs import Jobs
@@ -58,7 +58,7 @@ def _complete(original: Callable[..., None], self: Any, /) -> None:
             _rows[root] = describe(root)  # now, because running the model replaces parameters
             _roots.add(root)
         except Exception:
-            fault()
+            count_fault()
 
 
 @around
@@ -74,7 +74,7 @@ def _end_forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwarg
             else:
                 _passes.add(_root(self), "evaluation")
         except Exception:
-            fault()
+            count_fault()
     return original(self, *args, **kwargs)
 
 
@@ -91,7 +91,7 @@ def _end_backward(original: Callable[..., None], self: Any, /) -> None:
         else:
             _passes.add(root, "backward")
     except Exception:
-        fault()
+        count_fault()
 
 
 def _root(state: Any) -> Any:

@@ -48,7 +48,7 @@ class Passes:
             while models and session.recorder is not tracer.recorder:
                 models.pop().end(tracer)
 
-        tracer.recorder.each_drain.append(write)
+        tracer.recorder.drain_callbacks.append(write)
 
     def add(self, model: Any, kind: str, **settings: Any) -> None:
         """Add a pass to the current step, the step of its calls."""

@@ -10,7 +10,7 @@ import torch
 
 from commtrace import reduce_ops
 from commtrace.hooks import recorder_setup
-from commtrace.hooks.recorder_setup import KernelBackend, fault
+from commtrace.hooks.recorder_setup import KernelBackend, count_fault
 from commtrace.recording.session import session
 
 from .c10d_operators import Operator
@@ -60,7 +60,7 @@ def kernel_for(operator: Operator) -> Callable[..., Any]:
             if tracer is not None:
                 entry = tracer.before(operator, args)
         except Exception:
-            fault(unrecorded=1)
+            count_fault(unrecorded=1)
         if entry is None:
             return redispatch(keyset & below, *args)
         begun = now()
@@ -84,8 +84,8 @@ def _return(entry: TorchEntry, operator: Operator, args: Sequence[Any], result: 
             entry.cost(cost + now() - t_return, sampled)
     except Exception:
         with suppress(Exception):
-            entry.tracer.recorder.lost(entry.slot, t_return)
-        fault()
+            entry.tracer.recorder.set_unobservable(entry.slot, t_return)
+        count_fault()
 
 
 def functional_kernel(overload: Any) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ def wait_kernel(overload: Any) -> Callable[..., Any]:
                     if not is_fake(tensor):
                         tracer.tensors.waited(tensor, t_wait, t_end)
             except Exception:
-                fault()
+                count_fault()
         return result
 
     return kernel

@@ -171,7 +171,7 @@ class TorchTracer:
                 "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
                 "reduce_op": operator.reduce_op if reduce_op < 0 else _REDUCE_OPS.get(reduce_op, str(reduce_op)),
             }
-            kind = self._kinds[key] = self.recorder.tables.number("kinds", key, lambda: row)
+            kind = self._kinds[key] = self.recorder.tables.row_id("kinds", key, lambda: row)
         return kind
 
     def _addressing(self, operator: Operator, args: Sequence[Any], group: Group) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commtrace.hooks.recorder_setup import fault
+from commtrace.hooks.recorder_setup import count_fault
 from commtrace.patching import Patches, Wrapper
 from commtrace.recording.session import session
 
@@ -78,7 +78,7 @@ def _call_after(note: Callable[[Any, Any], None]) -> Wrapper:
             try:
                 note(self, result)
             except Exception:
-                fault()
+                count_fault()
             return result
 
         return method
@@ -102,7 +102,7 @@ def _wrap_wait_method(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             tracer.works.waited(pending, t_wait, t_end)
         except Exception:
-            fault()
+            count_fault()
         return result
 
     return wait

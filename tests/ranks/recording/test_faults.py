@@ -155,7 +155,7 @@ def test_shared_memory_fills_up_later(small_disk: Path, tmp_path: Path, new_reco
     recorder = new_recorder(tmp_path / "log", shm=str(small_disk), ring_records=512)
     assert recorder.ring.path is not None
     for number in range(2000):  # 100 kB of table lines, and a disk of 128 kB
-        recorder.tables.number("sites", number, lambda: {"file": "x" * 20, "line": 1, "function": "f"})
+        recorder.tables.row_id("sites", number, lambda: {"file": "x" * 20, "line": 1, "function": "f"})
     processes.call(recorder, 5)
     recorder.close("stop")
     left = processes.read_one(tmp_path / "log")

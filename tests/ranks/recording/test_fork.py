@@ -52,7 +52,7 @@ def test_what_a_child_does_to_its_copy_stays_there(tmp_path: Path, new_recorder:
         recorder.failed(0)
         assert processes.call(recorder, 9) == -1
         recorder.tables.add("sites", id=1, file="child", line=1, function="")
-        recorder.fault()
+        recorder.count_fault()
 
     assert processes.in_child(child) == 0
     for call in calls:
@@ -84,7 +84,7 @@ def test_locks_that_another_thread_held_at_the_fork(tmp_path: Path, new_recorder
     def child() -> None:
         session.forked()
         recorder.unobservable(call)
-        recorder.tables.number("sites", "key", dict)
+        recorder.tables.row_id("sites", "key", dict)
         session.settings = None
         assert session.begin(lambda: None, blind_spots=[]) is None  # type: ignore[arg-type,return-value]
 

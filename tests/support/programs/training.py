@@ -53,7 +53,7 @@ def inject(name: str, argument: str) -> Callable[[int], None]:
         del c10d_operators._OPERATIONS["allreduce_"]
         hook.install()
     elif name == "drain":
-        return lambda step: session.recorder.each_drain.append(fail) if step == 1 and session.recorder else None
+        return lambda step: session.recorder.drain_callbacks.append(fail) if step == 1 and session.recorder else None
     elif name == "asleep":
         Drain._turn = lambda self: None  # type: ignore[method-assign]
     elif name == "removed":

@@ -52,7 +52,7 @@ class Copy:
 class Tables:
     lookups = 0
 
-    def number(self, table: str, values: tuple[Any, ...], row: Callable[[], dict[str, Any]]) -> int:
+    def row_id(self, table: str, values: tuple[Any, ...], row: Callable[[], dict[str, Any]]) -> int:
         self.row = row()
         return 1
 

@@ -88,7 +88,7 @@ def test_a_call_that_is_lost_after_its_end_is_recorded_once(tmp_path: Path, new_
     processes.wait_for(lambda: recorder.slots.taken == 2)
     still_pending = recorder.returned(pending, 103, observable=True)
     for slot in (ended, not_observable, pending, running, -1):
-        recorder.lost(slot, 999)
+        recorder.set_unobservable(slot, 999)
     assert still_pending is not None
     recorder.ended(still_pending, 203, 303, Clock.WAIT)  # too late
     recorder.close("stop")
@@ -309,7 +309,7 @@ def test_hook_errors_are_counted_and_the_first_is_kept(tmp_path: Path, new_recor
         try:
             raise error
         except Exception:
-            recorder.fault()
+            recorder.count_fault()
     recorder.close("stop")
     stats = processes.read_one(tmp_path).stats
     assert stats["hook_errors"] == 3
@@ -323,7 +323,7 @@ def test_errors_of_callbacks_do_not_keep_records_from_the_disk(tmp_path: Path) -
     recorder = processes.Recorder(
         processes.Settings(str(tmp_path)), processes.RankIdentity(0, 1), blind_spots=[], calibrate=fail
     )
-    recorder.each_drain.append(fail)  # type: ignore[arg-type]
+    recorder.drain_callbacks.append(fail)  # type: ignore[arg-type]
     processes.call(recorder, 1)
     recorder.close("stop")
     left = processes.read_one(tmp_path)

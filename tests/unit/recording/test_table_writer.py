@@ -26,7 +26,7 @@ def rows(tables: TableWriter) -> list[dict[str, Any]]:
 def test_rows_are_numbered_from_one_in_each_table(memory: Ring) -> None:
     tables = TableWriter(memory)
     assert [tables.new("groups", {"name": name}) for name in "ab"] == [1, 2]
-    assert tables.number("sites", "key", lambda: {"file": "f"}) == 1
+    assert tables.row_id("sites", "key", lambda: {"file": "f"}) == 1
     tables.add("clock", mono_ns=5)
     assert rows(tables) == [
         {"table": "groups", "id": 1, "name": "a"},
@@ -40,9 +40,9 @@ def test_the_same_key_is_the_same_row(memory: Ring) -> None:
     tables = TableWriter(memory)
     made: list[int] = []
     for key in ("a", "b", "a", ("a", 1), "b"):
-        tables.number("kinds", key, lambda: made.append(1) or {})  # type: ignore[func-returns-value]
+        tables.row_id("kinds", key, lambda: made.append(1) or {})  # type: ignore[func-returns-value]
     assert len(made) == len(tables.lines) == 3
-    assert tables.number("sites", "a", dict) == 1, "keys are of one table"
+    assert tables.row_id("sites", "a", dict) == 1, "keys are of one table"
 
 
 def test_a_copy_lies_beside_the_ring(memory: Ring) -> None:
@@ -67,7 +67,7 @@ def test_threads_get_one_number_for_one_key(memory: Ring) -> None:
 
     def add(own: list[int]) -> None:
         start.wait()
-        own.extend(tables.number("sites", key, dict) for key in range(300))
+        own.extend(tables.row_id("sites", key, dict) for key in range(300))
 
     threads = [threading.Thread(target=add, args=(own,)) for own in numbers]
     for thread in threads:
@@ -82,5 +82,5 @@ def test_threads_get_one_number_for_one_key(memory: Ring) -> None:
 def test_a_row_that_adds_rows(memory: Ring) -> None:
     """As a signal handler that communicates does, while a row is being made."""
     tables = TableWriter(memory)
-    assert tables.number("sites", "outer", lambda: {"inner": tables.number("sites", "inner", dict)}) == 2
+    assert tables.row_id("sites", "outer", lambda: {"inner": tables.row_id("sites", "inner", dict)}) == 2
     assert rows(tables) == [{"table": "sites", "id": 1}, {"table": "sites", "id": 2, "inner": 1}]
