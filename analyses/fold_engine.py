@@ -133,7 +133,7 @@ def _summary_partials(analyses: Mapping[str, Analysis], run: RecordedRun) -> dic
                 if analysis.reads_cells:
                     tables[name].append(analysis.partial(block))
         times = process.summary.table("times")
-        rows = {name: times[name] if name not in IDS else ids.of_run(name, times[name]) for name in TIMES.names or ()}
+        rows = {name: times[name] if name not in IDS else ids.run_ids(name, times[name]) for name in TIMES.names or ()}
         for name, analysis in analyses.items():
             if analysis.times_partial is not None:
                 tables[name].append(analysis.times_partial(HistogramBlock(rows, run.labels)))

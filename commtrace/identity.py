@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from commtrace.launchers import launched_number
+from commtrace.launchers import launcher_value
 
 # Variables that are copied to the log. An allow-list, because an environment may hold secrets.
 ENVIRONMENT = (
@@ -37,7 +37,7 @@ class RankIdentity:
 
 def rank_from_environment(environ: Mapping[str, str] = os.environ) -> RankIdentity:
     """Return the rank that the launcher set, for programs without a group of all ranks; rank 0 without a launcher."""
-    return RankIdentity(launched_number("rank", environ) or 0, launched_number("world_size", environ))
+    return RankIdentity(launcher_value("rank", environ) or 0, launcher_value("world_size", environ))
 
 
 def launcher_run_name(environ: Mapping[str, str] = os.environ) -> str:
@@ -102,7 +102,7 @@ def agree_on_run(rank_identity: RankIdentity) -> str:
     return _file_name("-".join(filter(None, (from_launcher, agreed, suffix))))
 
 
-def forked() -> None:
+def reset_after_fork() -> None:
     """Reset the count of recordings in a forked child."""
     global _recordings
     _recordings = 0

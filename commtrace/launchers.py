@@ -59,7 +59,7 @@ class LaunchedProcess(NamedTuple):
     local_rank: int
 
 
-def launched_number(
+def launcher_value(
     name: Literal["rank", "world_size", "local_rank"], environ: Mapping[str, str] = os.environ
 ) -> int | None:
     """Return this process's rank, the number of ranks, or its rank within the host; None if no launcher sets it."""
@@ -100,7 +100,7 @@ def find_process(environ: MutableMapping[str, str]) -> LaunchedProcess:
 def _translate(launcher: Launcher, environ: MutableMapping[str, str]) -> None:
     environ[TORCH.rank], environ[TORCH.world_size] = environ[launcher.rank], environ[launcher.world_size]
     # Under `srun --mpi=pmi2`, PMI sets the rank, and only Slurm sets the local rank.
-    known_local_rank = launched_number(
+    known_local_rank = launcher_value(
         "local_rank", {name: value for name, value in environ.items() if name != TORCH.local_rank}
     )
     environ[TORCH.local_rank] = environ[launcher.rank] if known_local_rank is None else str(known_local_rank)

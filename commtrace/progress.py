@@ -57,27 +57,27 @@ class Progress:
         """Whether the next activity begins a step."""
         return bool(self.cells[_FINISHED] and not self.cells[_BY_PROGRAM])
 
-    def activity(self) -> None:
+    def note_activity(self) -> None:
         """Note an event of a training step or an evaluation. Outside of both, it begins a step."""
         if self.between_steps and self.cells[_MARK] != Phase.EVALUATION:
             self.cells[_FINISHED] = 0
             self.cells[_STEP] += 1
 
-    def step_finished(self) -> None:
+    def finish_step(self) -> None:
         """Note that the optimizer has finished; the next activity begins a new step."""
         self.cells[_FINISHED] = 1
 
-    def step_begins(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step that the program marks. From now on only such marks begin steps."""
         self.cells[_BY_PROGRAM] = 1
         self.cells[_STEP] += 1
         self.micro_batch = -1
 
-    def unmarked(self) -> Phase:
+    def default_phase(self) -> Phase:
         """Return the phase of calls without a mark."""
         return Phase.INIT if self.step < 0 else Phase.OTHER
 
-    def within(self, phase: Phase) -> _Mark:
+    def marked(self, phase: Phase) -> _Mark:
         """Return a context manager that marks the calls in a `with` block with a phase."""
         return _Mark(self, phase, begins_step=False)
 
@@ -88,7 +88,7 @@ class Progress:
         def function(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             if not in_micro_batch:
                 self.micro_batch = -1
-            with self.within(phase):
+            with self.marked(phase):
                 return original(*args, **kwargs)
 
         return function
@@ -105,7 +105,7 @@ class Progress:
         self.cells[_MARK] = self.marks[-1] if self.marks else _UNMARKED
 
     def named_phase(self, name: str) -> _Mark:
-        """Return a context manager that marks a phase by name. Forward, backward and optimizer count as `activity`.
+        """Return a context manager that marks a phase by name. Forward, backward and optimizer count as activity.
 
         Raises CommtraceError for an unknown name.
         """
@@ -125,7 +125,7 @@ class _Mark:
 
     def __enter__(self) -> None:
         if self._begins_step:
-            self._progress.activity()
+            self._progress.note_activity()
         self._progress.mark(self._phase)
 
     def __exit__(self, *_: object) -> None:
@@ -138,7 +138,7 @@ progress = Progress()
 
 def step() -> None:
     """Mark the beginning of a training step. From the first call on, only these calls begin steps."""
-    progress.step_begins()
+    progress.begin_step()
 
 
 def phase(name: str) -> AbstractContextManager[None]:

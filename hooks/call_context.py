@@ -65,11 +65,13 @@ class CallContext:
         if phase < 0 or self._records_sites:
             site, seen = self.sites.find(depth + 1, deep=phase < 0)
         if phase < 0:
-            unmarked = int(progress.unmarked())
-            phase = _FORWARD if seen & call_site.FORWARD else _OPTIMIZER if seen & call_site.OPTIMIZER else unmarked
+            default_phase = int(progress.default_phase())
+            phase = (
+                _FORWARD if seen & call_site.FORWARD else _OPTIMIZER if seen & call_site.OPTIMIZER else default_phase
+            )
         if phase in (_FORWARD, _BACKWARD) and progress.between_steps:
             if phase == _BACKWARD or self._trains():
-                progress.activity()
+                progress.note_activity()
             else:
                 phase = _EVALUATION
         if not self._records_sites:

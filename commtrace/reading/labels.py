@@ -173,7 +173,7 @@ class ProcessIds:
             unknown = len(numbers[field]) + 1
             self._ids[field] = np.array(known, np.int64), np.array([*(ids[id_] for id_ in known), unknown], np.int64)
 
-    def of_run(self, field: str, ids: Array) -> Array:
+    def run_ids(self, field: str, ids: Array) -> Array:
         """Return the run's ids, int64, shape (n,), for those in the field "kind", "group" or "site" of records."""
         known, run_ids = self._ids[field]
         return np.asarray(run_ids[_positions(known, ids)])

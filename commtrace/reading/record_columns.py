@@ -39,7 +39,7 @@ class RecordColumns:
         rows = slice(self.filled, self.filled + len(records))
         _copy_fields(records, {name: self.columns[name][rows] for name in self.columns if name not in _PROCESS_COLUMNS})
         for name in IDS:
-            self.columns[name][rows] = process.of_run(name, self.columns[name][rows])
+            self.columns[name][rows] = process.run_ids(name, self.columns[name][rows])
         self.columns["process"][rows], self.columns["rank"][rows] = process.number, process.rank
         self.filled += len(records)
         return self

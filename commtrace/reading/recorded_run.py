@@ -241,7 +241,7 @@ class RecordedRun:
                     if steps is not None:
                         keep &= np.isin(records["step"], steps)
                     if ops is not None:
-                        kinds = ids.of_run("kind", records["kind"])
+                        kinds = ids.run_ids("kind", records["kind"])
                         keep &= np.isin(self.labels.text("op", kinds).astype(str), ops)
                     yield records if keep.all() else records[keep], ids
 

@@ -98,7 +98,7 @@ class Recorder:
             self.tables = TableWriter(self.ring)
             self.tables.add(
                 "process", format=FORMAT, version=VERSION, run=run, rank=rank_identity.rank,
-                world_size=rank_identity.world_size, local_rank=launchers.launched_number("local_rank"), host=host,
+                world_size=rank_identity.world_size, local_rank=launchers.launcher_value("local_rank"), host=host,
                 pid=self.pid, boot_id=identity.boot_id(), cores=identity.cores(), recorder=self.slots.recorder,
                 versions=identity.versions(), environment=identity.environment(),
                 launcher=identity.launcher_run_name(), settings=settings.as_dict(), **identity.clock_readings(),

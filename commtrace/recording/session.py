@@ -102,7 +102,7 @@ class Session:
             from commtrace import identity
 
             recorder.forked()
-            identity.forked()
+            identity.reset_after_fork()
 
 
 session = Session()

@@ -8,7 +8,7 @@ from typing import IO, Any
 import torch
 
 from commtrace.commands.option_types import non_negative_integer, positive_integer
-from commtrace.launchers import launched_number
+from commtrace.launchers import launcher_value
 
 from .errors import TransportError
 from .mpi_transport import MpiTransport
@@ -74,7 +74,7 @@ def choose_device(name: str | None, rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise TransportError("--device cuda: torch finds no CUDA device here")
-    launched = launched_number("local_rank")
+    launched = launcher_value("local_rank")
     device = torch.device("cuda", (rank if launched is None else launched) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

@@ -76,7 +76,7 @@ uninstall = _patches.undo
 
 @around
 def _init(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
-    with progress.within(Phase.INIT), torch_training.steps.suspended():
+    with progress.marked(Phase.INIT), torch_training.steps.suspended():
         original(self, *args, **kwargs)
     # PipelineEngine.__init__ calls DeepSpeedEngine.__init__ first, when the stages are not known yet.
     if "PipelineEngine" in original.__qualname__ or not isinstance(self, PipelineEngine):
@@ -92,10 +92,10 @@ def _init(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any
 def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
     evaluates = progress.between_steps and not (torch.is_grad_enabled() or self.module.training)
     if torch.is_grad_enabled():
-        progress.activity()
+        progress.note_activity()
         if not isinstance(self, PipelineEngine):
             progress.micro_batch = self.micro_steps % self.gradient_accumulation_steps()
-    with progress.within(Phase.EVALUATION if evaluates else Phase.FORWARD):
+    with progress.marked(Phase.EVALUATION if evaluates else Phase.FORWARD):
         result = original(self, *args, **kwargs)
     if not (torch.is_grad_enabled() or isinstance(self, PipelineEngine)):
         try:
@@ -107,19 +107,19 @@ def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
 
 @around
 def _model_step(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
-    progress.activity()
+    progress.note_activity()
     progress.micro_batch = -1
     try:
         return original(self, *args, **kwargs)
     finally:
-        progress.step_finished()
+        progress.finish_step()
         if progress.step == 0:
             _engines.write_now()  # the first step may have made groups (MoE)
 
 
 @around
 def _train_batch(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
-    progress.activity()
+    progress.note_activity()
     _buffers[self] = _Buffers()
     try:
         return original(self, *args, **kwargs)
@@ -159,7 +159,7 @@ def _traced_instruction(instruction: type, execute: Callable[..., Any]) -> Calla
         buffers = _buffers.get(self)  # None in an evaluation
         buffer = kwargs.get("buffer_id")
         progress.micro_batch = -1 if buffers is None or buffer is None else buffers.micro_batch(name, buffer)
-        with progress.within(phase):
+        with progress.marked(phase):
             return execute(self, *args, **kwargs)
 
     return traced

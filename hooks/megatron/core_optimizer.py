@@ -20,13 +20,13 @@ _patches = Patches()
 def _step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if torch_training.steps.engine_decides:  # within the step of an optimizer that consists of several
         return original(*args, **kwargs)
-    progress.activity()
+    progress.note_activity()
     progress.micro_batch = -1
     try:
-        with torch_training.steps.suspended(), progress.within(Phase.OPTIMIZER):
+        with torch_training.steps.suspended(), progress.marked(Phase.OPTIMIZER):
             return original(*args, **kwargs)
     finally:
-        progress.step_finished()
+        progress.finish_step()
 
 
 @_patches.installer

@@ -62,14 +62,14 @@ def _schedule(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any
     global _backward_numbers
     progress.micro_batch = -1
     if kwargs.get("forward_only"):
-        with progress.within(Phase.EVALUATION):
+        with progress.marked(Phase.EVALUATION):
             return original(*args, **kwargs)
     _note_model(kwargs)
-    progress.activity()
+    progress.note_activity()
     # The micro-batch of a backward pass in an interleaved schedule is not observed.
     _backward_numbers = itertools.repeat(-1) if "with_interleaving" in original.__name__ else itertools.count()
     overlaps_passes = getattr(getattr(_chunks(kwargs)[0], "config", None), "overlap_moe_expert_parallel_comm", False)
-    with contextlib.nullcontext() if overlaps_passes else progress.within(Phase.BACKWARD):
+    with contextlib.nullcontext() if overlaps_passes else progress.marked(Phase.BACKWARD):
         return original(*args, **kwargs)
 
 
@@ -88,7 +88,7 @@ def _in_micro_batch(number: int, phase: Phase, original: Callable[..., Any], arg
     if Phase.EVALUATION not in progress.marks:
         progress.micro_batch = number
     try:
-        with progress.within(phase):
+        with progress.marked(phase):
             return original(*args, **kwargs)
     finally:
         progress.micro_batch = -1
@@ -107,7 +107,7 @@ def _communicate(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     _batch = phases if both_directions else ()
     try:
         # Messages in both directions that are not sent as a batch cannot be distinguished.
-        with progress.within(Phase.OTHER if both_directions else phases[0]):
+        with progress.marked(Phase.OTHER if both_directions else phases[0]):
             return original(*args, **kwargs)
     finally:
         _batch = ()
@@ -134,7 +134,7 @@ class _MarkedOperations(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for operation, phase in zip(super().__iter__(), self._phases, strict=True):
-            with progress.within(phase):
+            with progress.marked(phase):
                 yield operation
 
 

@@ -18,7 +18,7 @@ _patches = Patches()
 
 @around
 def _train_step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    progress.activity()
+    progress.note_activity()
     return original(*args, **kwargs)
 
 

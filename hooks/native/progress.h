@@ -13,8 +13,8 @@ struct Progress {
 
   bool between_steps() const { return get(finished) && !get(by_program); }
 
-  // Same as Progress.activity in Python; the caller excludes evaluations.
-  void activity() {
+  // Same as Progress.note_activity in Python; the caller excludes evaluations.
+  void note_activity() {
     if (between_steps() && __atomic_exchange_n(&finished, 0, __ATOMIC_RELAXED))
       __atomic_fetch_add(&step, 1, __ATOMIC_RELAXED);
   }

@@ -148,12 +148,12 @@ static CallSite call_context(Recording& recording, Record& record) {
   CallSite seen;
   if (by_frames || recording.sites_wanted) seen = recording.callsites.find(by_frames, recording.sites_wanted);
   if (by_frames) {
-    const int unmarked = progress.get(progress.step) < 0 ? kInit : kOther;
-    phase = seen.seen & kForward ? kForwardPhase : seen.seen & kOptimizer ? kOptimizerPhase : unmarked;
+    const int default_phase = progress.get(progress.step) < 0 ? kInit : kOther;
+    phase = seen.seen & kForward ? kForwardPhase : seen.seen & kOptimizer ? kOptimizerPhase : default_phase;
   }
   if ((phase == kForwardPhase || phase == kBackwardPhase) && progress.between_steps()) {
     if (phase == kBackwardPhase || recording.trains())
-      progress.activity();
+      progress.note_activity();
     else
       phase = kEvaluation;
   }

@@ -48,7 +48,7 @@ class _Steps:
     def begin(self, optimizer: Optimizer, *_: Any) -> None:
         """Begin a step if none is under way. Called before `optimizer.step()`."""
         if not torch.compiler.is_compiling() and not self.engine_decides:
-            progress.activity()
+            progress.note_activity()
 
     def end(self, optimizer: Optimizer, *_: Any) -> None:
         """End the step. Called after `optimizer.step()`."""
@@ -57,7 +57,7 @@ class _Steps:
         if self._first is None or self._first() is None:
             self._first = weakref.ref(optimizer)
         if self._first() is optimizer:
-            progress.step_finished()
+            progress.finish_step()
 
 
 steps = _Steps()
@@ -79,7 +79,7 @@ uninstall = _patches.undo
 
 @around
 def _init_ddp(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
-    with progress.within(Phase.INIT):
+    with progress.marked(Phase.INIT):
         original(self, *args, **kwargs)
     _replicas.add(self)
 

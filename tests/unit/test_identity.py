@@ -34,7 +34,7 @@ def first_recording(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_launchers_say(environ: dict[str, str], rank: int, world: int | None, local: int | None) -> None:
     assert identity.rank_from_environment(environ) == RankIdentity(rank, world)
-    assert launchers.launched_number("local_rank", environ) == local
+    assert launchers.launcher_value("local_rank", environ) == local
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_without_a_store_a_launchers_own_name_will_do(monkeypatch: pytest.Monkey
     monkeypatch.setenv("SLURM_PROCID", "0")
     assert identity.agree_on_run(RankIdentity(0, 2)) == "slurm-7.0"
     assert identity.agree_on_run(RankIdentity(0, 2)) == "slurm-7.0-2", "a second recording is a second run"
-    identity.forked()
+    identity.reset_after_fork()
     assert identity.agree_on_run(RankIdentity(0, 2)) == "slurm-7.0"
 
 

@@ -11,33 +11,33 @@ from commtrace.schema import Phase
 
 def test_a_step_begins_with_the_first_activity_after_the_last_ones_end() -> None:
     progress = Progress()
-    assert (progress.step, progress.unmarked()) == (-1, Phase.INIT)
+    assert (progress.step, progress.default_phase()) == (-1, Phase.INIT)
     for step in range(3):
         assert progress.between_steps
         for _ in range(4):
-            progress.activity()
+            progress.note_activity()
             assert progress.step == step
             assert not progress.between_steps
-        progress.step_finished()
+        progress.finish_step()
         assert progress.step == step, "what comes between two steps belongs to the earlier one"
-    assert progress.unmarked() == Phase.OTHER
+    assert progress.default_phase() == Phase.OTHER
 
 
 def test_where_the_program_says_so_only_it_counts() -> None:
     progress = Progress()
-    progress.activity()
-    progress.step_finished()
+    progress.note_activity()
+    progress.finish_step()
     progress.micro_batch = 3
-    progress.step_begins()
+    progress.begin_step()
     assert (progress.step, progress.micro_batch) == (1, -1)
     for _ in range(5):
-        progress.activity()
-        progress.step_finished()
+        progress.note_activity()
+        progress.finish_step()
     assert progress.step == 1
-    progress.step_begins()
+    progress.begin_step()
     assert progress.step == 2
     progress.reset()
-    progress.activity()
+    progress.note_activity()
     assert progress.step == 0
 
 
@@ -48,7 +48,7 @@ def test_an_evaluation_begins_no_step_whatever_runs_within() -> None:
             with progress.named_phase(name):
                 assert progress.marks[-1] == progress.cells[2] == Phase.EVALUATION
         assert (progress.step, progress.between_steps) == (-1, True)
-    progress.activity()
+    progress.note_activity()
     with progress.named_phase("evaluation"):  # with a validation model, within a step
         pass
     assert (progress.step, progress.between_steps, progress.marks) == (0, False, [])
@@ -57,7 +57,7 @@ def test_an_evaluation_begins_no_step_whatever_runs_within() -> None:
 def test_phases_nest_and_end_with_an_exception() -> None:
     progress = Progress()
     with progress.named_phase("forward"):
-        with progress.within(Phase.INIT):
+        with progress.marked(Phase.INIT):
             assert progress.marks == [Phase.FORWARD, Phase.INIT]
         with pytest.raises(KeyError), progress.named_phase("optimizer"):
             raise KeyError
@@ -76,7 +76,7 @@ def test_a_phase_of_training_begins_a_step(name: str, step: int) -> None:
 
 def test_stopped_within_a_phase() -> None:
     progress = Progress()
-    with progress.named_phase("forward"), progress.within(Phase.INIT):
+    with progress.named_phase("forward"), progress.marked(Phase.INIT):
         progress.reset()
     assert progress.marks == []
 

@@ -14,19 +14,19 @@ from commtrace.schema import Phase
 
 TRAINING = """
 def communicate(what):
-    calls.append((what, progress.step, progress.marks[-1] if progress.marks else progress.unmarked()))
+    calls.append((what, progress.step, progress.marks[-1] if progress.marks else progress.default_phase()))
 
 def forward_step(model):
     communicate("broadcast_data")
     if not model.evaluates:
-        progress.activity()
-    with progress.within(Phase.FORWARD):
+        progress.note_activity()
+    with progress.marked(Phase.FORWARD):
         communicate("engine")
     communicate("cross_entropy")
 
 def train_step(model):
     forward_step(model)
-    progress.step_finished()
+    progress.finish_step()
     communicate("reduce_losses")
 
 def evaluate(model):

@@ -97,7 +97,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     calls: list[tuple[Any, ...]] = []
 
     def communicate(what: str) -> None:
-        phase = progress.marks[-1] if progress.marks else progress.unmarked()
+        phase = progress.marks[-1] if progress.marks else progress.default_phase()
         calls.append((what, progress.step, phase, progress.micro_batch))
 
     def batch_isend_irecv(p2p_op_list: list[str]) -> None:
