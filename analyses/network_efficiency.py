@@ -166,7 +166,7 @@ def _row(network: Network, row: Any) -> dict[str, object]:
         "measured_ns": measured,
         "expected_ns": total,
         "latency_ns": None if expected is None else round(expected.latency_us * 1e3),
-        "how": None if expected is None else expected.how,
+        "how": None if expected is None else expected.source,
         "efficiency": total / measured if total and measured else None,
         "why_not": _why_not(row.op, row.ranks, row.hosts, measured is None, expected is None),
     }

@@ -170,7 +170,7 @@ def run_rank(plan: BenchPlan, *, bound: bool = False) -> int:
                 if group is not None:
                     rows += _measure_sizes(group, op, len({hosts[rank] for rank in ranks}), plan, library.abort)
                 library.wait()  # ranks outside the group wait for one operation at a time
-        results = BenchResults.of(plan, hosts, library.versions(), rows)
+        results = BenchResults.from_measurement(plan, hosts, library.versions(), rows)
         # The results are complete on rank 0 only, which is in every group.
         if library.rank == 0:
             write_results(results, Path(plan.out), force=plan.force)

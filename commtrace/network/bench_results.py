@@ -66,7 +66,7 @@ class BenchResults:
     rows: tuple[BenchRow, ...]
 
     @staticmethod
-    def of(
+    def from_measurement(
         plan: BenchPlan, hosts: Sequence[str], library_versions: Mapping[str, str], rows: Sequence[BenchRow]
     ) -> BenchResults:
         """Return results that this process, rank 0, has just measured; `hosts` has the host of each rank."""

@@ -50,7 +50,7 @@ MESSAGES: Final = ("send", "recv", "sendrecv")
 class ExpectedTime(Cost):
     """Expected microseconds of a call: latency, the part that depends on the size, and the source (`FITTED` ...)."""
 
-    how: str
+    source: str
 
 
 class Network(Protocol):
@@ -89,10 +89,10 @@ def open_network(name: str) -> Network:
     """
     path = Path(name)
     if not path.exists():
-        if name not in shipped_networks():
+        if name not in builtin_networks():
             raise NetworkError(
                 f"{name}: no such file, and no built-in description of this name (choose from "
-                f"{', '.join(shipped_networks())}); commtrace bench writes such a file"
+                f"{', '.join(builtin_networks())}); commtrace bench writes such a file"
             )
         path = _DESCRIPTIONS / f"{name}.json"
     document = read_json_object(path)
@@ -103,7 +103,7 @@ def open_network(name: str) -> Network:
     raise NetworkError(f"{name}: neither a file of commtrace bench ({FORMAT!r}) nor a description ({DESCRIPTION!r})")
 
 
-def shipped_networks() -> list[str]:
+def builtin_networks() -> list[str]:
     """Return the names of the built-in descriptions."""
     return sorted(path.stem for path in _DESCRIPTIONS.glob("*.json"))
 

@@ -48,7 +48,7 @@ def _time(job: Forecast, prediction: Prediction, network: Network, calls: Iterab
             continue
         latency += expected.latency_us * call.calls
         bandwidth += expected.bandwidth_us * call.calls
-        sources.append(expected.how)
+        sources.append(expected.source)
     times = (latency, bandwidth, latency + bandwidth) if sources else (None, None, None)
     counts = {"calls": count, "calls_without_time": without_time}
     return {**counts, **dict(zip(_TIMES, times, strict=True)), "how": weakest_source(sources)}

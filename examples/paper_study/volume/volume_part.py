@@ -9,7 +9,7 @@ from typing import Final
 import pandas as pd
 
 from commtrace.errors import CommtraceError
-from commtrace.network.networks import open_network, shipped_networks
+from commtrace.network.networks import builtin_networks, open_network
 from examples.paper_study.parts import Experiment, Options, Section
 
 from . import volume_claims as claims
@@ -284,7 +284,7 @@ def _all_points(results: Results) -> Iterator[Section]:
 
 def _networks(results: Results) -> Iterator[Section]:
     """Yield the sections of predicted communication times, for the largest runs if there are any beyond a node."""
-    names = shipped_networks() if results.options.network is None else [results.options.network]
+    names = builtin_networks() if results.options.network is None else [results.options.network]
     scaled = results.plan.scaled
     runs = results.of([*scaled, *results.plan.combined] if scaled else [*results.plan.node, *results.plan.divided])
     largest = max((recorded.run.world for recorded in runs), default=0)

@@ -356,7 +356,7 @@ def _predicted_time(network: Network, row: Any) -> dict[str, object]:
     if expected is not None:
         latency, bandwidth = expected.latency_us * calls, expected.bandwidth_us * calls
         times = {
-            "latency_us": latency, "bandwidth_us": bandwidth, "time_us": latency + bandwidth, "how": expected.how
+            "latency_us": latency, "bandwidth_us": bandwidth, "time_us": latency + bandwidth, "how": expected.source
         }  # fmt: skip
     without = calls if expected is None else 0
     return {"rank": int(row.rank), "op": str(row.op), "calls": calls, "calls_without_time": without, **times}

@@ -18,9 +18,9 @@ from commtrace.network.networks import (
     DescribedNetwork,
     MeasuredNetwork,
     Network,
+    builtin_networks,
     hosts_of_group,
     open_network,
-    shipped_networks,
 )
 from commtrace.network.operations import COLLECTIVES
 from commtrace.volume import busbw_factor
@@ -39,7 +39,7 @@ def test_what_was_measured_comes_back() -> None:
     network = MeasuredNetwork("it", results([*ideal("all_reduce", 4), *ideal("send_recv", 2, gb_per_s=2.0)]))
     found = network.expected("all_reduce", 1 << 20, 4, 1)
     assert found is not None
-    assert found.how == "fitted"
+    assert found.source == "fitted"
     assert found.latency_us == pytest.approx(10.0)
     assert found.bandwidth_us == pytest.approx(1.5 * (1 << 20) / 1e3)
     for op in ("send", "recv", "sendrecv"):  # whatever group a message is sent in
@@ -51,7 +51,7 @@ def test_what_was_measured_comes_back() -> None:
 def test_nothing_leaves_a_group_of_one() -> None:
     found = MeasuredNetwork("it", results(ideal("all_reduce", 4))).expected("all_reduce", 1 << 20, 1, 1)
     assert found is not None
-    assert (found.total_us, found.how) == (0.0, "local")
+    assert (found.total_us, found.source) == (0.0, "local")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_other_groups_follow_the_algorithm_that_was_seen(alpha: Any, latency: fl
     measured = results([*ideal("all_gather", 2, alpha=alpha), *ideal("all_gather", 8, alpha=alpha)])
     found = MeasuredNetwork("it", measured).expected("all_gather", 1 << 20, 16, 1)
     assert found is not None
-    assert found.how == "extrapolated"
+    assert found.source == "extrapolated"
     assert found.latency_us == pytest.approx(latency)
     assert found.bandwidth_us == pytest.approx(15 / 16 * (1 << 20) / 1e3)  # the bus bandwidth stays
 
@@ -71,13 +71,13 @@ def test_of_one_group_the_ring_is_taken() -> None:
     found = MeasuredNetwork("it", results(ideal("all_reduce", 2))).expected("all_reduce", 0, 9, 1)
     assert found is not None
     assert found.latency_us == pytest.approx(80.0)
-    assert found.how == "extrapolated"
+    assert found.source == "extrapolated"
 
 
 def test_sizes_beyond_those_measured_are_extrapolated() -> None:
     found = MeasuredNetwork("it", results(ideal("all_reduce", 2))).expected("all_reduce", 1 << 30, 2, 1)
     assert found is not None
-    assert found.how == "extrapolated"
+    assert found.source == "extrapolated"
     assert found.total_us == pytest.approx(10.0 + (1 << 30) / 1e3)
 
 
@@ -175,8 +175,8 @@ def save(folder: Path, document: Any) -> str:
 
 
 def test_shipped_descriptions_have_a_source_for_each_figure() -> None:
-    assert shipped_networks() == ["ndr-infiniband", "slingshot-11"]
-    for name in shipped_networks():
+    assert builtin_networks() == ["ndr-infiniband", "slingshot-11"]
+    for name in builtin_networks():
         network = open_network(name)
         assert isinstance(network, DescribedNetwork)
         assert network.name == name
@@ -191,7 +191,7 @@ def test_an_own_description(tmp_path: Path) -> None:
     network = open_network(save(tmp_path, MINE))
     found = network.expected("send", 125_000, 2, 2)
     assert found is not None
-    assert (found.latency_us, found.bandwidth_us, found.how) == (5.0, 10.0, "described")
+    assert (found.latency_us, found.bandwidth_us, found.source) == (5.0, 10.0, "described")
 
 
 @pytest.mark.parametrize(
