@@ -54,7 +54,7 @@ def text_table(
     The ellipsis replaces text that was cut. None: "…", or "..." if stdout accepts only ASCII.
     """
     if ellipsis is None:
-        ellipsis = "…" if stdout_takes_unicode() else "..."
+        ellipsis = "…" if stdout_accepts_unicode() else "..."
     widest = [max(map(len, [column.head, *(row[index] for row in rows)])) for index, column in enumerate(columns)]
     shown = list(range(len(columns)))
 
@@ -114,7 +114,7 @@ def terminal_width() -> int:
     return max(MIN_WIDTH, shutil.get_terminal_size((80, 24)).columns)
 
 
-def stdout_takes_unicode() -> bool:
+def stdout_accepts_unicode() -> bool:
     """Return whether stdout accepts more than ASCII."""
     return (sys.stdout.encoding or "ascii").lower().replace("-", "").startswith("utf")
 

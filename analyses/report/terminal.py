@@ -15,7 +15,7 @@ from commtrace.analyses.table_specs import TABLES
 from commtrace.analyses.table_specs.alike_ranks import ALIKE, reduce_ranks
 from commtrace.formatting import format_bytes, format_plural
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.text_tables import left_column, paragraph, stdout_takes_unicode
+from commtrace.text_tables import left_column, paragraph, stdout_accepts_unicode
 
 from . import NOT_SHOWN, SECTIONS
 from .expected_text import network_title, render_network, render_theory
@@ -170,7 +170,7 @@ def _call_sites(report: _Report) -> Iterator[RenderableType]:
 
 def _sizes(report: _Report) -> Iterator[RenderableType]:
     bins = report.tables["message_size_bins"]
-    bar_character = "█" if stdout_takes_unicode() else "#"
+    bar_character = "█" if stdout_accepts_unicode() else "#"
     bars = [bar_character * max(1, round(_BAR_WIDTH * calls / bins["calls"].max())) for calls in bins["calls"]]
     yield heading("Message sizes, by the payload of a call")
     yield spec_table("message_size_bins", bins, report.width, extra_columns=[(left_column(""), bars)])

@@ -18,8 +18,8 @@ from commtrace.theory.configs.gpt_neox.field_types import (
     OptionalCount,
     SettingError,
     choice,
-    number_or_fix,
-    or_fix,
+    number_with_fix,
+    with_fix,
 )
 from commtrace.theory.configs.gpt_neox.setting_checks import FIXED_SETTINGS, block
 from commtrace.theory.configs.gpt_neox.yaml_files import Setting
@@ -41,10 +41,10 @@ def _optimizer_parameter(name: str) -> AliasPath:
     return AliasPath("optimizer", "params", name)
 
 
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), number_or_fix("give a number from 0 to 1")]
-Betas = Annotated[tuple[Number, Number], BeforeValidator(_split_commas), or_fix("give 2 numbers, such as 0.9, 0.999")]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), number_with_fix("give a number from 0 to 1")]
+Betas = Annotated[tuple[Number, Number], BeforeValidator(_split_commas), with_fix("give 2 numbers, such as 0.9, 0.999")]
 Split = Annotated[
-    tuple[Number, Number, Number], BeforeValidator(_split_commas), or_fix("give 3 numbers, such as 969, 30, 1")
+    tuple[Number, Number, Number], BeforeValidator(_split_commas), with_fix("give 3 numbers, such as 969, 30, 1")
 ]
 
 
@@ -53,7 +53,7 @@ class TrainingConfig(neox.NeoxConfig):
 
     max_position_embeddings: OptionalCount = None
     rotary_pct: Share = 1.0
-    rotary_emb_base: Annotated[float, Field(ge=1, allow_inf_nan=False), number_or_fix("give a number, 1 or more")] = (
+    rotary_emb_base: Annotated[float, Field(ge=1, allow_inf_nan=False), number_with_fix("give a number, 1 or more")] = (
         10000.0
     )
     layernorm_epsilon: Number = 1e-5

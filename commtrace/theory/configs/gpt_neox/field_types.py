@@ -36,7 +36,7 @@ def refuse_settings(*wrong: tuple[object, str, str]) -> None:
             raise SettingError(key, fix)
 
 
-def or_fix(fix: str, *, is_number: bool = False) -> WrapValidator:
+def with_fix(fix: str, *, is_number: bool = False) -> WrapValidator:
     """Replace pydantic's message about a wrong value with the fix. A number may be text ("1e-8"), but not a boolean."""
 
     def validate(value: Any, handler: Handler) -> Any:
@@ -50,7 +50,7 @@ def or_fix(fix: str, *, is_number: bool = False) -> WrapValidator:
     return WrapValidator(validate)
 
 
-number_or_fix: Final = partial(or_fix, is_number=True)
+number_with_fix: Final = partial(with_fix, is_number=True)
 
 
 def choice(allowed: Mapping[str, str]) -> BeforeValidator:
@@ -65,14 +65,14 @@ def choice(allowed: Mapping[str, str]) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
-Flag = Annotated[bool, Field(strict=True), or_fix("give true or false")]
-Count = Annotated[int, Field(ge=1), number_or_fix("give a whole number, 1 or more")]
-OptionalCount = Annotated[int | None, Field(ge=1), number_or_fix("give a whole number, 1 or more")]
-CountOrZero = Annotated[int, Field(ge=0), number_or_fix("give a whole number, 0 or more")]
+Flag = Annotated[bool, Field(strict=True), with_fix("give true or false")]
+Count = Annotated[int, Field(ge=1), number_with_fix("give a whole number, 1 or more")]
+OptionalCount = Annotated[int | None, Field(ge=1), number_with_fix("give a whole number, 1 or more")]
+CountOrZero = Annotated[int, Field(ge=0), number_with_fix("give a whole number, 0 or more")]
 ParallelSize = Annotated[CountOrZero, AfterValidator(lambda size: max(size, 1))]
 """Ranks of a parallel dimension; GPT-NeoX takes 0 and 1 for a dimension that is not used."""
-Number = Annotated[float, Field(ge=0, allow_inf_nan=False), number_or_fix("give a number, 0 or more")]
-Dropout = Annotated[float, Field(ge=0, le=0.999, allow_inf_nan=False), number_or_fix("give a number from 0 to 0.999")]
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False), number_with_fix("give a number, 0 or more")]
+Dropout = Annotated[float, Field(ge=0, le=0.999, allow_inf_nan=False), number_with_fix("give a number from 0 to 0.999")]
 REQUIRED: Final[Any] = Field(None, validate_default=True)
 """Default of a required setting: it fails the field's validation, and the message has the fix."""
 
