@@ -60,7 +60,7 @@ class Member:
         self.offset, self.has_times = offset or 0, offset is not None
         self.removed = counters.pop("removed") > 0
         self.end = "exit" if tables.end is not None else "unknown" if not tables.salvage else "died"
-        if tables.end is None and process.seen_alive_ns > 0:
+        if tables.end is None and process.live_at_ns > 0:
             self.end = "runs"
         is_over = self.end in ("runs", "died") or end.get("reason") == "exit"
         lacks_steps = process.kept is None and (process.not_selected > 0 or process.summary is not None)
@@ -71,7 +71,7 @@ class Member:
         self.begins = np.sort(known[0])
         self.quiet_ns = max(int(column.max(initial=_NO_TIME)) for column in known)
         moments = [stats.get("mono_ns"), end.get("mono_ns"), *(row.get("mono_ns") for row in tables.clock)]
-        seen_ns = max(process.seen_alive_ns, *(integer_or_none(moment) or 0 for moment in moments))
+        seen_ns = max(process.live_at_ns, *(integer_or_none(moment) or 0 for moment in moments))
         self.alive_ns = max(seen_ns + self.offset, self.quiet_ns)
 
     def longest_pause(self, before: int) -> int:

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from commtrace.errors import LogError
-from commtrace.recording.recovery import copy_living_rings, record_keys, recover_records
+from commtrace.recording.recovery import copy_live_rings, record_keys, recover_records
 from commtrace.recording.ring import RingContent
 from commtrace.schema import RECORD
 
@@ -76,7 +76,7 @@ class LogDirectory:
         self.path = Path(os.path.abspath(path.expanduser()))
         # Rings are copied before files are read: a record that leaves a ring later is then in the files. They are
         # copied before recovery, too: it removes the rings of processes that end in between.
-        rings = copy_living_rings(self.path)
+        rings = copy_live_rings(self.path)
         texts = recover_records(self.path) if recover else ()
         self._live_rings = {tables: ring for tables, ring in rings.items() if ring.path.exists()}
         self.recovered = [Note("salvage", self.path, text, "") for text in texts]

@@ -133,7 +133,7 @@ def _pack_folder(
     for process in processes:
         if process.summary is not None:
             raise LogError(f"{process.path}: is a summary, which is small; pack only logs of COMMTRACE_MODE=events")
-        if process.seen_alive_ns:
+        if process.live_at_ns:
             raise LogError(f"{process.path}: process {process.pid} is recording; pack the log when it has ended")
     run_folder = out / _partition(newest)
     if (run_folder / PROCESSES).exists():  # a copy of the run is packed already

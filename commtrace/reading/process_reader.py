@@ -44,7 +44,7 @@ class Process:
     """Its tables file, which may be missing."""
     tables: ProcessTables
     segments: tuple[Segment, ...]
-    seen_alive_ns: int = 0
+    live_at_ns: int = 0
     """Monotonic time at which the memory of the live process was read; 0: it was not found running."""
     summary: SummaryTables | None = None
     """Its summary, with COMMTRACE_MODE=summary; segments have the calls that are not in it."""
@@ -225,7 +225,7 @@ def _read_process(
         tables.stats = {**(tables.stats or {}), **ring.counters}
     is_summary = files.is_summary or snapshot is not None
     return Process(
-        path, tables, tuple(segments), seen_alive_ns=0 if ring is None else ring.alive_ns,
+        path, tables, tuple(segments), live_at_ns=0 if ring is None else ring.alive_ns,
         summary=SummaryTables(folder, stem, snapshot) if is_summary else None, dumps=tuple(dumps.values()), kept=kept,
     )  # fmt: skip
 

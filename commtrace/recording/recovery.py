@@ -1,6 +1,6 @@
 """Recovery of records that killed processes left in shared memory.
 
-A ring whose lock is free belongs to no living process. Its records that are not on disk yet become a separate segment,
+A ring whose lock is free belongs to no live process. Its records that are not on disk yet become a separate segment,
 its tables are completed, then it is removed. Every step can be repeated: a recovery that is itself killed loses
 nothing, and does not count records twice.
 """
@@ -58,8 +58,8 @@ def recover_records(log_directory: Path, *, shm: str | None = None) -> list[str]
     return [note for note in notes if note]
 
 
-def copy_living_rings(log_directory: Path) -> dict[Path, RingContent]:
-    """Copy the rings of living processes of this host that belong to a log, without changing them.
+def copy_live_rings(log_directory: Path) -> dict[Path, RingContent]:
+    """Copy the rings of live processes of this host that belong to a log, without changing them.
 
     Returns:
         The copies by the path of each process's tables in the log.
@@ -67,7 +67,7 @@ def copy_living_rings(log_directory: Path) -> dict[Path, RingContent]:
     target = os.path.realpath(log_directory)
     copies: dict[Path, RingContent] = {}
     for path in ring.other_rings(os.environ.get("COMMTRACE_SHM") or DEFAULT_SHM):
-        if _belongs_to(ring.identity_of(path), target) and (copy := ring.copy_living(path)) is not None:
+        if _belongs_to(ring.identity_of(path), target) and (copy := ring.copy_live(path)) is not None:
             names = (str(copy.identity[name]) for name in ("run", "host"))
             folder = Path(os.path.realpath(copy.identity["directory"]), *names)
             copies[folder / f"{copy.identity['stem']}.jsonl"] = copy
@@ -75,7 +75,7 @@ def copy_living_rings(log_directory: Path) -> dict[Path, RingContent]:
 
 
 def _recover_ring(path: Path, target: str) -> str:
-    # Lock only rings of this log: a recovery of another log would take a locked ring for a living process's.
+    # Lock only rings of this log: a recovery of another log would take a locked ring for a live process's.
     if not _belongs_to(ring.identity_of(path), target):
         return ""
     try:

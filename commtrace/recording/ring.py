@@ -18,7 +18,7 @@ The two copies are written alternately, because the process may be killed in the
 are beside the ring, under the same name with `.jsonl`. A lock on the ring shows that its process is alive. It is a
 POSIX lock: forked children do not inherit it, and it is not tied to pids, which containers reuse. Such a lock does not
 exclude its own process, and is released as soon as that process closes any descriptor of the file: a process must never
-open its own ring again. The ring of a living process may be copied (`copy_living`), which takes no lock and writes
+open its own ring again. The ring of a live process may be copied (`copy_live`), which takes no lock and writes
 nothing.
 """
 
@@ -214,7 +214,7 @@ class RingContent(NamedTuple):
     identity: dict[str, Any]
     counters: dict[str, Any]
     records: Records
-    """Records that did not change while they were read. A living process was writing the others."""
+    """Records that did not change while they were read. A live process was writing the others."""
     tables: bytes
     """Its tables as JSON lines; the last line may be truncated."""
     kept: Records
@@ -244,7 +244,7 @@ def lock_dead(path: Path) -> Iterator[RingContent | None]:
         yield _read(path, fd) if _lock_if_dead(fd) and os.fstat(fd).st_nlink > 0 else None
 
 
-def copy_living(path: Path) -> RingContent | None:
+def copy_live(path: Path) -> RingContent | None:
     """Copy the ring of another process that is alive, without taking its lock and without writing.
 
     Returns:
