@@ -51,8 +51,8 @@ def compare(
     least: dict[CellKey, dict[int, int]] = defaultdict(dict)
     for call in expected:
         counts[call.role, call.op][call.payload, call.ranks or 0] += call.calls
-        if call.least is not None:
-            least[call.role, call.op][call.payload] = call.least
+        if call.min_payload is not None:
+            least[call.role, call.op][call.payload] = call.min_payload
     calls_of: dict[CellKey, list[EqualCalls]] = defaultdict(list)
     for calls in measured:
         calls_of[calls.role, calls.op].append(calls)

@@ -76,15 +76,15 @@ def _expected_rows(expected: Iterable[ExpectedCall]) -> Iterator[dict[str, objec
     for call in expected:
         by_key[call.role, call.op].append(call)
     for (role, op), calls in sorted(by_key.items()):
-        most = sum(call.calls if call.most is None else call.most for call in calls)
-        least = sum(call.bytes if call.least is None else call.least * call.calls for call in calls)
+        max_calls = sum(call.calls if call.max_calls is None else call.max_calls for call in calls)
+        min_bytes = sum(call.bytes if call.min_payload is None else call.min_payload * call.calls for call in calls)
         yield {
             "role": role,
             "op": op,
             "calls": sum(call.calls for call in calls),
-            "calls_max": most if any(call.most is not None for call in calls) else None,
+            "calls_max": max_calls if any(call.max_calls is not None for call in calls) else None,
             "payload_bytes": sum(call.bytes for call in calls),
-            "payload_bytes_min": least if any(call.least is not None for call in calls) else None,
+            "payload_bytes_min": min_bytes if any(call.min_payload is not None for call in calls) else None,
         }
 
 

@@ -21,20 +21,20 @@ class ExpectedCall:
         payload: Payload of each call in bytes, as nccl-tests counts it.
         cause: What the calls are for, in a few words.
         calls: Number of calls.
-        most: Maximum number of calls, if it depends on facts that no job row has; None: exactly `calls`.
+        max_calls: Maximum number of calls, if it depends on facts that no job row has; None: exactly `calls`.
         role: Parallel dimension of the group: "data", "tensor", "pipeline" ...; "self" for a group of one rank.
         ranks: Ranks of the group, if the role has groups of several sizes; None: `Prediction.ranks_of(role)`.
-        least: Minimum payload, if it depends on the data and `payload` is the maximum; None: `payload`.
+        min_payload: Minimum payload, if it depends on the data and `payload` is the maximum; None: `payload`.
     """
 
     op: str
     payload: int
     cause: str
     calls: int = 1
-    most: int | None = None
+    max_calls: int | None = None
     role: str = "data"
     ranks: int | None = None
-    least: int | None = None
+    min_payload: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -47,7 +47,8 @@ class ExpectedCall:
 
     def times(self, number: int) -> ExpectedCall:
         """Return the calls repeated `number` times."""
-        return replace(self, calls=self.calls * number, most=None if self.most is None else self.most * number)
+        max_calls = None if self.max_calls is None else self.max_calls * number
+        return replace(self, calls=self.calls * number, max_calls=max_calls)
 
 
 @dataclass(frozen=True)

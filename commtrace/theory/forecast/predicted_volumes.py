@@ -94,13 +94,13 @@ def volume_rows(job: Forecast) -> Iterator[dict[str, Any]]:
 
 
 def _volume(job: Forecast, prediction: Prediction, calls: Sequence[ExpectedCall]) -> dict[str, Any]:
-    has_bounds = any(call.most is not None for call in calls)
-    most = sum(call.calls if call.most is None else call.most for call in calls)
+    has_bounds = any(call.max_calls is not None for call in calls)
+    max_calls = sum(call.calls if call.max_calls is None else call.max_calls for call in calls)
     payload = sum(call.bytes for call in calls)
     wire = sum((total_wire_bytes([call], prediction.ranks_of(call.role)) for call in calls), Fraction(0))
     return {
         "calls": sum(call.calls for call in calls),
-        "calls_max": most if has_bounds else None,
+        "calls_max": max_calls if has_bounds else None,
         "payload_bytes": payload,
         "wire_bytes": number(wire),
         "all_ranks_payload_bytes": payload * job.ranks_per_prediction,

@@ -99,7 +99,7 @@ def exchanges(job: Job) -> list[ExpectedCall]:
     if job.model("moe_token_dropping"):
         return [ExpectedCall("all_to_all", capacity(job) * token_bytes, TOKENS, calls, role=ROLE)]
     least, most = token_bounds(job)
-    return [ExpectedCall("all_to_all", most * token_bytes, TOKENS, calls, role=ROLE, least=least * token_bytes)]
+    return [ExpectedCall("all_to_all", most * token_bytes, TOKENS, calls, role=ROLE, min_payload=least * token_bytes)]
 
 
 @rule("deepspeed.moe.sharded_moe.top1gating (all_reduce); deepspeed.moe.sharded_moe.top2gating (all_reduce)", DEEPSPEED)

@@ -74,7 +74,7 @@ def test_sizes_that_depend_on_the_data_are_within_their_bounds(name: str) -> Non
 
 
 def test_a_size_beyond_its_bounds_shows() -> None:
-    bounded = ExpectedCall("all_to_all", 100, "tokens", 2, role="expert", least=40)
+    bounded = ExpectedCall("all_to_all", 100, "tokens", 2, role="expert", min_payload=40)
 
     def calls(size: int, bytes_: int = 0) -> EqualCalls:
         count = 1 if size >= 0 else 2

@@ -142,7 +142,7 @@ def reductions(job: Job) -> list[ExpectedCall]:
     if not (int(job.fact("zero_stage")) == 1 and not job.zero("overlap_comm")) and calls:
         pieces = len(calls) if calls[0].op == "reduce" else len({job.parameters[number].expert for number in order})
         most = gradients.max_buckets_within_limit(sum(elements), limit, len(elements)) * pieces
-        calls[0] = ExpectedCall(calls[0].op, calls[0].payload, GRADIENTS, most=1 + max(0, most - len(calls)))
+        calls[0] = ExpectedCall(calls[0].op, calls[0].payload, GRADIENTS, max_calls=1 + max(0, most - len(calls)))
     return [call.times(reductions_per_step(job)) for call in calls]
 
 

@@ -89,9 +89,9 @@ def all_gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[E
 
     for numbers in (numbers for parameter_set in sets for numbers in grouped(parameter_set, call_key)):
         elements = sum(padded_elements(job, job.parameters[number]) for number in numbers)
-        most = None if cause == PERSISTENT else len(numbers)
+        max_calls = None if cause == PERSISTENT else len(numbers)
         payload = elements * job.parameters[numbers[0]].size
-        calls.append(ExpectedCall("all_gather", payload, cause, most=most, ranks=ranks))
+        calls.append(ExpectedCall("all_gather", payload, cause, max_calls=max_calls, ranks=ranks))
     return calls
 
 
@@ -112,7 +112,7 @@ def hpz_ranks(job: Job) -> int:
 def comparisons(recorded: CoordinatorCalls) -> list[ExpectedCall]:
     """Return rank 0's broadcasts of the lists (int64) that ranks compare. Modules that never run are not in them."""
     return [
-        ExpectedCall("broadcast", _INT64 * most, COMPARED, least=_INT64 * least if least < most else None)
+        ExpectedCall("broadcast", _INT64 * most, COMPARED, min_payload=_INT64 * least if least < most else None)
         for most, least in recorded.compared
     ]
 
@@ -128,12 +128,12 @@ def reductions(job: Job) -> list[ExpectedCall]:
     for bucket in gradients.buckets_within_limit(elements, limit):
         held = sum(elements[position] for position in bucket)
         if job.zero("contiguous_gradients") and held <= limit and not job.zero("reduce_scatter"):
-            calls.append(ExpectedCall("all_reduce", held * size, GRADIENTS, most=1))
+            calls.append(ExpectedCall("all_reduce", held * size, GRADIENTS, max_calls=1))
         else:
             padded = sum(padded_elements(job, order[position]) for position in bucket)
-            calls.append(ExpectedCall("reduce_scatter", padded * size, GRADIENTS, most=1))
+            calls.append(ExpectedCall("reduce_scatter", padded * size, GRADIENTS, max_calls=1))
     spare = gradients.max_buckets_within_limit(sum(elements), limit, len(elements)) - len(calls)
-    return [replace(call, most=1 + max(spare, 0)) if number == 0 else call for number, call in enumerate(calls)]
+    return [replace(call, max_calls=1 + max(spare, 0)) if number == 0 else call for number, call in enumerate(calls)]
 
 
 @rule("deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear",

@@ -123,8 +123,9 @@ def _all_reduces(tensors: Iterable[ModelTensor], limits: list[int], order_may_va
         buckets = buckets_reaching_limit(sizes, limits)
         max_buckets = max_buckets_reaching_limit(sum(sizes), limits) if order_may_vary else len(buckets)
         for number, bucket in enumerate(buckets):
-            max_calls = 1 + max(0, max_buckets - len(buckets)) if number == 0 else 1
-            calls.append(ExpectedCall("all_reduce", sum(bucket), GRADIENTS, most=max_calls if order_may_vary else None))
+            spare = max(0, max_buckets - len(buckets)) if number == 0 else 0
+            max_calls = 1 + spare if order_may_vary else None
+            calls.append(ExpectedCall("all_reduce", sum(bucket), GRADIENTS, max_calls=max_calls))
     return calls
 
 
