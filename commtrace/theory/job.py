@@ -210,7 +210,7 @@ class Job:
         return int(self.row.get("model", {}).get("context_parallel_size") or 1)
 
     @cached_property
-    def experts_over(self) -> int:
+    def expert_parallel_size(self) -> int:
         """Number of ranks that the experts are distributed over."""
         sizes = self.row.get("expert_parallel_sizes") or [1]
         refuse((len(sizes) > 1, "experts over groups of several sizes have no rules yet"))
@@ -218,7 +218,7 @@ class Job:
 
     def copies(self, tensor: ModelTensor) -> int:
         """Return the number of ranks that have a parameter and reduce its gradient."""
-        return self.ranks // self.experts_over if tensor.expert else self.ranks
+        return self.ranks // self.expert_parallel_size if tensor.expert else self.ranks
 
     @cached_property
     def root(self) -> ModuleNode:

@@ -164,7 +164,7 @@ def run(options: Namespace, process: LaunchedProcess) -> None:
             f"{config.origins.get('moe_min_capacity', 'no file')}: moe_min_capacity: {config.moe_min_capacity} is more "
             f"than the {tokens} tokens of a micro-batch; set it to 0, or give longer sequences or more of them"
         )
-    place = process.rank // config.ranks_of_a_sample % data_parallel
+    place = process.rank // config.ranks_per_sample % data_parallel
     data = RankData(load_samples(config, options.data), place, data_parallel, *batch_shape)
     say(process, *notices(config, options.engine), *changes)
 

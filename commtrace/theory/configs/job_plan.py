@@ -170,7 +170,7 @@ def _plan_model(
     if engine == "fsdp":
         arguments = {
             "model_parallel_size": 1,
-            "gradient_accumulation_steps": layout.accumulation,
+            "gradient_accumulation_steps": layout.gradient_accumulation_steps,
             "gradient_clipping": float(settings.get("gradient_clipping") or 0.0),
         }
         units = "every layer is a unit of fully_shard, and so is the model itself"

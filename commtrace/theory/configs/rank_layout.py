@@ -15,19 +15,19 @@ ELEMENT_TYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"
 class RankLayout:
     """Ranks by parallel dimension, and batch sizes of a step."""
 
-    world: int  # ranks of the job
-    data: int  # data-parallel ranks
-    micro_batch: int = 1  # sequences of one rank in a micro-batch
-    accumulation: int = 1  # micro-batches of a step
-    tensor: int = 1  # ranks that share a model
-    sequence: int = 1  # ranks that share sequences by DeepSpeed's Ulysses
-    context: int = 1  # ranks that share sequences in a ring; to DDP and DeepSpeed they are data-parallel
-    experts: int = 0  # ranks that have different experts; 0 without experts
+    world_size: int  # ranks of the job
+    data_parallel_size: int  # ranks that work on different samples
+    micro_batch_size: int = 1  # sequences of one rank in a micro-batch
+    gradient_accumulation_steps: int = 1  # micro-batches of a step
+    tensor_parallel_size: int = 1  # ranks that share a model
+    sequence_parallel_size: int = 1  # ranks that share sequences by DeepSpeed's Ulysses
+    context_parallel_size: int = 1  # ranks that share sequences in a ring; to DDP and DeepSpeed they are data-parallel
+    expert_parallel_size: int = 0  # ranks that have different experts; 0 without experts
 
     @property
     def reducing(self) -> int:
         """Ranks that reduce gradients together."""
-        return self.data * self.sequence * self.context
+        return self.data_parallel_size * self.sequence_parallel_size * self.context_parallel_size
 
 
 def complete_batch_sizes(

@@ -58,11 +58,11 @@ def fsdp_row(
     for number, parameter in enumerate(lists.parameters):
         layer = _LAYER.match(parameter["name"])
         units.setdefault(layer.group() if layer else "", []).append(number)
-    reduces = layout.accumulation == 1  # in the first micro-batch, in which the job is captured
+    reduces = layout.gradient_accumulation_steps == 1  # in the first micro-batch, in which the job is captured
     return {
         "source": "fsdp",
         "engine": "fully_shard",
-        "data_parallel_size": layout.data,
+        "data_parallel_size": layout.data_parallel_size,
         "reduce_grads": reduces,
         "all_reduce_grads": reduces,
         "reshard_after_backward": True,
@@ -74,7 +74,7 @@ def fsdp_row(
                 "dims": [0] * len(numbers),
                 "dtypes": [ELEMENT_TYPES[precision]] * len(numbers),
                 "reduce_dtype": reduce_dtype(precision, reduce_precision),
-                "shards": layout.data,
+                "shards": layout.data_parallel_size,
                 "copies": 1,
                 "reshard_after_forward": reshard_after_forward(name),
                 "unshard_in_backward": True,

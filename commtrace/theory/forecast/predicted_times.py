@@ -75,7 +75,7 @@ def num_hosts(job: Forecast, call: ExpectedCall, ranks: int, ranks_per_node: int
     """Return the number of hosts of a call's group; for a message, 2 if it leaves its host."""
     if call.role == "model":
         first_ranks = (stage * job.ranks_per_prediction for stage in range(len(job.predictions)))
-        group = {first + offset for first in first_ranks for offset in range(job.plan.layout.tensor)}
+        group = {first + offset for first in first_ranks for offset in range(job.plan.layout.tensor_parallel_size)}
         return len({rank // ranks_per_node for rank in group})
     members = 2 if call.op in _POINT_TO_POINT else ranks
     return hosts_of_group(members, _stride(job, call, members), ranks_per_node)
@@ -88,7 +88,7 @@ def _stride(job: Forecast, call: ExpectedCall, ranks: int) -> int:
         if call.op in _POINT_TO_POINT:
             return per_stage
         return per_stage * ((len(job.predictions) - 1) // max(ranks - 1, 1))  # first and last stage share weights
-    if call.role == "data" and (call.cause == COPIES or (layout.experts > 1 and call.ranks)):
+    if call.role == "data" and (call.cause == COPIES or (layout.expert_parallel_size > 1 and call.ranks)):
         return per_stage // ranks  # ranks with other shards or experts are between them
     # Ranks that share sequences reduce gradients together with the others.
-    return layout.tensor if call.role in ("data", "expert") else 1
+    return layout.tensor_parallel_size if call.role in ("data", "expert") else 1

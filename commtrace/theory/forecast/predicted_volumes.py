@@ -41,7 +41,7 @@ class Forecast:
     @property
     def ranks_per_prediction(self) -> int:
         """Number of ranks for which each of `predictions` holds."""
-        return self.plan.layout.world // len(self.predictions)
+        return self.plan.layout.world_size // len(self.predictions)
 
 
 def forecast(files: Sequence[str], world: int, options: PlanOptions = DEFAULT_OPTIONS) -> Forecast:
@@ -157,20 +157,20 @@ def json_document(job: Forecast) -> dict[str, Any]:
     pipeline = {"pipeline_stages": len(elements), "stage_parameters": elements} if job.has_stages else {}
     return {
         "scheme": job.prediction.scheme,
-        "world_size": layout.world,
-        "data_parallel_size": layout.data,
-        "tensor_parallel_size": layout.tensor,
+        "world_size": layout.world_size,
+        "data_parallel_size": layout.data_parallel_size,
+        "tensor_parallel_size": layout.tensor_parallel_size,
         **pipeline,
-        "sequence_parallel_size": layout.sequence,
-        "context_parallel_size": layout.context,
-        "micro_batch_size": layout.micro_batch,
-        "gradient_accumulation_steps": layout.accumulation,
+        "sequence_parallel_size": layout.sequence_parallel_size,
+        "context_parallel_size": layout.context_parallel_size,
+        "micro_batch_size": layout.micro_batch_size,
+        "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "parameters": sum(elements),
         "assumed": [*job.plan.assumed],
         "closed_form": {
             "label": form.label,
             "wire_bytes": number(form.bytes),
-            "all_ranks_wire_bytes": number(form.bytes * layout.world),
+            "all_ranks_wire_bytes": number(form.bytes * layout.world_size),
         },
         "waterfall": [*waterfall_rows(job)],
         "volumes": [*volume_rows(job)],

@@ -38,7 +38,7 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     if int(job.fact("zero_stage")) and not (job.zero("contiguous_gradients") and job.zero("reduce_scatter")):
         raise NotPredictedError("experts with reduce_scatter or contiguous_gradients off have no rules yet")
     own = (*exchanges(job), *capacities(job), *overflow_check(job), *expert_norms(job))
-    steps, ranks = job.micro_batches, job.experts_over
+    steps, ranks = job.micro_batches, job.expert_parallel_size
     hidden, chosen = int(job.model("hidden_size")), int(job.model("moe_top_k"))
     form = expert_layers(job) * expert_layer(micro_batch_tokens(job), hidden, chosen, ranks) * job.parameter_size
     exact = total_wire_bytes(own, ranks, TOKENS) / steps
@@ -50,8 +50,8 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     }
     bars = [*level_bars(form, levels), *cause_bars(own, ranks, TOKENS, prefix="experts: ")]
     closed_form = WaterfallBar("experts: 4 k T h (E-1)/E a layer", form)
-    scheme = f"{data.scheme}, {int(job.model('moe_num_experts'))} experts over {job.experts_over}"
-    return tensor.combine_predictions(job, data, own, closed_form, bars, scheme, {ROLE: job.experts_over, "self": 1})
+    scheme = f"{data.scheme}, {int(job.model('moe_num_experts'))} experts over {ranks}"
+    return tensor.combine_predictions(job, data, own, closed_form, bars, scheme, {ROLE: ranks, "self": 1})
 
 
 def micro_batch_tokens(job: Job) -> int:
@@ -92,7 +92,7 @@ def token_bounds(job: Job) -> tuple[int, int]:
 @rule("deepspeed.moe.sharded_moe.MOELayer.forward; deepspeed.moe.sharded_moe._AllToAll.backward", DEEPSPEED)
 def exchanges(job: Job) -> list[ExpectedCall]:
     """Return the all_to_alls of a step: dispatch and combine, forward and backward, of every expert's capacity."""
-    if job.experts_over == 1:
+    if job.expert_parallel_size == 1:
         return []
     token_bytes = int(job.model("moe_num_experts")) * int(job.model("hidden_size")) * job.parameter_size
     calls = (4 + 2 * recomputed_passes(job)) * expert_layers(job) * job.micro_batches
@@ -105,7 +105,7 @@ def exchanges(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.moe.sharded_moe.top1gating (all_reduce); deepspeed.moe.sharded_moe.top2gating (all_reduce)", DEEPSPEED)
 def capacities(job: Job) -> list[ExpectedCall]:
     """Return the all_reduces of the capacity without dropping: one int64 in each forward pass of a layer."""
-    if job.model("moe_token_dropping") or job.experts_over == 1:
+    if job.model("moe_token_dropping") or job.expert_parallel_size == 1:
         return []
     calls = (1 + recomputed_passes(job)) * expert_layers(job) * job.micro_batches
     return [ExpectedCall("all_reduce", element_size("int64"), CAPACITY, calls, role=ROLE)]
@@ -116,7 +116,7 @@ def overflow_check(job: Job) -> list[ExpectedCall]:
     """Return the all_reduce of the overflow check without ZeRO: one byte, in 16-bit precision only."""
     if int(job.fact("zero_stage")) or job.fact("precision") == "fp32":
         return []
-    return [ExpectedCall("all_reduce", 1, OVERFLOW, role=ROLE).among(job.experts_over)]
+    return [ExpectedCall("all_reduce", 1, OVERFLOW, role=ROLE).among(job.expert_parallel_size)]
 
 
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._average_expert_grad_norms", DEEPSPEED)

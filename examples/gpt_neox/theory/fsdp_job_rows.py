@@ -18,9 +18,10 @@ def fsdp_rows(config: TrainingConfig, layout: RankLayout) -> list[dict[str, Any]
     check_fsdp(config)
     sizes = (config.num_layers, config.hidden_size, config.padded_vocab_size, not config.no_weight_tying)
     model = gpt_neox_model(ModelShape(*sizes))  # fully_shard and DTensors begin with the whole model
-    plan = tensor_plan(model, sequence_parallel=config.fsdp.sequence_parallel) if layout.tensor > 1 else []
-    tensor = {"tensor_parallel_size": layout.tensor, "tensor_plan": plan} if plan else {}
-    if layout.data == 1 and plan:  # no ranks are left for fully_shard
+    tensor_ranks = layout.tensor_parallel_size
+    plan = tensor_plan(model, sequence_parallel=config.fsdp.sequence_parallel) if tensor_ranks > 1 else []
+    tensor = {"tensor_parallel_size": tensor_ranks, "tensor_plan": plan} if plan else {}
+    if layout.data_parallel_size == 1 and plan:  # no ranks are left for fully_shard
         return [{**_dtensor_row(model, config.precision), **tensor}]
     return [{**_sharded_row(model, config, layout, plan), **tensor}]
 
@@ -43,14 +44,16 @@ def _dtensor_row(model: ModuleSpec, precision: str) -> dict[str, Any]:
 def _sharded_row(
     model: ModuleSpec, config: TrainingConfig, layout: RankLayout, plan: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    settings, shards = config.fsdp, config.fsdp.shards(layout.data)
+    settings, shards = config.fsdp, config.fsdp.shards(layout.data_parallel_size)
     row = fsdp_row(model, config.precision, layout, "fp32" if config.fp32_allreduce else None)
     for unit in row["units"]:
-        unit["shapes"] = [local_shape(row["parameters"][number], plan, layout.tensor) for number in unit["parameters"]]
-        unit |= {"shards": shards, "copies": layout.data // shards}
+        parameters = [row["parameters"][number] for number in unit["parameters"]]
+        unit["shapes"] = [local_shape(parameter, plan, layout.tensor_parallel_size) for parameter in parameters]
+        unit |= {"shards": shards, "copies": layout.data_parallel_size // shards}
         if settings.reshard_after_forward is not None:
             unit["reshard_after_forward"] = settings.reshard_after_forward
-    is_last = layout.accumulation == 1  # whether the first micro-batch, in which the job is captured, is the last one
+    # Whether the first micro-batch, in which the job is captured, is the last one.
+    is_last = layout.gradient_accumulation_steps == 1
     reduces = is_last or settings.sync_every_micro_batch
     return {
         **row,

@@ -187,14 +187,14 @@ class NeoxConfig(BaseModel):
     def parallel_sizes(self) -> dict[str, int]:
         """Numbers of tensor-, sequence-, context- and expert-parallel ranks, by field of `RankLayout`."""
         return {
-            "tensor": self.model_parallel_size,
-            "sequence": self.sequence_parallel_size,
-            "context": self.context_parallel_size,
-            "experts": self.moe_expert_parallel_size if self.moe_num_experts > 1 else 0,
+            "tensor_parallel_size": self.model_parallel_size,
+            "sequence_parallel_size": self.sequence_parallel_size,
+            "context_parallel_size": self.context_parallel_size,
+            "expert_parallel_size": self.moe_expert_parallel_size if self.moe_num_experts > 1 else 0,
         }
 
     @property
-    def ranks_of_a_sample(self) -> int:
+    def ranks_per_sample(self) -> int:
         """Number of ranks that work on the same samples, because they share the model or sequences."""
         return prod(getattr(self, key) for key in _SHARING_KEYS)
 
@@ -214,7 +214,7 @@ class NeoxConfig(BaseModel):
                     f"{self.origins.get(setting.partition(':')[0], 'no file')}: {setting} does not divide the "
                     f"{world_size} ranks of this job; change it, or the number of ranks"
                 )
-        return world_size // (self.stages * self.ranks_of_a_sample)
+        return world_size // (self.stages * self.ranks_per_sample)
 
     def batch_shape(self, data_parallel: int) -> tuple[int, int]:
         """Return `complete_batch_sizes` for a number of data-parallel ranks."""

@@ -51,14 +51,15 @@ def plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> Job
     check_engine(config, engine)
     data = config.data_parallel(world)
     layout = RankLayout(world, data, *config.batch_shape(data), **config.parallel_sizes)
-    arguments = vars(neox_args(config, layout.micro_batch, layout.accumulation))
+    arguments = vars(neox_args(config, layout.micro_batch_size, layout.gradient_accumulation_steps))
     rows = tuple({**row, "model": arguments} for row in make_rows(config, layout))
     return JobPlan(rows, layout, _assumed(config))
 
 
 def model_shape(config: NeoxConfig, layout: RankLayout) -> ModelShape:
     """Return the shape of a rank's part of the model."""
-    return neox_shape(vars(neox_args(config, layout.micro_batch, layout.accumulation)), layout.tensor)
+    arguments = vars(neox_args(config, layout.micro_batch_size, layout.gradient_accumulation_steps))
+    return neox_shape(arguments, layout.tensor_parallel_size)
 
 
 def plain_or_staged_rows(
@@ -69,7 +70,7 @@ def plain_or_staged_rows(
     The optimizer has `groups` parameter groups, and the model is made in the element type `initial_type`.
     """
     shape = model_shape(config, layout)
-    settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
+    settings = deepspeed_config(config, layout.micro_batch_size, layout.gradient_accumulation_steps, verbose=False)
     if config.pipe_parallel_size < staged_from:
         return [deepspeed_row(gpt_neox_model(shape), settings, layout, groups=groups)]
     interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
@@ -80,7 +81,7 @@ def plain_or_staged_rows(
 def _program_rows(config: ProgramConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
     groups = 2 if config.weight_decay else 1
     if config.zero_stage == 3:
-        settings = deepspeed_config(config, layout.micro_batch, layout.accumulation, verbose=False)
+        settings = deepspeed_config(config, layout.micro_batch_size, layout.gradient_accumulation_steps, verbose=False)
         model = sequential_model(config, model_shape(config, layout))
         row = deepspeed_row(model, settings, layout, groups=groups)
         return [{**row, "partitioned_by_engine": [*range(len(row["parameters"]))]}]
@@ -93,7 +94,7 @@ def _ddp_rows(config: NeoxConfig, layout: RankLayout) -> Sequence[dict[str, Any]
 
 
 def _fsdp_rows(config: NeoxConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
-    if "fsdp" in config.origins or config.ranks_of_a_sample > 1:
+    if "fsdp" in config.origins or config.ranks_per_sample > 1:
         raise ConfigError(
             "GPT-NeoX has no FSDP: it is predicted with PyTorch's defaults and without other parallel dimensions; "
             "leave out the block fsdp, and model_, sequence_ and context_parallel_size"
