@@ -36,7 +36,7 @@ def register_autograd(graph_task: Callable[[], int], is_grad_enabled: Callable[[
     _graph_task, _is_grad_enabled = graph_task, is_grad_enabled
 
 
-def backward() -> Callable[[], int] | None:
+def backward_query() -> Callable[[], int] | None:
     """Return the function that returns the running backward pass; None if none is registered."""
     return None if _graph_task is _no_task else _graph_task
 
@@ -85,5 +85,5 @@ class CallContext:
 
     def _site_of_backward(self, task: int) -> int:
         if self._last_backward[0] != task:
-            self._last_backward = task, self.sites.of_backward()
+            self._last_backward = task, self.sites.find_backward_site()
         return self._last_backward[1]

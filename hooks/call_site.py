@@ -163,7 +163,7 @@ class CallSites:
             frame = frame.f_back
         return getattr(getattr(module, "module", module), "training", False) is True
 
-    def of_backward(self) -> int:
+    def find_backward_site(self) -> int:
         """Return the call site of a call on an autograd thread, which has no Python frame.
 
         It is the line of the thread that waits for autograd.

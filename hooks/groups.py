@@ -69,7 +69,7 @@ class Groups(Generic[_Group]):
         self._created: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._lock = threading.RLock()  # threads may use a new group at the same time
 
-    def of(self, members: Any) -> _Group:
+    def get(self, members: Any) -> _Group:
         """Return the group of a library's object. A new group is added to the table."""
         group = self._known.get(id(members))
         if group is not None and group.ref() is members:
@@ -97,5 +97,5 @@ class Groups(Generic[_Group]):
         The table is "roles", or "message_roles" if point-to-point messages have a different
         dimension than the group.
         """
-        number = self.of(members).number
+        number = self.get(members).number
         self._tables.row_id(table, (number, role), lambda: {"group": number, "role": role, "source": source})

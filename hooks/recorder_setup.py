@@ -23,7 +23,7 @@ blind_spots: Final[dict[str, list[str]]] = {}
 identities: Final[dict[str, Callable[[], RankIdentity | None]]] = {}
 """Library -> function that returns the process's rank, or None if the library does not have it."""
 
-compiled: Final[set[str]] = set()
+libraries_with_compiled_wrappers: Final[set[str]] = set()
 """Libraries whose compiled wrappers take their slots from Python."""
 
 # In a program that uses both, all ranks must take their identity from the same one, whichever they call first.
@@ -57,7 +57,7 @@ def install_backend(backend: KernelBackend) -> None:
 
 def begin() -> Recorder | None:
     """Return the recorder, created on first use; None if tracing is off or cannot start."""
-    backend = _backend or KernelBackend(None, CompiledSlots if compiled else None)
+    backend = _backend or KernelBackend(None, CompiledSlots if libraries_with_compiled_wrappers else None)
     hidden = [sentence for sentences in blind_spots.values() for sentence in sentences]
     return session.begin(identity, blind_spots=hidden, calibrate=backend.calibrate, make_slots=backend.make_slots)
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torch.nn import Embedding
 
-from commtrace.hooks.torch.model_facts import dtype_name, grouped, known, model_row, modules
+from commtrace.hooks.torch.model_facts import dtype_name, grouped, model_row, modules, read_available
 from commtrace.patching import record_before_call
 
 from .pipeline import describe_stage
@@ -48,7 +48,7 @@ def describe(engine: Any) -> dict[str, Any]:
     return {
         "source": "deepspeed",
         "engine": type(engine).__name__,
-        **known(
+        **read_available(
             {
                 "zero_stage": lambda: int(engine.zero_optimization_stage()),
                 "zero": lambda: {**_OLD_BEHAVIOUR, **_json_settings(engine._config.zero_config)},
@@ -80,7 +80,7 @@ def describe(engine: Any) -> dict[str, Any]:
                 "expert_parallel_sizes": lambda: _expert_parallel_sizes(),
             }
         ),
-        **known({"modules": lambda: _modules(engine), "embeddings": lambda: _embeddings(engine)}),
+        **read_available({"modules": lambda: _modules(engine), "embeddings": lambda: _embeddings(engine)}),
         **model_row(engine.module, arguments.get(engine)),
     }
 

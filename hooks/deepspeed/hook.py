@@ -80,7 +80,7 @@ def _init(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any
         original(self, *args, **kwargs)
     # PipelineEngine.__init__ calls DeepSpeedEngine.__init__ first, when the stages are not known yet.
     if "PipelineEngine" in original.__qualname__ or not isinstance(self, PipelineEngine):
-        torch_training.steps.engine_decides = True
+        torch_training.steps.engine_marks_steps = True
         engine_job.arguments[self] = kwargs.get("args", args[0] if args else None)
         _engines.add(self)
 

@@ -18,7 +18,7 @@ _patches = Patches()
 
 @around
 def _step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    if torch_training.steps.engine_decides:  # within the step of an optimizer that consists of several
+    if torch_training.steps.engine_marks_steps:  # within the step of an optimizer that consists of several
         return original(*args, **kwargs)
     progress.note_activity()
     progress.micro_batch = -1

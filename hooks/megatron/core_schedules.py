@@ -20,7 +20,7 @@ import torch.distributed as dist
 from commtrace.hooks.recorder_setup import count_fault
 from commtrace.hooks.torch import captured_jobs
 from commtrace.hooks.torch.captured_jobs import Jobs
-from commtrace.hooks.torch.model_facts import known, model_row
+from commtrace.hooks.torch.model_facts import model_row, read_available
 from commtrace.patching import Patches, around
 from commtrace.progress import progress
 from commtrace.schema import Phase
@@ -148,7 +148,7 @@ def _batch_isend_irecv(original: Callable[..., Any], /, p2p_op_list: Any) -> Any
 
 
 def _note_model(arguments: Any) -> None:
-    if captured_jobs.any_known():
+    if captured_jobs.any_engine():
         return
     try:
         chunks = _chunks(arguments)
@@ -174,7 +174,7 @@ def _describe(chunks: Sequence[Any], arguments: Any) -> dict[str, Any]:
     return {
         "source": "megatron",
         "engine": type(innermost).__name__,
-        **known(
+        **read_available(
             {
                 "data_parallel_size": lambda: state.get_data_parallel_world_size(),
                 "tensor_parallel_size": lambda: state.get_tensor_model_parallel_world_size(),

@@ -41,8 +41,8 @@ def install() -> None:
             instead = partial(native.replacement, method) if in_c else None
             _patches.wrap(method.owner, method.name, wrapper, instead)
     if in_c:
-        recorder_setup.compiled.add("mpi4py")
-        _patches.on_undo(recorder_setup.compiled.discard, "mpi4py")
+        recorder_setup.libraries_with_compiled_wrappers.add("mpi4py")
+        _patches.on_undo(recorder_setup.libraries_with_compiled_wrappers.discard, "mpi4py")
         _patches.on_undo(native.stop_recording)
         _patches.append(mpi_tracer.started, native.start_recording)
         _patches.append(mpi_tracer.ended, native.stop_recording)

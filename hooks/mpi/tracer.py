@@ -223,7 +223,7 @@ class MpiTracer:
                 return None
             group, arguments["source"], arguments["tag"] = matched
         else:
-            group = self.groups.of(members)
+            group = self.groups.get(members)
         if method.messages:
             return self._plan_messages(method, group, arguments)
         return self._plan_operation(method, group, arguments)

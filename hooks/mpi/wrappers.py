@@ -279,7 +279,7 @@ def wrap_probe(original: Original) -> Original:
         message = original(self, source, tag, probe_status)
         if message is not None and message != MPI.MESSAGE_NO_PROC:
             try:
-                matched = tracer.groups.of(self), probe_status.Get_source(), probe_status.Get_tag()
+                matched = tracer.groups.get(self), probe_status.Get_source(), probe_status.Get_tag()
                 tracer.requests.keep(message, matched)
             except Exception:
                 count_fault()
@@ -312,7 +312,7 @@ def wrap_synchronization(name: str) -> Wrapper:
             tracer = current()
             if tracer is not None:
                 try:
-                    group = tracer.groups.of(self)
+                    group = tracer.groups.get(self)
                     target = group.peer(args[0] if args else kwargs["rank"]) if targeted else None
                     tracer.windows.synchronized(group, target, t_wait, t_end)
                 except Exception:

@@ -83,7 +83,7 @@ class MpiRows:
         """Return the attributes of a communicator's group that C++ needs. Raises ValueError for a null communicator."""
         if not members:
             raise ValueError("a null communicator has no group")
-        group = self._tracer.groups.of(members)
+        group = self._tracer.groups.get(members)
         inter = group.remote is not None
         return group, group.ref, group.collectives, group.local, group.number, group.size, inter
 
@@ -111,7 +111,7 @@ def start_recording(tracer: MpiTracer) -> None:
     datatypes = [(datatype, element.size, element.extent) for datatype, element in predefined.values()]
     _library.go(
         MpiRows(tracer), recorder, recorder.ring.buffer, RECORDS_AT, recorder.slots.free.popleft,
-        call_context.backward(), recorder.sites, session, progress.cells, constants, datatypes,
+        call_context.backward_query(), recorder.sites, session, progress.cells, constants, datatypes,
     )  # fmt: skip
 
 

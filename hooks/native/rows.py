@@ -45,7 +45,7 @@ class Rows:
     @_default_on_error(None)
     def group(self, pg: Any) -> tuple[Group, int] | None:
         """Return a process group and the sequence number of its next collective. C++ counts them from then on."""
-        group, next_seq = self.tracer.groups.of(pg), self._recording.next_seq
+        group, next_seq = self.tracer.groups.get(pg), self._recording.next_seq
         first, ref = next(group.collectives), group.ref
         group.collectives = iter(lambda: next_seq(ref()), None)
         return group, first
@@ -75,4 +75,4 @@ class Rows:
         """Return the site of a call on one of autograd's own threads, and whether it is new."""
         tables = self.tracer.recorder.tables
         lookups = tables.lookups
-        return self.tracer.sites.of_backward(), tables.lookups != lookups
+        return self.tracer.sites.find_backward_site(), tables.lookups != lookups

@@ -20,7 +20,7 @@ _numbers = itertools.count(1)
 _all_jobs: list[Jobs] = []
 
 
-def any_known() -> bool:
+def any_engine() -> bool:
     """Return whether an engine of any kind has been built."""
     return any(jobs._known for jobs in _all_jobs)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed
 
-from .model_facts import known, model_row
+from .model_facts import model_row, read_available
 
 _SETTINGS = (
     "broadcast_buffers",
@@ -25,9 +25,9 @@ def describe(replica: Any) -> dict[str, Any]:
     return {
         "source": "ddp",
         "engine": type(replica).__name__,
-        **known({name: functools.partial(getattr, replica, name) for name in _SETTINGS}),
+        **read_available({name: functools.partial(getattr, replica, name) for name in _SETTINGS}),
         "bucket_bytes_caps": list(getattr(replica, "bucket_bytes_cap_list", ())),  # a setting of torch 2.11
-        **known(
+        **read_available(
             {
                 "data_parallel_size": lambda: replica.process_group.size(),
                 "first_bucket_bytes_cap": lambda: _first_bucket_bytes_cap(replica),

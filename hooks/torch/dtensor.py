@@ -67,7 +67,7 @@ def _record_style(
 def _before_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
     """Capture the tensor-parallel model as a job, if no other engine was captured and the styles are new."""
     modules = parallelized_modules
-    if torch.compiler.is_compiling() or modules.styles_seen == len(modules.styles) or modules.rows or jobs.any_known():
+    if torch.compiler.is_compiling() or modules.styles_seen == len(modules.styles) or modules.rows or jobs.any_engine():
         return
     try:
         modules.styles_seen = len(modules.styles)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from .model_facts import common, known, model_row
+from .model_facts import common, model_row, read_available
 
 
 class ParallelizedModules:
@@ -60,7 +60,7 @@ def describe(root: Any, optimizer: Any) -> dict[str, Any]:
         "engine": "parallelize_module",
         "data_parallel_size": 1,
         **tensor_parallel_row(root),
-        **known(
+        **read_available(
             {
                 "optimizer": lambda: type(optimizer).__name__,
                 "foreach": lambda: common({group.get("foreach") for group in optimizer.param_groups}),
@@ -75,7 +75,7 @@ def tensor_parallel_row(root: Any) -> dict[str, Any]:
     styled = [(name, module) for name, module in root.named_modules() if module in parallelized_modules.styles]
     if not styled:
         return {}
-    return known(
+    return read_available(
         {
             "tensor_parallel_size": lambda: common(
                 {parallelized_modules.styles[module][1].size() for _, module in styled}

@@ -7,15 +7,15 @@ from typing import Any
 
 from .dtensor_job import roles as tensor_roles
 from .dtensor_job import tensor_parallel_row
-from .model_facts import common, dtype_name, grouped, known, model_row
+from .model_facts import common, dtype_name, grouped, model_row, read_available
 
 
 def describe(root: Any) -> dict[str, Any]:
     """Return a row of the `job` table, without settings that this torch lacks. Never raises."""
-    groups = known({"groups": lambda: [*_groups(root)]}).get("groups", [])
+    groups = read_available({"groups": lambda: [*_groups(root)]}).get("groups", [])
     return {
         "source": "fsdp",
-        **known(
+        **read_available(
             {
                 "engine": lambda: _engine(root),
                 "data_parallel_size": lambda: common({_copies(group) * _shards(group) for group in groups}),

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 def model_row(module: Any, arguments: Any = None) -> dict[str, Any]:
     """Return the part of a job row that describes the model; `arguments` as in `architecture`. Never raises."""
-    return known(
+    return read_available(
         {
             "parameters": lambda: parameters(module),
             "buffers": lambda: buffers(module),
@@ -102,7 +102,7 @@ def _numbers(module: Any) -> dict[int, int]:
     return {id(parameter): number for number, (_, parameter) in enumerate(module.named_parameters())}
 
 
-def known(readers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+def read_available(readers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     """Return what the readers return, without settings that are missing or not yet set."""
     values = {}
     for name, read in readers.items():
@@ -114,7 +114,7 @@ def known(readers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
 
 
 def common(values: set[Any]) -> Any:
-    """Return the only value of a set. Raises ValueError if there are several, so that `known` leaves it out."""
+    """Return the only value of a set. Raises ValueError for several values, so that `read_available` leaves it out."""
     (value,) = values
     return value
 

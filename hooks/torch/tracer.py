@@ -136,7 +136,7 @@ class TorchTracer:
         if tensor is not None and is_fake(tensor):  # before its size is read, which may be symbolic
             return None
         lookups = recorder.tables.lookups
-        group = self.groups.of(operator.group(args))
+        group = self.groups.get(operator.group(args))
         payload, local, uneven = operator.measure(args, group.size, group.rank)
         peer, tag, seq = self._addressing(operator, args, group)
         site, phase, seen = self.context.find(2)

@@ -33,26 +33,26 @@ class _Steps:
 
     def reset(self) -> None:
         """Forget the optimizer."""
-        self.engine_decides = False  # with DeepSpeed, its engine marks the steps, not the optimizer inside it
+        self.engine_marks_steps = False  # with DeepSpeed, its engine marks the steps, not the optimizer inside it
         self._first: weakref.ref[Optimizer] | None = None
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Ignore optimizer steps, such as those that allocate state while an engine is built."""
-        before, self.engine_decides = self.engine_decides, True
+        before, self.engine_marks_steps = self.engine_marks_steps, True
         try:
             yield
         finally:
-            self.engine_decides = before
+            self.engine_marks_steps = before
 
     def begin(self, optimizer: Optimizer, *_: Any) -> None:
         """Begin a step if none is under way. Called before `optimizer.step()`."""
-        if not torch.compiler.is_compiling() and not self.engine_decides:
+        if not torch.compiler.is_compiling() and not self.engine_marks_steps:
             progress.note_activity()
 
     def end(self, optimizer: Optimizer, *_: Any) -> None:
         """End the step. Called after `optimizer.step()`."""
-        if torch.compiler.is_compiling() or self.engine_decides:
+        if torch.compiler.is_compiling() or self.engine_marks_steps:
             return
         if self._first is None or self._first() is None:
             self._first = weakref.ref(optimizer)

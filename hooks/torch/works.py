@@ -62,11 +62,11 @@ class WorkPatches:
 
     def _batch_begins(self, tracer: TorchTracer, group: Any) -> None:
         """Begin a batch: the next calls on this process group belong to it."""
-        tracer.batches.begins(tracer.groups.of(group).number)
+        tracer.batches.begins(tracer.groups.get(group).number)
 
     def _batch_ends(self, tracer: TorchTracer, group: Any, work: Any) -> None:
         """Close the batch, which ends with `work` (None: the backend has waited, or orders a stream)."""
-        tracer.batches.ends(tracer.groups.of(group).number, work)
+        tracer.batches.ends(tracer.groups.get(group).number, work)
 
 
 def _call_after(note: Callable[[Any, Any], None]) -> Wrapper:

@@ -36,7 +36,7 @@ def inject(name: str, argument: str) -> Callable[[int], None]:
     elif name == "group":
         from commtrace.hooks.groups import Groups
 
-        Groups.of = fail  # type: ignore[method-assign]
+        Groups.get = fail  # type: ignore[method-assign]
     elif name == "kind":
         from commtrace.hooks.torch.tracer import TorchTracer
 

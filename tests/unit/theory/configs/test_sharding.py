@@ -186,7 +186,7 @@ def test_a_model_cut_piece_by_piece_is_looked_for_once(monkeypatch: pytest.Monke
         looked.append(True)
 
     monkeypatch.setattr(dtensor_job.parallelized_modules, "root", root)
-    monkeypatch.setattr(jobs, "any_known", lambda: False)
+    monkeypatch.setattr(jobs, "any_engine", lambda: False)
     pieces = [torch.nn.Linear(1, 1) for _ in range(3)]
     optimizer = torch.optim.SGD(pieces[0].parameters())
     dtensor_job.parallelized_modules.clear()
