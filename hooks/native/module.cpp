@@ -192,8 +192,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("arm", &arm);
   m.def("disarm", &disarm);
   m.def("remove_kernels", &remove_kernels);
-  m.def("waiting", &waiting_for);
-  m.def("polled", &polled);
+  m.def("replace_wait", &replace_wait);
+  m.def("note_completed", &note_completed);
   m.def("layout", &layout);
   m.def("crossing", &crossing, py::call_guard<py::gil_scoped_release>());
 }

@@ -65,7 +65,7 @@ struct Group {
   int next_counter = 0;
 };
 
-// The running recording. Set by go() and cleared by stop().
+// The running recording. Set by start() and cleared by stop().
 struct Current {
   PyObject* rows = nullptr;  // hooks.native.mpi_recorder.MpiRows; null: not recording
   PyObject* recorder = nullptr;
@@ -156,7 +156,7 @@ PyObject* counter_of(Group& group, int peer, int tag, bool sends) {
 // ---- call site and phase ----------------------------------------------------------------------------------------------
 
 // Calls a method of MpiRows with the frame at this depth and its caller's (-1: none). -1 if it raises.
-int64_t ask(const char* method, int depth, int caller = -1) {
+int64_t look_up(const char* method, int depth, int caller = -1) {
   state.lookups++;
   const Ref frame(frame_object(depth)), caller_frame(caller < 0 ? nullptr : frame_object(caller));
   if (!frame) return -1;
@@ -168,8 +168,8 @@ int64_t ask(const char* method, int depth, int caller = -1) {
 
 CallSite find_site(bool deep) {
   return state.known_sites.find(
-      deep, state.sites, [](int depth) { return ask("classify", depth); },
-      [](int depth, int caller) { return ask("site", depth, caller); });
+      deep, state.sites, [](int depth) { return look_up("classify", depth); },
+      [](int depth, int caller) { return look_up("site", depth, caller); });
 }
 
 // ---- one method -------------------------------------------------------------------------------------------------------
@@ -600,7 +600,7 @@ PyObject* make_method(PyObject*, PyObject* args) {
   return reinterpret_cast<PyObject*>(self);
 }
 
-void forget_groups() {
+void clear_groups() {
   for (Group& group : state.groups) clear(group);
 }
 
@@ -609,16 +609,16 @@ uint64_t logs = 0;
 // Replaces the objects that the state owns, and changes the log number.
 void keep(PyObject* rows, PyObject* recorder, PyObject* pop, PyObject* graph_task) {
   state.log = ++logs;
-  forget_groups();
+  clear_groups();
   for (PyObject* added : {rows, recorder, pop, graph_task}) Py_XINCREF(added);
   PyObject* old[] = {state.rows, state.recorder, state.pop, state.graph_task};
   state.rows = rows, state.recorder = recorder, state.pop = pop, state.graph_task = graph_task;
   for (PyObject* object : old) Py_XDECREF(object);
 }
 
-// go(rows, recorder, ring, records_at, pop, graph_task, sites, session, progress cells, constants, datatypes), where
+// start(rows, recorder, ring, records_at, pop, graph_task, sites, session, progress cells, constants, datatypes), where
 // constants are (IN_PLACE, Status, BYTE, ANY_SOURCE, ANY_TAG) and each datatype is (object, size, extent).
-PyObject* go(PyObject*, PyObject* args) {
+PyObject* start(PyObject*, PyObject* args) {
   PyObject *rows, *recorder, *ring, *pop, *task, *cells, *known;
   Py_ssize_t at;
   int sites;
@@ -655,8 +655,8 @@ PyObject* stop(PyObject*, PyObject*) {
 }
 
 // Forgets all groups: a communicator is about to be freed.
-PyObject* forget(PyObject*, PyObject*) {
-  forget_groups();
+PyObject* forget_groups(PyObject*, PyObject*) {
+  clear_groups();
   Py_RETURN_NONE;
 }
 
@@ -677,9 +677,9 @@ PyObject* layout(PyObject*, PyObject*) {
 
 PyMethodDef functions[] = {
     {"method", make_method, METH_VARARGS, nullptr},
-    {"go", go, METH_VARARGS, nullptr},
+    {"start", start, METH_VARARGS, nullptr},
     {"stop", stop, METH_NOARGS, nullptr},
-    {"forget", forget, METH_NOARGS, nullptr},
+    {"forget_groups", forget_groups, METH_NOARGS, nullptr},
     {"forget_sites", forget_sites, METH_NOARGS, nullptr},
     {"layout", layout, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

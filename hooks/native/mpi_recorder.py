@@ -109,7 +109,7 @@ def start_recording(tracer: MpiTracer) -> None:
     tracer.context.sites.cleared.append(_library.forget_sites)
     constants = MPI.IN_PLACE, MPI.Status, MPI.BYTE, MPI.ANY_SOURCE, MPI.ANY_TAG
     datatypes = [(datatype, element.size, element.extent) for datatype, element in predefined.values()]
-    _library.go(
+    _library.start(
         MpiRows(tracer), recorder, recorder.ring.buffer, RECORDS_AT, recorder.slots.free.popleft,
         call_context.backward_query(), recorder.sites, session, progress.cells, constants, datatypes,
     )  # fmt: skip
@@ -124,4 +124,4 @@ def stop_recording() -> None:
 def forget_communicators() -> None:
     """Forget all communicators in C++ because one is about to be freed."""
     if _library is not None:
-        _library.forget()
+        _library.forget_groups()

@@ -33,11 +33,11 @@ class NativeWorkPatches(WorkPatches):
     """Wrappers around waits, polls and coalesced calls that forward to C++."""
 
     def _wrap_wait(self, patches: Patches, cls: Any, name: str) -> None:
-        patches.replace(cls, name, functools.partial(_library.waiting, cls))
+        patches.replace(cls, name, functools.partial(_library.replace_wait, cls))
 
     def _polled(self, work: Any, completed: bool) -> None:
         if completed:
-            _library.polled(work)
+            _library.note_completed(work)
 
     def _batch_begins(self, tracer: TorchTracer, group: Any) -> None:
         if isinstance(tracer.recorder.slots, NativeSlots):

@@ -38,11 +38,11 @@ class CallSites {
     return cache.sites.find(
         deep, numbered,
         [&](int depth) {
-          const int64_t kind = ask("classify", depth);
+          const int64_t kind = look_up("classify", depth);
           cache.renew(epoch_.load(std::memory_order_acquire));  // Python may have released code objects
           return kind;
         },
-        [&](int depth, int caller) { return ask("site", depth, caller); });
+        [&](int depth, int caller) { return look_up("site", depth, caller); });
   }
 
   // Invalidates the caches of all threads: row numbers have changed, or code objects are no longer kept alive.
@@ -68,13 +68,13 @@ class CallSites {
   }
 
   // Calls a method of `Rows` with the frame at this depth and its caller's (-1: none). -1 if there is no result.
-  int64_t ask(const char* method, int depth, int caller = -1) const {
+  int64_t look_up(const char* method, int depth, int caller = -1) const {
     return rows_.look_up(int64_t{-1}, [&](const py::object& rows) -> int64_t {
       const auto frame = py::reinterpret_steal<py::object>(frame_object(depth));
       if (!frame) return -1;
-      const auto look_up = rows.attr(method);
-      if (caller < 0) return look_up(frame).cast<int64_t>();
-      return look_up(frame, py::reinterpret_steal<py::object>(frame_object(caller))).cast<int64_t>();
+      const auto bound = rows.attr(method);
+      if (caller < 0) return bound(frame).cast<int64_t>();
+      return bound(frame, py::reinterpret_steal<py::object>(frame_object(caller))).cast<int64_t>();
     });
   }
 

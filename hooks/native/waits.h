@@ -72,7 +72,7 @@ static std::array<PyMethodDef, kMostMethods> methods(std::index_sequence<numbers
 }
 
 // Returns a replacement of `wait`, a method of this type, which is Work or derived from it.
-static py::object waiting_for(const py::object& type, const py::object& wait) {
+static py::object replace_wait(const py::object& type, const py::object& wait) {
   static auto definitions = methods(std::make_index_sequence<kMostMethods>{});
   if (work_type == nullptr) work_type = reinterpret_cast<PyTypeObject*>(py::type::of<c10d::Work>().release().ptr());
   // pybind11's instance method builds a tuple for each call; the function within it takes self as an argument.
@@ -89,7 +89,7 @@ static py::object waiting_for(const py::object& type, const py::object& wait) {
 }
 
 // Records the end of a call whose `work.is_completed()` has returned true.
-static void polled(const py::object& work) {
+static void note_completed(const py::object& work) {
   const int64_t t_end = now();
   Recording* recording = current.load(std::memory_order_acquire);
   const auto* pointer = recording == nullptr ? nullptr : work_of(work.ptr());
