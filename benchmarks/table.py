@@ -79,7 +79,7 @@ def machine(section: dict[str, Any]) -> str:
     """Where a section was measured."""
     facts = section["machine"]
     versions = [f"{name} {facts[name]}" for name in ("python", "torch", "deepspeed") if facts.get(name)]
-    return f"{facts['cores']} cores of {facts['cpu']}, {', '.join(versions)}"
+    return f"{facts['cores']} cores ({facts['cpu']}), {', '.join(versions)}"
 
 
 def by_case(rows: Sequence[Row]) -> str:

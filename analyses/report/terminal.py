@@ -112,7 +112,7 @@ def _findings(report: _Report) -> Iterator[RenderableType]:
 
 
 def _theory(report: _Report) -> Iterator[RenderableType]:
-    yield heading("Recorded against theory")
+    yield heading("Comparison with theory")
     yield from render_theory(report.tables, report.width)
 
 

@@ -7,8 +7,8 @@ are recorded as in any run. The log is an ordinary log without times, marked as
 simulated. Operations, payloads, groups, order and call sites are those of the
 real job, unless they depend on values that the program computes. Each line of
 the program that reads such a value is reported. Small integers that another
-rank sends or broadcasts are real. For all other values, the program continues
-as if every rank had sent what this one sends; this is not reported.
+rank sends or broadcasts are real. Other small buffers are filled as if every
+rank had sent the same values, and large ones are zero; this is not reported.
 
     commtrace dryrun --world-size 1024 --ranks 0,1023 --out dry python train.py
     commtrace report dry

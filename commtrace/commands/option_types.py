@@ -116,7 +116,7 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
     },
     "--network": {
         "metavar": "NET",
-        "help": ": a results file of commtrace bench, a network description, or the name of a built-in description "
+        "help": ": a results file written by commtrace bench, a network description, or the name of a built-in description "
         "(slingshot-11, ndr-infiniband)",
     },
 }  # fmt: skip

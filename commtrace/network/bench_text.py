@@ -58,7 +58,7 @@ def results_lines(results: BenchResults, form: str = "auto", width: int = 80) ->
 def _header(results: BenchResults) -> Iterator[str]:
     versions = ", ".join(f"{name} {number}" for name, number in results.versions.items())
     yield f"commtrace bench: {results.title}, {results.date}"
-    yield f"{results.machine['cores']} cores of {results.machine['cpu']}; {versions}"
+    yield f"{results.machine['cores']} cores ({results.machine['cpu']}); {versions}"
     if results.environment:
         yield " ".join(f"{name}={value}" for name, value in results.environment.items())
     yield (

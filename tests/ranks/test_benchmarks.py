@@ -84,7 +84,7 @@ def test_a_table_has_a_line_per_tool_and_a_column_per_case() -> None:
         "| this | 2,000 + 100, 1.050 (1.000) | 4.00 - 1.00, 0.750 (1.250) |",
         "| that | 2,000 + 100, 1.050 (1.000) |  |",
     ]
-    assert text.count("2 cores of a processor, python 3.11, torch 2.13, on 2030-01-02.") == 1
+    assert text.count("2 cores (a processor), python 3.11, torch 2.13, on 2030-01-02.") == 1
 
 
 def test_the_own_measure_stands_beside_what_is_seen_from_outside() -> None:

@@ -200,7 +200,7 @@ def section(run: Run, width: int) -> list[str]:
     for part in render(run, run.tables(), width, sections=["theory"]):
         console.print(part)
     lines = console.export_text().splitlines()
-    begin = lines.index("Recorded against theory")
+    begin = lines.index("Comparison with theory")
     return lines[begin + 1 :]
 
 

@@ -105,7 +105,7 @@ def test_a_report_begins_with_warnings_and_findings_and_ends_with_the_log(tmp_pa
             "! ",
             "2 processes ended early",
             "Findings",
-            "Recorded against theory",
+            "Comparison with theory",
             "By operation",
             "8.00 us a call",
             "Blind spots",
