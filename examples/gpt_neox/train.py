@@ -45,7 +45,7 @@ class Engine(Protocol):
         """Destroy the process group."""
 
 
-def say(process: LaunchedProcess, *lines: str) -> None:
+def print_on_rank_0(process: LaunchedProcess, *lines: str) -> None:
     """Print on rank 0, above the progress bar."""
     if process.rank == 0:
         for line in lines:
@@ -166,7 +166,7 @@ def run(options: Namespace, process: LaunchedProcess) -> None:
         )
     place = process.rank // config.ranks_per_sample % data_parallel
     data = RankData(load_samples(config, options.data), place, data_parallel, *batch_shape)
-    say(process, *notices(config, options.engine), *changes)
+    print_on_rank_0(process, *notices(config, options.engine), *changes)
 
     engine = make_engine(options, config, device, batch_shape)
     losses = train(config, engine, data, device, process)
@@ -175,7 +175,8 @@ def run(options: Namespace, process: LaunchedProcess) -> None:
     wait_for_threads()
     if process.rank == 0 and options.losses_out:
         write_losses(options.losses_out, losses, process)
-    say(process, f"{len(losses)} steps done; rank 0's own loss went from {losses[0]:.4f} to {losses[-1]:.4f}")
+    losses_text = f"rank 0's own loss went from {losses[0]:.4f} to {losses[-1]:.4f}"
+    print_on_rank_0(process, f"{len(losses)} steps done; {losses_text}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
