@@ -30,9 +30,12 @@ _NTHS: Final[dict[str, Callable[[Number], Number]]] = {
     **dict.fromkeys(("recv", "get", "barrier"), lambda n: 0 * n),
 }
 
+_UNEVEN: Final = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+"""Operations whose wire bytes depend on this rank's own share (`local`)."""
+
 _BUSBW: Final[dict[str, Callable[[Number], Number]]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"), lambda n: (n - 1) / n),
+    **dict.fromkeys(_UNEVEN, lambda n: (n - 1) / n),
     **dict.fromkeys(("broadcast", "reduce", "send", "recv", "sendrecv"), lambda n: n / n),
 }
 
@@ -68,7 +71,8 @@ def wire_bytes(
         # The division comes last, so that the result is exact if it is a whole number of bytes.
         sent = payload * _NTHS[op](group_size) / group_size
     else:
-        raise ValueError(f"no wire rule for the operation {op!r}; known are {', '.join(sorted(_NTHS))}")
+        known = ", ".join(sorted({*_NTHS, *_UNEVEN}))
+        raise ValueError(f"no wire rule for the operation {op!r}; choose from {known}")
     return sent * (1.0 - to_self)
 
 

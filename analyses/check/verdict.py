@@ -105,13 +105,13 @@ def compute_verdict(
         losses: Sentences on what recording lost: calls that were not compared.
     """
     expected, rows, agreeing = _differing_cells(tables)
-    is_own = _is_own(rows) & (not strict)
-    cells = compared_cells(expected, rows.loc[~is_own])
+    own_rows = _is_own(rows) & (not strict)
+    cells = compared_cells(expected, rows.loc[~own_rows])
     agrees = _agree(cells, tolerance)
     theory = tables["theory"]
     compared = theory.loc[theory["not_predicted"].isna(), "rank"]
     declared = [tables["declared"]] if "declared" in tables else []
-    own = pd.concat([*declared, rows.loc[is_own, ["role", *_OWN_COLUMNS]]])
+    own = pd.concat([*declared, rows.loc[own_rows, ["role", *_OWN_COLUMNS]]])
     own["sites"] += (own["role"] == "self").map({True: " (in a group of one rank, sends nothing)", False: ""})
     own = own.groupby([*_OWN_COLUMNS[:3]], as_index=False, sort=False)[[*_OWN_COLUMNS[3:]]].sum()
     return Verdict(

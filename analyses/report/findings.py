@@ -105,11 +105,12 @@ def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[s
     coverage = tables["coverage"].iloc[0]
     missing, not_selected = (shorten_ranks(coverage[f"ranks_{name}"] or "") for name in ("missing", "not_selected"))
     if missing:
-        yield f"Ranks {missing} left no log: sums and means are over the recorded ranks."
+        yield f"{_named(missing, 'Rank')} left no log: sums and means are over the recorded ranks."
     if not_selected:
+        were = "was" if not_selected.isdecimal() else "were"
         yield (
-            f"Ranks {not_selected} were not recorded because of COMMTRACE_RANKS: sums and means are "
-            "over the recorded ranks."
+            f"{_named(not_selected, 'Rank')} {were} not recorded because of COMMTRACE_RANKS: sums and means are over "
+            "the recorded ranks."
         )
     if coverage["not_selected"]:
         yield (
@@ -217,9 +218,7 @@ def facts(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> dict[str, str
         "job": summarize_job(run),
         "log": str(run.log.path),
         "ranks": _ranks(coverage),
-        "began": format_moment(began) + " UTC"
-        if is_known(began := tables["processes"]["started_unix_ns"].min())
-        else "",
+        "began": format_moment(began) + " UTC" if is_known(began) else "",
         "dry run": _simulated(run),
         "processes": _processes(coverage),
         "calls": _calls(coverage),

@@ -53,9 +53,9 @@ class TrainingConfig(neox.NeoxConfig):
 
     max_position_embeddings: OptionalCount = None
     rotary_pct: Share = 1.0
-    rotary_emb_base: Annotated[float, Field(ge=1, allow_inf_nan=False), number_with_fix("give a number, 1 or more")] = (
-        10000.0
-    )
+    rotary_emb_base: Annotated[
+        float, Field(ge=1, allow_inf_nan=False), number_with_fix("give a number of at least 1")
+    ] = 10000.0
     layernorm_epsilon: Number = 1e-5
     init_method: Annotated[str, choice(_INITS)] = "normal"
     output_layer_init_method: Annotated[str, choice(_INITS)] = "scaled_normal"

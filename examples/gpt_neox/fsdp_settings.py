@@ -19,7 +19,7 @@ def _flag_or_ranks(value: Any) -> Any:
     except (TypeError, ValueError):
         ranks = 0.0
     if ranks < 2 or not ranks.is_integer():
-        raise ValueError("give a whole number, 2 or more")
+        raise ValueError("give a whole number of at least 2")
     return int(ranks)
 
 

@@ -31,7 +31,9 @@ class ModelConfig:
         value = self._values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise NotPredictedError(f"{name} in the model's configuration is {value!r}; give a whole number, 1 or more")
+            raise NotPredictedError(
+                f"{name} in the model's configuration is {value!r}; give a whole number of at least 1"
+            )
         return value
 
     def fraction(self, name: str, default: float) -> float:

@@ -229,5 +229,5 @@ def _batch_size(config: Mapping[str, Any], name: str) -> int | None:
     if value in (None, "auto"):
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{name} is {value!r}; give a whole number, 1 or more")
+        raise PlanError(f"{name} is {value!r}; give a whole number of at least 1")
     return value

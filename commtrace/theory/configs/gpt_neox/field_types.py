@@ -59,19 +59,19 @@ def choice(allowed: Mapping[str, str]) -> BeforeValidator:
     def validate(value: Any) -> str:
         name = str(value).lower()
         if name not in allowed:
-            raise ValueError(f"give one of {', '.join(allowed)}")
+            raise ValueError(f"choose from {', '.join(allowed)}")
         return allowed[name]
 
     return BeforeValidator(validate)
 
 
 Flag = Annotated[bool, Field(strict=True), with_fix("give true or false")]
-Count = Annotated[int, Field(ge=1), number_with_fix("give a whole number, 1 or more")]
-OptionalCount = Annotated[int | None, Field(ge=1), number_with_fix("give a whole number, 1 or more")]
-CountOrZero = Annotated[int, Field(ge=0), number_with_fix("give a whole number, 0 or more")]
+Count = Annotated[int, Field(ge=1), number_with_fix("give a whole number of at least 1")]
+OptionalCount = Annotated[int | None, Field(ge=1), number_with_fix("give a whole number of at least 1")]
+CountOrZero = Annotated[int, Field(ge=0), number_with_fix("give a whole number of at least 0")]
 ParallelSize = Annotated[CountOrZero, AfterValidator(lambda size: max(size, 1))]
 """Ranks of a parallel dimension; GPT-NeoX takes 0 and 1 for a dimension that is not used."""
-Number = Annotated[float, Field(ge=0, allow_inf_nan=False), number_with_fix("give a number, 0 or more")]
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False), number_with_fix("give a number of at least 0")]
 Dropout = Annotated[float, Field(ge=0, le=0.999, allow_inf_nan=False), number_with_fix("give a number from 0 to 0.999")]
 REQUIRED: Final[Any] = Field(None, validate_default=True)
 """Default of a required setting: it fails the field's validation, and the message has the fix."""
