@@ -116,8 +116,8 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
     },
     "--network": {
         "metavar": "NET",
-        "help": ": a results file written by commtrace bench, a network description, or the name of a built-in description "
-        "(slingshot-11, ndr-infiniband)",
+        "help": ": a results file written by commtrace bench, a network description, or the name of a built-in "
+        "description (slingshot-11, ndr-infiniband)",
     },
 }  # fmt: skip
 """Arguments that have the same meaning in several commands."""
