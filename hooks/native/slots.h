@@ -2,10 +2,12 @@
 // be tested under a thread sanitizer (tests/support/native_programs/slots_race.cpp).
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <ctime>
+#include <functional>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -93,6 +95,7 @@ class Slots {
     log_.store(log);
     used_.store(0);
     closed_.store(false);
+    std::sort(held_.begin(), held_.end(), std::greater<>());  // the lowest slot is given last, so it is taken first
     for (uint32_t slot : held_) give(slot);
     held_.clear();
   }
@@ -100,8 +103,9 @@ class Slots {
   uint32_t capacity() const { return capacity_; }
   int64_t free() const { return free_.load(std::memory_order_relaxed); }
 
-  // Only slots below this number were ever taken; the drain thread skips the others. The last slot given is the first
-  // taken, so the number is the most slots that calls held at the same time.
+  // Only slots below this number were taken since open(); the drain thread skips the others. The last slot given is the
+  // first taken, and open() gives the lowest slots last, so the number stays close to the largest number of slots that
+  // calls held at the same time.
   uint32_t used() const { return used_.load(std::memory_order_relaxed); }
 
   // Takes a free slot; kEmpty if there is none. `left` receives the number of slots still free, which differs between

@@ -103,7 +103,24 @@ uint64_t keep_log(Slots& slots, uint64_t number, uint64_t calls, uint64_t& count
   return written + left;
 }
 
+// Aborts unless calls that hold one slot at a time use one slot in each log. The drain thread scans all used slots.
+void check_reopened() {
+  Slots slots(kCapacity);
+  std::vector<Record> records(kCapacity);
+  uint64_t cell = 0;
+  for (uint64_t log = 1; log <= 3; log++) {
+    slots.open(records.data(), &cell, log);
+    for (int call = 0; call < 3; call++) slots.release(slots.begin(slots.take(), Record{}, log).slot());
+    if (slots.used() != 1) {
+      std::fprintf(stderr, "%u slots used in log %lu, not 1\n", slots.used(), log);
+      std::abort();
+    }
+    slots.close();
+  }
+}
+
 int main() {
+  check_reopened();
   auto& slots = *new Slots(kCapacity);
   std::vector<std::thread> callers;
   for (uint32_t i = 0; i < kThreads; i++) callers.emplace_back(caller, std::ref(slots), i);
