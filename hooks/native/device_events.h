@@ -42,7 +42,8 @@ inline void* loaded_symbol(const char* symbol, const char* library) {
   return search.address;
 }
 
-// Never freed: destroying an event after the device's driver has shut down crashes the process.
+// The events of a device. A Device is never freed: destroying an event after the device's driver has shut down crashes the
+// process.
 class Device {
  public:
   // Most events in use for a device. 8,192 events are 4,096 calls between two drains.

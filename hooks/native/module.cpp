@@ -67,7 +67,7 @@ py::tuple close_recording(Recording& recording, bool off) {
 void recycle(Recording& recording) { closed_recordings->push_back(&recording); }
 
 uint32_t take_slot(Slots& slots) {
-  const uint32_t slot = slots.gone() ? Slots::kEmpty : slots.take();
+  const uint32_t slot = slots.detached() ? Slots::kEmpty : slots.take();
   if (slot == Slots::kEmpty) throw py::index_error("no free slot");
   return slot;
 }

@@ -1,5 +1,5 @@
-// The state of one recording, from the first call until the log is closed. Never freed, because completions may come at
-// any time; a closed one is reused for the next log.
+// The state of one recording, from the first call until the log is closed. A Recording is never freed, because completions
+// may come at any time; a closed one is reused for the next log.
 #pragma once
 
 #include <c10/core/GradMode.h>
@@ -272,12 +272,12 @@ class Recording {
       if (state >= kComplete)
         final_slots.push_back(slot);
       else if (state == kReturned)
-        waiting.emplace_back(slots.begun(slot), slot);
+        waiting.emplace_back(slots.begin_time(slot), slot);
     }
     const size_t quarter = std::max<size_t>(1, slots.capacity() / 4);
     if (static_cast<size_t>(slots.free()) + final_slots.size() >= quarter) return final_slots;
     std::sort(waiting.begin(), waiting.end());
-    for (const auto& [begun, slot] : waiting) {
+    for (const auto& [begin_time, slot] : waiting) {
       if (final_slots.size() >= 2 * quarter) break;
       if (slots.settle(slot, kReturned, kReturned)) final_slots.push_back(slot);
     }

@@ -48,17 +48,17 @@ inline int64_t now() {
   return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-// A call's reference to its slot: the slot number (24 bits) and the slot's turn, which distinguishes its successive calls.
-// Eight bytes, so that a completion callback can capture it without an allocation.
+// A call's reference to its slot: the slot number (24 bits) and the slot's generation, which distinguishes the successive
+// calls in that slot. It has eight bytes, so that a completion callback can capture it without an allocation.
 struct Handle {
   uint64_t bits = kNone;
   static constexpr uint64_t kNone = ~0ULL;
   uint32_t slot() const { return bits & 0xffffff; }
-  uint64_t turn() const { return bits >> 24; }
+  uint64_t generation() const { return bits >> 24; }
   explicit operator bool() const { return bits != kNone; }
 };
 
-// For critical sections of a few stores that never block.
+// Spin lock, only for critical sections of a few stores that never block.
 class SpinLock {
  public:
   void lock() {
@@ -72,23 +72,23 @@ class SpinLock {
   std::atomic_flag held_ = ATOMIC_FLAG_INIT;
 };
 
-// The slots of one ring. A call takes a slot and keeps a Handle. When the drain thread releases the slot its turn
-// increments, which invalidates the Handle: a late completion, or one after the log was closed, cannot write to another
-// call's record or to unmapped memory. Never freed, because callbacks may run at any time. After close() it can be opened
-// again for another ring of the same size; turns keep increasing.
+// The slots of one ring. A call takes a slot and keeps a Handle. When the drain thread releases the slot, it increments
+// the slot's generation, which invalidates the Handle: a late completion, or one after the log was closed, cannot write to
+// another call's record or to unmapped memory. The object is never freed, because callbacks may run at any time. After
+// close() it can be opened again for another ring of the same size; generations keep increasing.
 class Slots {
  public:
   explicit Slots(uint32_t capacity) : capacity_(capacity) {
-    turns_ = std::make_unique<std::atomic<uint64_t>[]>(capacity);
+    generations_ = std::make_unique<std::atomic<uint64_t>[]>(capacity);
     next_ = std::make_unique<std::atomic<uint32_t>[]>(capacity);
     for (uint32_t i = 0; i < capacity; i++) {
-      turns_[i].store(0, std::memory_order_relaxed);
+      generations_[i].store(0, std::memory_order_relaxed);
       held_.push_back(capacity - 1 - i);
     }
   }
 
   // Makes the slots available, except those that a thread took before the last close() and has not given back. `log`
-  // identifies this opening: such a thread must not write to it.
+  // identifies this opening, so that such a thread does not write to the new ring.
   void open(void* records, uint64_t* dropped, uint64_t log) {
     records_ = static_cast<Record*>(records);
     dropped_ = dropped;
@@ -136,7 +136,7 @@ class Slots {
     const char* record = reinterpret_cast<const char*>(&records_[slot]);
     __builtin_prefetch(record, 1);
     __builtin_prefetch(record + sizeof(Record) - 1, 1);
-    __builtin_prefetch(&turns_[slot], 1);
+    __builtin_prefetch(&generations_[slot], 1);
     __builtin_prefetch(&next_[slot], 1);
     return slot;
   }
@@ -154,126 +154,130 @@ class Slots {
   // Writes the record of a slot that was taken; the state last, because the process may be killed in between. Returns
   // an empty Handle if the log is closed or another one was opened.
   Handle begin(uint32_t slot, const Record& record, uint64_t log) {
-    const uint64_t turn = lock(slot);
+    const uint64_t generation = lock(slot);
     if (closed_.load(std::memory_order_acquire) || log_.load(std::memory_order_relaxed) != log) {
-      unlock(slot, turn);
+      unlock(slot, generation);
       give(slot);
       return {};
     }
     Record& place = records_[slot];
     __builtin_memcpy(&place, &record, offsetof(Record, state));
     publish(place, record.state);
-    unlock(slot, turn + 1);
-    return {(turn + 1) << 24 | slot};
+    unlock(slot, generation + 1);
+    return {(generation + 1) << 24 | slot};
   }
 
   // Calls `write(record)` if the Handle is valid, then writes the state that it returned.
   template <typename Write>
   bool update(Handle handle, Write write) {
-    if (!handle || gone_.load(std::memory_order_relaxed) || !lock_if(handle.slot(), handle.turn())) return false;
+    if (!handle || detached() || !lock_if(handle.slot(), handle.generation())) return false;
     Record& record = records_[handle.slot()];
     publish(record, write(record));
-    unlock(handle.slot(), handle.turn());
+    unlock(handle.slot(), handle.generation());
     return true;
   }
 
   // Changes the state of a call that returned and whose end is not recorded yet.
-  void finish(Handle handle, State then) {
-    update(handle, [=](Record& record) -> uint8_t { return record.state == kReturned ? then : record.state; });
+  void finish(Handle handle, State new_state) {
+    update(handle, [=](Record& record) -> uint8_t { return record.state == kReturned ? new_state : record.state; });
   }
 
-  // Counts calls that found no free slot, in the ring itself, where recovery reads it. False if the log is closed.
+  // Counts calls that found no free slot. The count is in the ring itself, so that recovery can read it. Returns false if
+  // the log is closed.
   bool drop(uint64_t calls) {
-    const uint64_t turn = lock(0);  // any slot's lock keeps the ring open
+    const uint64_t generation = lock(0);  // close() waits for the lock of every slot
     const bool open = !closed_.load(std::memory_order_acquire);  // acquires what open() wrote
     if (open) __atomic_fetch_add(dropped_, calls, __ATOMIC_RELAXED);
-    unlock(0, turn);
+    unlock(0, generation);
     return open;
   }
 
-  // Changes the state of a slot that is in state `only_if` and invalidates its Handle.
-  bool settle(uint32_t slot, uint8_t only_if, uint8_t state_then) {
-    const uint64_t turn = lock(slot);
-    const bool matches = state(slot) == only_if;
-    if (matches) publish(records_[slot], state_then);
-    unlock(slot, matches ? turn + 1 : turn);
+  // Changes the state of a slot from `expected` to `new_state` and invalidates its Handle. Returns false, and changes
+  // nothing, if the slot is in another state.
+  bool settle(uint32_t slot, uint8_t expected, uint8_t new_state) {
+    const uint64_t generation = lock(slot);
+    const bool matches = state(slot) == expected;
+    if (matches) publish(records_[slot], new_state);
+    unlock(slot, matches ? generation + 1 : generation);
     return matches;
   }
 
   void copy(uint32_t slot, Record& to) {
-    const uint64_t turn = lock(slot);
+    const uint64_t generation = lock(slot);
     to = records_[slot];
-    unlock(slot, turn);
+    unlock(slot, generation);
   }
 
-  // Frees a slot whose record is on disk.
+  // Frees a slot whose record is no longer needed.
   void release(uint32_t slot) {
-    const uint64_t turn = lock(slot);
+    const uint64_t generation = lock(slot);
     publish(records_[slot], kFree);
-    unlock(slot, turn + 1);
+    unlock(slot, generation + 1);
     if (!closed_.load(std::memory_order_relaxed)) give(slot);
   }
 
-  // Takes all slots and invalidates all Handles; when it returns, no thread is writing. Returns the number of slots that
-  // calls had taken but not yet written to.
+  // Takes all free slots and invalidates all Handles; when it returns, no thread is writing. Returns the number of slots
+  // that calls had taken but not yet written to.
   uint32_t close() {
     closed_.store(true);
     for (uint32_t slot = take(); slot != kEmpty; slot = take()) held_.push_back(slot);
     for (uint32_t slot = 0; slot < capacity_; slot++) {
-      const uint64_t turn = lock(slot);
+      const uint64_t generation = lock(slot);
       if (state(slot) != kFree) held_.push_back(slot);
-      unlock(slot, turn + 1);
+      unlock(slot, generation + 1);
     }
     return capacity_ - static_cast<uint32_t>(held_.size());
   }
 
-  bool gone() const { return gone_.load(std::memory_order_relaxed); }
+  bool detached() const { return detached_.load(std::memory_order_relaxed); }
 
   // Detaches a forked child from the parent's ring. Takes no locks: threads of the parent may have held them.
   void forked() {
     closed_.store(true);
-    gone_.store(true);
+    detached_.store(true);
   }
 
   uint8_t state(uint32_t slot) const { return __atomic_load_n(&records_[slot].state, __ATOMIC_ACQUIRE); }
-  int64_t begun(uint32_t slot) const { return __atomic_load_n(&records_[slot].t_begin, __ATOMIC_RELAXED); }
+  int64_t begin_time(uint32_t slot) const { return __atomic_load_n(&records_[slot].t_begin, __ATOMIC_RELAXED); }
 
   static constexpr uint32_t kEmpty = 0xffffffff;
 
  private:
-  // Each word of `turns_` is a turn and, in the lowest bit, a spin lock. Returns the turn.
+  // Each word of `generations_` is a generation and, in the lowest bit, a spin lock. Returns the generation.
   uint64_t lock(uint32_t slot) {
     for (;;) {
-      const uint64_t turn = turns_[slot].load(std::memory_order_relaxed) >> 1;
-      if (lock_if(slot, turn)) return turn;
+      const uint64_t generation = generations_[slot].load(std::memory_order_relaxed) >> 1;
+      if (lock_if(slot, generation)) return generation;
     }
   }
 
-  // False if the slot has another turn.
-  bool lock_if(uint32_t slot, uint64_t turn) {
+  // Returns false if the slot has another generation.
+  bool lock_if(uint32_t slot, uint64_t generation) {
     for (int tries = 0;; tries++) {
-      uint64_t word = turn << 1;
-      if (turns_[slot].compare_exchange_weak(word, word | 1, std::memory_order_acquire)) return true;
-      if ((word >> 1) != turn) return false;
+      uint64_t word = generation << 1;
+      if (generations_[slot].compare_exchange_weak(word, word | 1, std::memory_order_acquire)) return true;
+      if ((word >> 1) != generation) return false;
       if (tries > 64) std::this_thread::yield();
     }
   }
 
-  void unlock(uint32_t slot, uint64_t turn) { turns_[slot].store(turn << 1, std::memory_order_release); }
+  void unlock(uint32_t slot, uint64_t generation) {
+    generations_[slot].store(generation << 1, std::memory_order_release);
+  }
 
   static void publish(Record& record, uint8_t state) { __atomic_store_n(&record.state, state, __ATOMIC_RELEASE); }
 
   const uint32_t capacity_;
   Record* records_ = nullptr;
   uint64_t* dropped_ = nullptr;
-  std::unique_ptr<std::atomic<uint64_t>[]> turns_;
+  std::unique_ptr<std::atomic<uint64_t>[]> generations_;
   std::unique_ptr<std::atomic<uint32_t>[]> next_;
   std::vector<uint32_t> held_;  // slots that become free with the next open()
   alignas(64) std::atomic<uint64_t> head_{kEmpty};
   alignas(64) std::atomic<int64_t> free_{0};
   std::atomic<uint32_t> used_{0};
   std::atomic<uint64_t> log_{0};
-  std::atomic<bool> closed_{true}, gone_{false};
+  std::atomic<bool> closed_{true}, detached_{false};
 };
 
 }  // namespace commtrace
