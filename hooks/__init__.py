@@ -1,4 +1,4 @@
-"""Hooks, which turn the calls of a library into records. There is one package per library.
+"""Hooks, which record the calls of a library. There is one package per library.
 
 A hook is a module with a reversible pair of functions. `commtrace.startup` imports the module and
 calls `install` as soon as the program has imported the library, and `uninstall` when tracing stops:
@@ -13,7 +13,7 @@ calls `install` as soon as the program has imported the library, and `uninstall`
 - may import the library, which is in `sys.modules`, and what the library has imported, but no other
   large module;
 - must not communicate, start threads, or open files. The recorder starts at the first call
-  (`recorder_setup.begin`), when the rank is known.
+  (`recorder_setup.ensure_recorder`), when the rank is known.
 
 `uninstall` (`Patches.undo`) restores what `install` replaced, unless other code has replaced it
 since. It is idempotent, too. Kernels of torch's dispatcher stay, because another thread may be
@@ -33,7 +33,7 @@ To add a hook for another library, for example JAX:
 3. In `install`, add the library's blind spots to `recorder_setup.blind_spots`. If the library
    provides the process's rank, add a function to `recorder_setup.identities` and the library to
    `recorder_setup._IDENTITY_SOURCES`.
-4. Write a tracer that turns arguments into records: `recorder_setup.Tracers` creates it at the
+4. Write a tracer that makes records from arguments: `recorder_setup.Tracers` creates it at the
    first call, `Groups` (`groups.py`) numbers its process groups, `CallContext` (`call_context.py`)
    determines call site, phase and step, and `Recorder.begin`, `returned` and `ended` write the
    record.

@@ -61,14 +61,14 @@ class CallContext:
             phase = marks[-1] if marks and marks[-1] in (_INIT, _EVALUATION) else _BACKWARD
         else:
             phase = int(marks[-1]) if marks else -1
-        site = seen = 0
+        site = frame_flags = 0
         if phase < 0 or self._records_sites:
-            site, seen = self.sites.find(depth + 1, deep=phase < 0)
+            site, frame_flags = self.sites.find(depth + 1, deep=phase < 0)
         if phase < 0:
-            default_phase = int(progress.default_phase())
-            phase = (
-                _FORWARD if seen & call_site.FORWARD else _OPTIMIZER if seen & call_site.OPTIMIZER else default_phase
-            )
+            if frame_flags & call_site.FORWARD:
+                phase = _FORWARD
+            else:
+                phase = _OPTIMIZER if frame_flags & call_site.OPTIMIZER else int(progress.default_phase())
         if phase in (_FORWARD, _BACKWARD) and progress.between_steps:
             if phase == _BACKWARD or self._trains():
                 progress.note_activity()
@@ -78,7 +78,7 @@ class CallContext:
             site = 0
         elif not site and task != _NO_TASK:
             site = self._site_of_backward(task)
-        return site, phase, seen
+        return site, phase, frame_flags
 
     def _trains(self) -> bool:
         return _is_grad_enabled() or self.sites.in_training()

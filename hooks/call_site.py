@@ -126,25 +126,25 @@ class CallSites:
         except ValueError:
             return 0, 0
         kinds = self._kinds
-        frame, seen, kind = innermost, 0, 0
+        frame, frame_flags, kind = innermost, 0, 0
         while frame is not None:
             code = frame.f_code
             known = kinds.get(id(code))
             kind = known[1] if known is not None else self.classify(code)
-            seen |= kind
+            frame_flags |= kind
             if not kind & WRAPPER:
                 break
             frame = frame.f_back
         site_frame, caller = frame or innermost, frame.f_back if frame is not None and kind & SHARED else None
         while caller is not None and (kind := self.classify(caller.f_code)) & (WRAPPER | SHARED):
-            seen |= kind
+            frame_flags |= kind
             caller = caller.f_back
-        while deep and frame is not None and not seen & (FORWARD | OPTIMIZER):
+        while deep and frame is not None and not frame_flags & (FORWARD | OPTIMIZER):
             code = frame.f_code
             known = kinds.get(id(code))
-            seen |= known[1] if known is not None else self.classify(code)
+            frame_flags |= known[1] if known is not None else self.classify(code)
             frame = frame.f_back
-        return self.number(site_frame, caller), seen
+        return self.number(site_frame, caller), frame_flags
 
     def in_training(self) -> bool:
         """Return whether the outermost module that is being called is in training mode.
@@ -170,20 +170,20 @@ class CallSites:
         """
         own = threading.get_ident()
         for thread, frame in sys._current_frames().items():
-            site, seen = (0, 0) if thread == own else self._site_above(frame)
-            if seen & BACKWARD:
+            site, frame_flags = (0, 0) if thread == own else self._site_above(frame)
+            if frame_flags & BACKWARD:
                 return site
         return 0
 
     def _site_above(self, frame: FrameType | None) -> tuple[int, int]:
-        seen = 0
+        frame_flags = 0
         while frame is not None:
             kind = self.classify(frame.f_code)
-            seen |= kind
+            frame_flags |= kind
             if not kind & WRAPPER:
                 break
             frame = frame.f_back
-        return self.number(frame) if seen & BACKWARD else 0, seen
+        return self.number(frame) if frame_flags & BACKWARD else 0, frame_flags
 
     def classify(self, code: CodeType) -> int:
         """Return the properties of frames of this code, as bits."""

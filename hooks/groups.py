@@ -16,18 +16,18 @@ from commtrace.recording.table_writer import TableWriter
 class Group:
     """A process group: what is needed to record its calls."""
 
-    def __init__(self, members: Any, number: int, ranks: Sequence[int], rank: int, first: int = 0) -> None:
+    def __init__(self, library_object: Any, number: int, ranks: Sequence[int], rank: int, first: int = 0) -> None:
         """Describe a group.
 
         Args:
-            members: The library's own object. It is kept weakly, so that the program can destroy
-                the group.
+            library_object: The library's own object. It is kept weakly, so that the program can
+                destroy the group.
             number: Its row in the groups table.
             ranks: Global ranks, in the group's order.
             rank: This process's rank within the group.
             first: Sequence number of its next collective.
         """
-        self.ref = weakref.ref(members)
+        self.ref = weakref.ref(library_object)
         self.number = number
         self.ranks = ranks
         self.size = len(ranks)
@@ -69,18 +69,18 @@ class Groups(Generic[_Group]):
         self._created: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._lock = threading.RLock()  # threads may use a new group at the same time
 
-    def get(self, members: Any) -> _Group:
+    def get(self, library_object: Any) -> _Group:
         """Return the group of a library's object. A new group is added to the table."""
-        group = self._known.get(id(members))
-        if group is not None and group.ref() is members:
+        group = self._known.get(id(library_object))
+        if group is not None and group.ref() is library_object:
             return group
         with self._lock:
-            group = self._known.get(id(members))
-            if group is None or group.ref() is not members:
-                group = self._known[id(members)] = self._make(members)
+            group = self._known.get(id(library_object))
+            if group is None or group.ref() is not library_object:
+                group = self._known[id(library_object)] = self._make(library_object)
         return group
 
-    def _make(self, members: Any) -> _Group:
+    def _make(self, library_object: Any) -> _Group:
         """Make the group of a new object."""
         raise NotImplementedError
 
@@ -91,11 +91,11 @@ class Groups(Generic[_Group]):
         self._created[key] += 1
         return self._tables.new("groups", {**row._asdict(), "ranks": format_rank_list(row.ranks), "index": index})
 
-    def set_role(self, members: Any, role: str, source: str, table: str = "roles") -> None:
+    def set_role(self, library_object: Any, role: str, source: str, table: str = "roles") -> None:
         """Record the parallel dimension of a group, and the source of this information.
 
         The table is "roles", or "message_roles" if point-to-point messages have a different
         dimension than the group.
         """
-        number = self.get(members).number
+        number = self.get(library_object).number
         self._tables.row_id(table, (number, role), lambda: {"group": number, "role": role, "source": source})

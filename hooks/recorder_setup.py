@@ -55,7 +55,7 @@ def install_backend(backend: KernelBackend) -> None:
     _backend = backend
 
 
-def begin() -> Recorder | None:
+def ensure_recorder() -> Recorder | None:
     """Return the recorder, created on first use; None if tracing is off or cannot start."""
     backend = _backend or KernelBackend(None, CompiledSlots if libraries_with_compiled_wrappers else None)
     hidden = [sentence for sentences in blind_spots.values() for sentence in sentences]
@@ -69,7 +69,7 @@ def count_fault(unrecorded: int = 0) -> None:
         unrecorded: Number of calls that have no record because of the error. If it is not 0, the
             recorder is started, so that the log has the count even if no call is recorded.
     """
-    recorder = session.recorder or (begin() if unrecorded else None)
+    recorder = session.recorder or (ensure_recorder() if unrecorded else None)
     if recorder is not None:
         recorder.count_fault(unrecorded)
 
@@ -116,21 +116,21 @@ class Tracers(Generic[AnyTracer]):
         self._make = make
         self._tracer: AnyTracer | None = None
         self._lock = threading.RLock()
-        self.started: list[Callable[[AnyTracer], None]] = []
-        """Listeners, called with each new tracer before the first call is recorded."""
+        self.start_listeners: list[Callable[[AnyTracer], None]] = []
+        """Functions that are called with each new tracer before the first call is recorded."""
 
     def current(self) -> AnyTracer | None:
         """Return the running recorder's tracer; None before the first call, after the end, and in a forked child."""
         tracer = self._tracer
         return tracer if tracer is not None and tracer.recorder is session.recorder else None
 
-    def start(self, recorder: Recorder) -> AnyTracer:
+    def ensure(self, recorder: Recorder) -> AnyTracer:
         """Return the tracer of a recorder, creating it on first use."""
         with self._lock:
             tracer = self._tracer
             if tracer is None or tracer.recorder is not recorder:
                 tracer = self._tracer = self._make(recorder)
                 recorder.drain_callbacks.append(tracer.release)
-                for listener in self.started:
+                for listener in self.start_listeners:
                     listener(tracer)
         return tracer

@@ -24,7 +24,7 @@ class MpiGroup(Group):
 
     def __init__(
         self,
-        members: Any,
+        mpi_object: Any,
         number: int,
         row: GroupDescription,
         local: Sequence[int],
@@ -36,7 +36,7 @@ class MpiGroup(Group):
         `local` and `remote` are lists of global ranks (-1: in another world); this process is `rank`
         in `local`. `remote` is the remote group of an intercommunicator; None: not one.
         """
-        super().__init__(members, number, row.ranks, rank)
+        super().__init__(mpi_object, number, row.ranks, rank)
         self.local = local
         self.remote = remote
         self.size = len(local)
@@ -44,10 +44,10 @@ class MpiGroup(Group):
         self._others = local if remote is None else remote
         self.blocks = len(self._others)
         """Number of shares of a collective: one per rank of the remote group, if any, or of the group."""
-        topology = isinstance(members, MPI.Topocomm)
-        self.sources: int = members.indegree if topology else 0
+        topology = isinstance(mpi_object, MPI.Topocomm)
+        self.sources: int = mpi_object.indegree if topology else 0
         """Number of neighbours that this rank receives from in a neighbourhood collective."""
-        self.destinations: int = members.outdegree if topology else 0
+        self.destinations: int = mpi_object.outdegree if topology else 0
         """Number of neighbours that this rank sends to in a neighbourhood collective."""
 
     def peer(self, rank: int) -> int:
@@ -77,24 +77,24 @@ class MpiGroups(Groups[MpiGroup]):
         self._by_handle: dict[tuple[type, int], MpiGroup] = {}
         self._backend = MPI.get_vendor()[0]
 
-    def _make(self, members: Any) -> MpiGroup:
-        key = _kind(members), members.handle
+    def _make(self, mpi_object: Any) -> MpiGroup:
+        key = _kind(mpi_object), mpi_object.handle
         group = self._by_handle.get(key)
         if group is None:
-            group = self._by_handle[key] = self._new(members)
+            group = self._by_handle[key] = self._new(mpi_object)
         alias = copy.copy(group)  # another object with the same handle has the same row and counters
-        alias.ref = weakref.ref(members)
+        alias.ref = weakref.ref(mpi_object)
         return alias
 
-    def _new(self, members: Any) -> MpiGroup:
-        local, rank = self._ranks(members.Get_group())
-        inter = isinstance(members, MPI.Comm) and members.Is_inter()
-        remote = self._ranks(members.Get_remote_group())[0] if inter else None
+    def _new(self, mpi_object: Any) -> MpiGroup:
+        local, rank = self._ranks(mpi_object.Get_group())
+        inter = isinstance(mpi_object, MPI.Comm) and mpi_object.Is_inter()
+        remote = self._ranks(mpi_object.Get_remote_group())[0] if inter else None
         # Both sides of an intercommunicator write the same row.
         global_ranks = local if remote is None else sorted({*local, *remote})
         known = [global_rank for global_rank in global_ranks if global_rank >= 0]
-        row = GroupDescription(known, _name(members), _describe(members), self._backend)
-        return MpiGroup(members, self._number(row), row, local, rank, remote)
+        row = GroupDescription(known, _name(mpi_object), _describe(mpi_object), self._backend)
+        return MpiGroup(mpi_object, self._number(row), row, local, rank, remote)
 
     def _ranks(self, group: Any) -> tuple[list[int], int]:
         """Return an MPI group's global ranks (-1: in another world) and this process's rank. Free the group."""
@@ -105,25 +105,25 @@ class MpiGroups(Groups[MpiGroup]):
         group.Free()
         return ranks, own
 
-    def forget(self, members: Any) -> None:
+    def forget(self, mpi_object: Any) -> None:
         """Forget a communicator or window that is about to be freed: another one may get its handle."""
-        self._known.pop(id(members), None)
-        self._by_handle.pop((_kind(members), members.handle), None)
+        self._known.pop(id(mpi_object), None)
+        self._by_handle.pop((_kind(mpi_object), mpi_object.handle), None)
 
 
-def _kind(members: Any) -> type:
-    return MPI.Win if isinstance(members, MPI.Win) else MPI.Comm
+def _kind(mpi_object: Any) -> type:
+    return MPI.Win if isinstance(mpi_object, MPI.Win) else MPI.Comm
 
 
-def _name(members: Any) -> str:
-    name = str(members.Get_name())
+def _name(mpi_object: Any) -> str:
+    name = str(mpi_object.Get_name())
     return "" if _NO_NAME.fullmatch(name) else name
 
 
-def _describe(members: Any) -> str:
-    if isinstance(members, MPI.Win):
+def _describe(mpi_object: Any) -> str:
+    if isinstance(mpi_object, MPI.Win):
         return "window"
-    if members.Is_inter():
-        return f"intercommunicator, {members.Get_size()} and {members.Get_remote_size()} processes"
+    if mpi_object.Is_inter():
+        return f"intercommunicator, {mpi_object.Get_size()} and {mpi_object.Get_remote_size()} processes"
     topology = {MPI.CART: "Cartesian", MPI.GRAPH: "graph", MPI.DIST_GRAPH: "distributed graph"}
-    return topology.get(members.Get_topology(), "intracommunicator")
+    return topology.get(mpi_object.Get_topology(), "intracommunicator")

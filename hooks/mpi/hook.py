@@ -44,8 +44,8 @@ def install() -> None:
         recorder_setup.libraries_with_compiled_wrappers.add("mpi4py")
         _patches.on_undo(recorder_setup.libraries_with_compiled_wrappers.discard, "mpi4py")
         _patches.on_undo(native.stop_recording)
-        _patches.append(mpi_tracer.started, native.start_recording)
-        _patches.append(mpi_tracer.ended, native.stop_recording)
+        _patches.append(mpi_tracer.start_listeners, native.start_recording)
+        _patches.append(mpi_tracer.end_listeners, native.stop_recording)
     for owner, names, wrapper in (
         (MPI.Request, ("Cancel", "cancel"), wrappers.wrap_cancel),
         (MPI.Request, ("Free",), wrappers.wrap_request_free),

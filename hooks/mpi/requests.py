@@ -15,8 +15,8 @@ from commtrace.schema import Clock
 from .communicators import MpiGroup
 
 
-class Receipt(NamedTuple):
-    """A message to receive. Its size, and its sender and tag if any are accepted, are known on arrival."""
+class PendingReceive(NamedTuple):
+    """A message to receive. Its size is known on arrival, and so are its sender and tag if the call accepts any."""
 
     group: MpiGroup
     peer: int  # accepted by the call; -1: any
@@ -33,7 +33,7 @@ class Receipt(NamedTuple):
             recorder.set_source(slot_or_call, peer, tag, next(self.group.counter(peer, tag, sends=False)))
 
 
-Ends = Sequence[tuple[PendingCall | None, Receipt | None]]
+Ends = Sequence[tuple[PendingCall | None, PendingReceive | None]]
 
 
 class PendingRequest(weakref.ref[Any]):
@@ -74,15 +74,15 @@ class Requests:
             return  # another thread's wait returned first
         recorder = self._recorder
         cancelled = pending.cancelled and status is not None and status.Is_cancelled()
-        for call, receipt in pending.ends:
+        for call, receive in pending.ends:
             if call is None:
                 continue
             if cancelled:
                 recorder.set_size(call, 0)
                 recorder.unobservable(call, t_wait)
                 continue
-            if receipt is not None and status is not None:
-                receipt.arrived(recorder, call, status)
+            if receive is not None and status is not None:
+                receive.arrived(recorder, call, status)
             recorder.ended(call, t_wait, t_end, clock)
 
     def failed(self, pending: PendingRequest) -> None:

@@ -1,4 +1,4 @@
-"""The tracer of mpi4py: turns calls of its methods into records."""
+"""mpi4py tracer: records calls of mpi4py's methods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from commtrace.schema import Clock, Flag
 from .buffers import fill_predefined, simple
 from .communicators import MpiGroup, MpiGroups
 from .methods import NOTHING, Arguments, Message, Method, Size
-from .requests import Receipt, Requests
+from .requests import PendingReceive, Requests
 from .windows import Windows
 
 now: Final = time.monotonic_ns
@@ -38,51 +38,65 @@ _EXCHANGE_HAS_STATUS: Final = MPI.get_vendor()[0] == "Open MPI"
 
 
 def identity_in_world() -> RankIdentity | None:
-    """Return the process's rank in MPI.COMM_WORLD; None if that has only one process (as under torchrun)."""
+    """Return the process's rank in MPI.COMM_WORLD.
+
+    Returns:
+        None before MPI is initialized, after it is finalized, and if MPI.COMM_WORLD has only one process (as under
+        torchrun).
+    """
     if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.Get_size() > 1:
         return RankIdentity(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), _agree)
     return None
 
 
 def _agree(proposal: str) -> str:
-    """Return a run name that all ranks agree on without a message: MPI has no store, and a collective may never end."""
-    size = str(MPI.COMM_WORLD.Get_size())
-    if size in (os.environ.get("MPI_LOCALNRANKS"), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")):
-        starter = identity.mpi_starter()  # the parent of all ranks, as all are on this host
+    """Return a run name without communicating: MPI has no store, and a collective might never return.
+
+    Returns:
+        If all ranks run on this host, the name of the process that started them. Otherwise "" if the launcher names the
+        run. If neither is known, the proposal, which differs between ranks.
+    """
+    world_size = str(MPI.COMM_WORLD.Get_size())
+    if world_size in (os.environ.get("MPI_LOCALNRANKS"), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")):
+        starter = identity.mpi_starter()  # it has started all ranks
         return f"mpi-{starter}" if starter else proposal
     return "" if identity.launcher_run_name() else proposal
 
 
-ended: list[Callable[[], None]] = []
-"""Functions to call when a tracer's session has ended."""
+end_listeners: list[Callable[[], None]] = []
+"""Functions that are called when a tracer's session has ended."""
 
 
-def begin() -> MpiTracer | None:
-    """Return this process's tracer, created by the first call; None if tracing is off or MPI is not initialized."""
+def ensure_tracer() -> MpiTracer | None:
+    """Return this process's tracer, created on first use.
+
+    Returns:
+        None if tracing is off or cannot start, before MPI is initialized, and after it is finalized.
+    """
     if session.settings is None and session.recorder is None:
         return None
     if MPI.Is_finalized() or not MPI.Is_initialized():
         return None
-    recorder = session.recorder or recorder_setup.begin()
-    return None if recorder is None else _tracers.start(recorder)
+    recorder = session.recorder or recorder_setup.ensure_recorder()
+    return None if recorder is None else _tracers.ensure(recorder)
 
 
 class CallRecord(NamedTuple):
     """One record of a call: most calls have one, a Sendrecv has two."""
 
     slot: int
-    receipt: Receipt | None  # None unless a message is received
+    receive: PendingReceive | None  # None unless a message is received
 
 
 class PickledSizes:
-    """The bytes of each object that one call has pickled or unpickled."""
+    """Sizes in bytes of the objects that one call has pickled or unpickled."""
 
-    __slots__ = ("dumped", "loaded", "outer")
+    __slots__ = ("dumped", "enclosing", "loaded")
 
     def __init__(self) -> None:
         self.dumped: list[int] = []
         self.loaded: list[int] = []
-        self.outer: PickledSizes | None = None
+        self.enclosing: PickledSizes | None = None  # of the call that this one is made within
 
 
 def current_sizes() -> PickledSizes | None:
@@ -91,7 +105,7 @@ def current_sizes() -> PickledSizes | None:
 
 
 class MethodPlan(NamedTuple):
-    """What is known about a call before it begins; for a persistent request, before every start."""
+    """Properties of a call that are known before it begins. A persistent request keeps them for all its starts."""
 
     method: Method
     group: MpiGroup
@@ -115,26 +129,29 @@ class MpiEntry:
         """Whether the cost of this call is measured."""
         return self.records[0].slot & SAMPLE_MASK == 0
 
-    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return the arguments for the method, with a new status if one is needed and the program passes none."""
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Begin to measure pickled objects, and return the arguments for the method.
+
+        A status is added if one is needed and the program passes none.
+        """
         method = self.plan.method
         if method.objects:
             self.pickled = PickledSizes()
-            self.pickled.outer = current_sizes()
+            self.pickled.enclosing = current_sizes()
             _thread.sizes = self.pickled
-        at = method.status_at
-        if at is None or not method.receives:
+        status_index = method.status_at
+        if status_index is None or not method.receives:
             return args, kwargs
-        given = kwargs.get("status") if len(args) <= at else args[at]
+        given = kwargs.get("status") if len(args) <= status_index else args[status_index]
         self.status = given if given is not None else MPI.Status()
-        if given is None and len(args) > at:
-            return (*args[:at], self.status, *args[at + 1 :]), kwargs
+        if given is None and len(args) > status_index:
+            return (*args[:status_index], self.status, *args[status_index + 1 :]), kwargs
         return args, kwargs if given is not None else {**kwargs, "status": self.status}
 
-    def exit(self) -> None:
-        """Note that the method has returned or raised."""
+    def restore_sizes(self) -> None:
+        """Stop measuring pickled objects: those that follow belong to the enclosing call, if any."""
         if self.pickled is not None:
-            _thread.sizes = self.pickled.outer
+            _thread.sizes = self.pickled.enclosing
 
     def failed(self, t_return: int) -> None:
         """Record that the method raised an exception."""
@@ -146,18 +163,18 @@ class MpiEntry:
         for record in self.records:
             self.tracer.recorder.set_unobservable(record.slot, t_return)
 
-    def after(self, result: Any, t_return: int) -> None:
-        """Record that the method returned `result`: a Request if it does not block."""
+    def returned(self, result: Any, t_return: int) -> None:
+        """Record that the method has returned `result`, which is a Request if the method does not block."""
         tracer, method = self.tracer, self.plan.method
         if self.pickled is not None:
             self._measure_objects(self.pickled)
         if self.status is not None:
-            for slot, receipt in self.records:
-                if receipt is not None:
-                    receipt.arrived(tracer.recorder, slot, self.status)
+            for slot, receive in self.records:
+                if receive is not None:
+                    receive.arrived(tracer.recorder, slot, self.status)
         calls = [tracer.recorder.returned(record.slot, t_return, observable=True) for record in self.records]
         if method.returns:
-            ends = [(call, record.receipt) for call, record in zip(calls, self.records, strict=True)]
+            ends = [(call, record.receive) for call, record in zip(calls, self.records, strict=True)]
             tracer.requests.add(result, ends)
         elif method.one_sided:
             tracer.windows.add(self.plan.group, self.plan.records[0][3], calls[0])
@@ -168,8 +185,8 @@ class MpiEntry:
 
     def _measure_objects(self, sizes: PickledSizes) -> None:
         if self.plan.method.messages:
-            for slot, receipt in self.records:
-                if receipt is None:
+            for slot, receive in self.records:
+                if receive is None:
                     self.tracer.recorder.set_size(slot, sum(sizes.dumped))
         else:
             payload, local = object_size(self.plan.method.op, self.plan.group, sizes)
@@ -177,7 +194,7 @@ class MpiEntry:
 
 
 def object_size(op: str, group: MpiGroup, sizes: PickledSizes) -> tuple[int, int]:
-    """Return payload and own share of a collective, from the sizes of its objects."""
+    """Return the payload and the own share of a collective in bytes, from the sizes of its objects."""
     dumped, loaded = sizes.dumped, sizes.loaded
     sent, received = sum(dumped), sum(loaded)
     if op in ("all_gather", "gather"):
@@ -188,11 +205,12 @@ def object_size(op: str, group: MpiGroup, sizes: PickledSizes) -> tuple[int, int
     if op == "all_to_all":
         own = group.rank if group.remote is None and not group.destinations else -1
         return sent, dumped[own] if 0 <= own < len(dumped) else 0
-    return max(dumped + loaded, default=0), 0  # all have the same size, or almost (partial results)
+    # The same on all ranks, or nearly so: partial results of a reduction may differ.
+    return max(dumped + loaded, default=0), 0
 
 
 class MpiTracer:
-    """The state of the hook of mpi4py for one recorder."""
+    """State of mpi4py's hook for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         fill_predefined()
@@ -209,21 +227,27 @@ class MpiTracer:
         if session.recorder is not self.recorder:
             self.requests.forget()
             self.windows.forget()
-            for listener in ended:
+            for listener in end_listeners:
                 listener()
 
-    def plan(self, method: Method, members: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MethodPlan | None:
-        """Return the plan of a call; None for a call without a communicator."""
-        if not members:
+    def plan(
+        self, method: Method, mpi_object: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> MethodPlan | None:
+        """Return the plan of a call on a communicator, a window or a Message.
+
+        Returns:
+            None for a null object, and for a Message whose probe was not observed.
+        """
+        if not mpi_object:
             return None
         arguments = method.bind(args, kwargs)
         if method.message_object:
-            matched = self.requests.kept(members)
+            matched = self.requests.kept(mpi_object)
             if matched is None:
                 return None
             group, arguments["source"], arguments["tag"] = matched
         else:
-            group = self.groups.get(members)
+            group = self.groups.get(mpi_object)
         if method.messages:
             return self._plan_messages(method, group, arguments)
         return self._plan_operation(method, group, arguments)
@@ -251,11 +275,11 @@ class MpiTracer:
             records.append((kind, nbytes, 0, group.peer(peer), max(tag, -1), receives))
         return MethodPlan(method, group, _COALESCED if len(records) > 1 else 0, records)
 
-    def start(self, plan: MethodPlan, depth: int = 2) -> MpiEntry | None:
+    def begin_call(self, plan: MethodPlan, depth: int = 2) -> MpiEntry | None:
         """Record that a call begins. Return None if the ring is full."""
         method, group, recorder = plan.method, plan.group, self.recorder
-        site, phase, seen = self.context.find(depth)
-        flags = plan.flags | (_OBJECT if method.objects or seen & call_site.OBJECT else 0)
+        site, phase, frame_flags = self.context.find(depth)
+        flags = plan.flags | (_OBJECT if method.objects or frame_flags & call_site.OBJECT else 0)
         if method.returns:
             flags |= _ASYNC
         batch = next(self._batches) & 0xFFFFFFFF if len(plan.records) > 1 else 0
@@ -268,7 +292,7 @@ class MpiTracer:
             )  # fmt: skip
             if slot >= 0:
                 has_status = receives and (not batch or not method.returns or _EXCHANGE_HAS_STATUS)
-                records.append(CallRecord(slot, Receipt(group, peer, tag) if has_status else None))
+                records.append(CallRecord(slot, PendingReceive(group, peer, tag) if has_status else None))
         return MpiEntry(self, plan, records) if records else None
 
     @staticmethod
@@ -280,7 +304,7 @@ class MpiTracer:
         return next(group.counter(peer, tag, not receives))
 
     def kind_of(self, method: Method, message: Any, op: Any) -> int:
-        """Return the row of a call with this buffer (None: no buffer) and reduction, for the C++ wrappers."""
+        """Return the id of the row of a call with this buffer (None: no buffer) and reduction, for the C++ wrappers."""
         dtype = None if message is None else simple(message).dtype
         reduce_op = (MPI.SUM if op is None else op) if method.reduces else None
         return self._kind(method, method.op, dtype, reduce_op)
@@ -298,7 +322,7 @@ class MpiTracer:
 
 _tracers: Final = recorder_setup.Tracers(MpiTracer)
 current: Final = _tracers.current
-started: Final = _tracers.started
+start_listeners: Final = _tracers.start_listeners
 
 
 def _operation_name(reduce_op: Any) -> str:

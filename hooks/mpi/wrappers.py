@@ -17,7 +17,7 @@ from commtrace.schema import Clock
 
 from .methods import Method
 from .requests import PendingRequest
-from .tracer import MethodPlan, MpiEntry, MpiTracer, begin, current, now
+from .tracer import MethodPlan, MpiEntry, MpiTracer, current, ensure_tracer, now
 
 Original = Callable[..., Any]
 
@@ -37,15 +37,15 @@ def wrap_call(method: Method) -> Wrapper:
             try:
                 tracer = current()
                 if tracer is None:
-                    tracer = begin()
+                    tracer = ensure_tracer()
                     entered = now()  # the set-up of the recorder is not part of the cost of a call
                 lookups = 0 if tracer is None else tracer.recorder.tables.lookups
                 plan = None if tracer is None else tracer.plan(method, self, args, kwargs)
                 if plan is not None and tracer is not None:
-                    entry = tracer.start(plan)
+                    entry = tracer.begin_call(plan)
                 if entry is not None:
                     entry.first = entry.tracer.recorder.tables.lookups != lookups
-                    call_args, call_kwargs = entry.enter(args, kwargs)
+                    call_args, call_kwargs = entry.prepare(args, kwargs)
             except Exception as error:
                 reraise_if_from_signal_handler()
                 if entry is None:
@@ -57,7 +57,7 @@ def wrap_call(method: Method) -> Wrapper:
             try:
                 result = original(self, *call_args, **call_kwargs)
             except BaseException:
-                entry.exit()
+                entry.restore_sizes()
                 entry.failed(now())
                 raise
             _return(entry, result, begun - entered)
@@ -71,8 +71,8 @@ def wrap_call(method: Method) -> Wrapper:
 def _return(entry: MpiEntry, result: Any, cost: int) -> None:
     t_return = now()
     try:
-        entry.exit()
-        entry.after(result, t_return)
+        entry.restore_sizes()
+        entry.returned(result, t_return)
         if entry.sampled or entry.first:
             entry.tracer.recorder.note_cost(cost + now() - t_return, sampled=entry.sampled, first=entry.first)
     except Exception:
@@ -88,7 +88,7 @@ def wrap_persistent_init(method: Method) -> Wrapper:
     def init(original: Original, self: Any, /, *args: Any, **kwargs: Any) -> Any:
         request = original(self, *args, **kwargs)
         try:  # after the call: one that mpi4py rejects is neither recorded nor an error of the hook
-            tracer = current() or begin()
+            tracer = current() or ensure_tracer()
             plan = None if tracer is None else tracer.plan(method, self, args, kwargs)
             if plan is not None and tracer is not None:
                 tracer.requests.keep(request, plan)
@@ -118,7 +118,7 @@ def _started(requests: Sequence[Any], original: Callable[[], Any]) -> Any:
         for request in requests:
             try:
                 plan = tracer.requests.kept(request)
-                entry = tracer.start(plan, depth=3) if isinstance(plan, MethodPlan) else None
+                entry = tracer.begin_call(plan, depth=3) if isinstance(plan, MethodPlan) else None
                 if entry is not None:
                     entries.append((request, entry))
             except Exception:
@@ -225,7 +225,7 @@ def _as_sequence(requests: Any) -> Sequence[Any]:
 
 def _needs_status(pending: PendingRequest | None) -> bool:
     """Return whether the records of these calls are completed from a status."""
-    return pending is not None and (pending.cancelled or any(receipt is not None for _, receipt in pending.ends))
+    return pending is not None and (pending.cancelled or any(receive is not None for _, receive in pending.ends))
 
 
 def _followed_by(action: Callable[[MpiTracer, Any], None]) -> Wrapper:
@@ -270,7 +270,7 @@ def wrap_probe(original: Original) -> Original:
     def probe(self: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None) -> Any:
         tracer: MpiTracer | None = None
         try:
-            tracer = current() or begin()
+            tracer = current() or ensure_tracer()
         except Exception:
             count_fault()
         if tracer is None:

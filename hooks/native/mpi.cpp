@@ -55,7 +55,7 @@ struct MessageCounter {
 
 // A communicator's group. `row` owns the objects: hooks.mpi.communicators.MpiGroup and some of its attributes.
 struct Group {
-  PyObject* members = nullptr;  // compared with the referent of `ref`, never dereferenced
+  PyObject* communicator = nullptr;  // compared with the referent of `ref`, never dereferenced
   PyObject* row = nullptr;
   PyObject *group = nullptr, *ref = nullptr, *collectives = nullptr, *ranks = nullptr;
   unsigned int number = 0;
@@ -106,24 +106,24 @@ void clear(Group& group) {
   group = {};
 }
 
-bool alive(const Group& group, PyObject* members) {
-  if (group.members != members || group.ref == nullptr) return false;
+bool alive(const Group& group, PyObject* communicator) {
+  if (group.communicator != communicator || group.ref == nullptr) return false;
 #if PY_VERSION_HEX >= 0x030D0000
   PyObject* referent = nullptr;
   const int status = PyWeakref_GetRef(group.ref, &referent);
   Py_XDECREF(referent);
-  return status == 1 && referent == members;
+  return status == 1 && referent == communicator;
 #else
-  return PyWeakref_GetObject(group.ref) == members;
+  return PyWeakref_GetObject(group.ref) == communicator;
 #endif
 }
 
 // The group of a communicator; null if its calls are left to Python's wrapper.
-Group* group_of(PyObject* members) {
-  Group& group = state.groups[(reinterpret_cast<uintptr_t>(members) >> 4) & (kMostGroups - 1)];
-  if (alive(group, members)) return &group;
+Group* group_of(PyObject* communicator) {
+  Group& group = state.groups[(reinterpret_cast<uintptr_t>(communicator) >> 4) & (kMostGroups - 1)];
+  if (alive(group, communicator)) return &group;
   state.lookups++;
-  Ref row(PyObject_CallMethod(state.rows, "group", "O", members));
+  Ref row(PyObject_CallMethod(state.rows, "group", "O", communicator));
   Group added;
   if (!row || !PyArg_ParseTuple(row.get(), "OOOOILp", &added.group, &added.ref, &added.collectives, &added.ranks,
                                 &added.number, &added.size, &added.inter)) {
@@ -132,7 +132,7 @@ Group* group_of(PyObject* members) {
   }
   clear(group);
   group = added;
-  group.members = members;
+  group.communicator = communicator;
   group.row = row.release();
   return &group;
 }

@@ -79,11 +79,11 @@ class MpiRows:
         self.site = self._sites.number
         self.thread = tracer.recorder.thread
 
-    def group(self, members: Any) -> tuple[Any, ...]:
+    def group(self, mpi_object: Any) -> tuple[Any, ...]:
         """Return the attributes of a communicator's group that C++ needs. Raises ValueError for a null communicator."""
-        if not members:
+        if not mpi_object:
             raise ValueError("a null communicator has no group")
-        group = self._tracer.groups.get(members)
+        group = self._tracer.groups.get(mpi_object)
         inter = group.remote is not None
         return group, group.ref, group.collectives, group.local, group.number, group.size, inter
 

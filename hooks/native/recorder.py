@@ -71,8 +71,8 @@ def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
     """Install kernels for these c10d and _c10d_functional operators, and wrap the waits."""
     recorder_setup.install_backend(KernelBackend(_library.crossing, _make_slots))
     _patches.on_undo(recorder_setup.install_backend, torch_kernels.PYTHON_BACKEND)
-    torch_tracer.started.insert(0, _start)
-    _patches.on_undo(torch_tracer.started.remove, _start)
+    torch_tracer.start_listeners.insert(0, _start)
+    _patches.on_undo(torch_tracer.start_listeners.remove, _start)
     _patches.include(NativeWorkPatches())
     if not _operators:
         _operators[:] = operators
@@ -105,7 +105,7 @@ def _make_slots(ring: Ring) -> NativeSlots:
 def _begin() -> bool:
     """Begin to record. C++ calls this with the first call. Return whether later calls may try again."""
     try:
-        torch_kernels.begin()
+        torch_kernels.ensure_tracer()
     except Exception:
         count_fault(unrecorded=1)
     return session.settings is not None

@@ -22,7 +22,7 @@ from commtrace.patching import Patches, Wrapper
 from commtrace.recording.session import session
 
 from .c10d_operators import Operator
-from .recording_kernels import begin
+from .recording_kernels import ensure_tracer
 from .tracer import TorchEntry, current, now
 
 _METHODS: Final = {
@@ -105,9 +105,9 @@ def _wrapper(method: str, operator: Operator) -> Wrapper:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             entry: TorchEntry | None = None
             try:
-                tracer = None if session.settings is None else current() or begin()
+                tracer = None if session.settings is None else current() or ensure_tracer()
                 if tracer is not None:
-                    entry = tracer.before(backend_operator, [*_operator_arguments(parameters, self, args, kwargs)])
+                    entry = tracer.begin_call(backend_operator, [*_operator_arguments(parameters, self, args, kwargs)])
             except Exception as error:
                 return call_unmeasured(error, original, self, *args, **kwargs)
             if entry is None:

@@ -44,11 +44,11 @@ class Jobs:
 
     def install(self) -> None:
         """Write to the tables of each recorder that starts from now on."""
-        torch_tracer.started.append(self.write)
+        torch_tracer.start_listeners.append(self.write)
 
     def uninstall(self) -> None:
         """Forget all engines."""
-        torch_tracer.started.remove(self.write)
+        torch_tracer.start_listeners.remove(self.write)
         self._known.clear()
 
     def add(self, engine: Any) -> None:

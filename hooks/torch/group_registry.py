@@ -32,7 +32,7 @@ class Registry:
 
     def _install(self) -> None:
         self._patches.wrap(sys.modules[self._name], self._maker, around(self._make_groups))
-        self._patches.append(torch_tracer.started, self.write)
+        self._patches.append(torch_tracer.start_listeners, self.write)
 
     def write(self, tracer: TorchTracer) -> None:
         """Write the roles to the tables, each row once. Never raises."""

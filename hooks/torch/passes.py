@@ -34,11 +34,11 @@ class Passes:
 
     def install(self) -> None:
         """Write to the tables of each recorder that starts from now on."""
-        torch_tracer.started.append(self._write_at_end)
+        torch_tracer.start_listeners.append(self._write_at_end)
 
     def uninstall(self) -> None:
         """Forget all models."""
-        torch_tracer.started.remove(self._write_at_end)
+        torch_tracer.start_listeners.remove(self._write_at_end)
         self._reset()
 
     def _write_at_end(self, tracer: TorchTracer) -> None:

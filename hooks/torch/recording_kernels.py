@@ -20,28 +20,28 @@ from .tracer import (
     TorchEntry,
     TorchTracer,
     current,
+    ensure_tracer_of,
     functional,
     identity_in_default_group,
     is_fake,
     now,
-    start,
 )
 
 blind_spots: list[str] = recorder_setup.blind_spots.setdefault("torch", [])
 """What the installed hooks cannot observe."""
 
 
-def begin() -> TorchTracer | None:
-    """Return the tracer of this process, created at the first call; None if tracing is off."""
-    recorder = session.recorder or recorder_setup.begin()
-    return None if recorder is None else start(recorder)
+def ensure_tracer() -> TorchTracer | None:
+    """Return this process's tracer, created on first use; None if tracing is off or cannot start."""
+    recorder = session.recorder or recorder_setup.ensure_recorder()
+    return None if recorder is None else ensure_tracer_of(recorder)
 
 
-def _begin_with(operator: Operator, args: Sequence[Any]) -> TorchTracer | None:
+def _ensure_tracer_for_call(operator: Operator, args: Sequence[Any]) -> TorchTracer | None:
     if session.settings is None and session.recorder is None:
         return None
     tensor = operator.sample(args)
-    return None if tensor is not None and is_fake(tensor) else begin()
+    return None if tensor is not None and is_fake(tensor) else ensure_tracer()
 
 
 def kernel_for(operator: Operator) -> Callable[..., Any]:
@@ -55,10 +55,10 @@ def kernel_for(operator: Operator) -> Callable[..., Any]:
         try:
             tracer = current()
             if tracer is None:
-                tracer = _begin_with(operator, args)
+                tracer = _ensure_tracer_for_call(operator, args)
                 entered = now()  # the recorder is set up once: that is not a cost of this call
             if tracer is not None:
-                entry = tracer.before(operator, args)
+                entry = tracer.begin_call(operator, args)
         except Exception:
             count_fault(unrecorded=1)
         if entry is None:
@@ -78,7 +78,7 @@ def kernel_for(operator: Operator) -> Callable[..., Any]:
 def _return(entry: TorchEntry, operator: Operator, args: Sequence[Any], result: Any, cost: int) -> None:
     t_return = now()
     try:
-        entry.after(operator, args, result, t_return)
+        entry.returned(operator, args, result, t_return)
         sampled = entry.slot & SAMPLE_MASK == 0
         if sampled or entry.first:
             entry.cost(cost + now() - t_return, sampled)

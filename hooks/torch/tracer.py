@@ -1,4 +1,4 @@
-"""The tracer for torch, which turns `c10d::` calls into records."""
+"""Torch tracer: records `c10d::` calls."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class TorchEntry:
         self.tracer, self.slot, self.on_host, self.batch, self.first = tracer, slot, on_host, batch, first
         self.pending: PendingWork | None = None
 
-    def after(self, operator: Operator, args: Sequence[Any], result: Any, t_return: int) -> None:
-        """Record that the operator returned `result`: its outputs and a Work, a Work alone, or neither."""
+    def returned(self, operator: Operator, args: Sequence[Any], result: Any, t_return: int) -> None:
+        """Record that the operator has returned `result`: its outputs and a Work, a Work alone, or neither."""
         tracer, recorder = self.tracer, self.tracer.recorder
         boxed = result[-1] if type(result) is tuple else result
         # There may be no Work: NCCL returns none for a synchronous call, which only orders streams.
@@ -129,8 +129,8 @@ class TorchTracer:
         self.works.release()
         self.tensors.release()
 
-    def before(self, operator: Operator, args: Sequence[Any]) -> TorchEntry | None:
-        """Record the begin of a call; None if it is not communication, or if the ring is full."""
+    def begin_call(self, operator: Operator, args: Sequence[Any]) -> TorchEntry | None:
+        """Record that a call begins. Return None if it is not communication, or if the ring is full."""
         recorder = self.recorder
         tensor = operator.sample(args)
         if tensor is not None and is_fake(tensor):  # before its size is read, which may be symbolic
@@ -139,9 +139,9 @@ class TorchTracer:
         group = self.groups.get(operator.group(args))
         payload, local, uneven = operator.measure(args, group.size, group.rank)
         peer, tag, seq = self._addressing(operator, args, group)
-        site, phase, seen = self.context.find(2)
+        site, phase, frame_flags = self.context.find(2)
         batch = self.batches.of(group.number)
-        flags = _flags(operator, args, seen) | (_UNEVEN if uneven else 0)
+        flags = _flags(operator, args, frame_flags) | (_UNEVEN if uneven else 0)
         if batch is not None or operator.coalesced:
             flags |= _COALESCED
         if tensor is not None and tensor.layout is not torch.strided:
@@ -187,15 +187,15 @@ class TorchTracer:
 
 _tracers: Final = Tracers(TorchTracer)
 current: Final = _tracers.current
-start: Final = _tracers.start
-started: Final = _tracers.started
+ensure_tracer_of: Final = _tracers.ensure
+start_listeners: Final = _tracers.start_listeners
 
 
-def _flags(operator: Operator, args: Sequence[Any], seen: int) -> int:
-    flags = _OBJECT if seen & call_site.OBJECT else 0
+def _flags(operator: Operator, args: Sequence[Any], frame_flags: int) -> int:
+    flags = _OBJECT if frame_flags & call_site.OBJECT else 0
     if operator.point_to_point:
         # One operator serves blocking and non-blocking calls; the frames show which of the two it is.
-        asynchronous = _in_functional() or (seen & call_site.HANDLE and not seen & call_site.BLOCKING)
+        asynchronous = _in_functional() or (frame_flags & call_site.HANDLE and not frame_flags & call_site.BLOCKING)
     else:
         # An argument that equals its default (here: true) is not passed to the kernel.
         asynchronous = operator.async_at is not None and (operator.async_at >= len(args) or args[operator.async_at])

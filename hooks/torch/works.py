@@ -15,7 +15,7 @@ from commtrace.hooks.recorder_setup import count_fault
 from commtrace.patching import Patches, Wrapper
 from commtrace.recording.session import session
 
-from .recording_kernels import begin
+from .recording_kernels import ensure_tracer
 from .tracer import TorchTracer, current, now
 
 
@@ -51,7 +51,7 @@ class WorkPatches:
     def _started_coalescing(self, group: Any, _: Any) -> None:
         tracer = current()
         if tracer is None and session.settings is not None:
-            tracer = begin()  # the first calls of a program may be a batch
+            tracer = ensure_tracer()  # the first calls of a program may be a batch
         if tracer is not None:
             self._batch_begins(tracer, group)
 
