@@ -10,16 +10,16 @@ from pydantic import AliasChoices, AliasPath, BeforeValidator, Field, field_vali
 from commtrace.errors import ConfigError
 from commtrace.theory.configs.gpt_neox import config as neox
 from commtrace.theory.configs.gpt_neox.field_types import (
-    BLOCK_FIX,
+    NOT_A_BLOCK,
     REQUIRED,
     Count,
     CountOrZero,
-    Number,
+    NonNegativeNumber,
     OptionalCount,
     SettingError,
     choice,
-    number_with_fix,
-    with_fix,
+    number_with_message,
+    with_message,
 )
 from commtrace.theory.configs.gpt_neox.setting_checks import FIXED_SETTINGS, block
 from commtrace.theory.configs.gpt_neox.yaml_files import Setting
@@ -41,10 +41,16 @@ def _optimizer_parameter(name: str) -> AliasPath:
     return AliasPath("optimizer", "params", name)
 
 
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), number_with_fix("give a number from 0 to 1")]
-Betas = Annotated[tuple[Number, Number], BeforeValidator(_split_commas), with_fix("give 2 numbers, such as 0.9, 0.999")]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), number_with_message("it must be a number from 0 to 1")]
+Betas = Annotated[
+    tuple[NonNegativeNumber, NonNegativeNumber],
+    BeforeValidator(_split_commas),
+    with_message("it must be 2 numbers, such as 0.9, 0.999"),
+]
 Split = Annotated[
-    tuple[Number, Number, Number], BeforeValidator(_split_commas), with_fix("give 3 numbers, such as 969, 30, 1")
+    tuple[NonNegativeNumber, NonNegativeNumber, NonNegativeNumber],
+    BeforeValidator(_split_commas),
+    with_message("it must be 3 numbers, such as 969, 30, 1"),
 ]
 
 
@@ -54,21 +60,21 @@ class TrainingConfig(neox.NeoxConfig):
     max_position_embeddings: OptionalCount = None
     rotary_pct: Share = 1.0
     rotary_emb_base: Annotated[
-        float, Field(ge=1, allow_inf_nan=False), number_with_fix("give a number of at least 1")
+        float, Field(ge=1, allow_inf_nan=False), number_with_message("it must be a number of at least 1")
     ] = 10000.0
-    layernorm_epsilon: Number = 1e-5
+    layernorm_epsilon: NonNegativeNumber = 1e-5
     init_method: Annotated[str, choice(_INITS)] = "normal"
     output_layer_init_method: Annotated[str, choice(_INITS)] = "scaled_normal"
-    init_method_std: Number = 0.02
+    init_method_std: NonNegativeNumber = 0.02
     split: Split = (969, 30, 1)
     seed: CountOrZero = 1234
     fsdp: FsdpSettings = FsdpSettings()
-    moe_loss_coeff: Number = 0.1
-    lr: Number = Field(0.001, validation_alias=_optimizer_parameter("lr"))
+    moe_loss_coeff: NonNegativeNumber = 0.1
+    lr: NonNegativeNumber = Field(0.001, validation_alias=_optimizer_parameter("lr"))
     betas: Betas = Field((0.9, 0.999), validation_alias=_optimizer_parameter("betas"))
-    eps: Number = Field(1e-8, validation_alias=_optimizer_parameter("eps"))
-    min_lr: Number = 0.0
-    weight_decay: Number = 0.1
+    eps: NonNegativeNumber = Field(1e-8, validation_alias=_optimizer_parameter("eps"))
+    min_lr: NonNegativeNumber = 0.0
+    weight_decay: NonNegativeNumber = 0.1
     train_iters: Count = REQUIRED
     lr_decay_style: Annotated[str, choice(_DECAYS)] = "linear"
     lr_decay_iters: Count = REQUIRED  # default: train_iters
@@ -81,7 +87,7 @@ class TrainingConfig(neox.NeoxConfig):
         values = super().from_settings(settings)
         block(values, "fsdp")
         if not isinstance(values.get("optimizer", {}).get("params", {}), dict):
-            raise SettingError("optimizer.params", BLOCK_FIX)
+            raise SettingError("optimizer.params", NOT_A_BLOCK)
         values.setdefault("lr_decay_iters", values.get("train_iters"))
         return {**values, "unknown_keys": _unknown_keys(settings, values)}
 
@@ -102,15 +108,15 @@ class TrainingConfig(neox.NeoxConfig):
                 "num_attention_heads), and pairs are needed: choose it so that the number is even and at least 2",
             )
         if (self.max_position_embeddings or self.seq_length) < self.seq_length:
-            raise SettingError("max_position_embeddings", f"give at least seq_length, which is {self.seq_length}")
+            raise SettingError("max_position_embeddings", f"it must be at least seq_length, which is {self.seq_length}")
         if self.model_parallel_size > 1 and self.attention_dropout:
-            fix = "tensor-parallel ranks would use the same dropout mask for different heads; set it to 0"
-            raise SettingError("attention_dropout", fix)
+            message = "tensor-parallel ranks would use the same dropout mask for different heads; set it to 0"
+            raise SettingError("attention_dropout", message)
         if self.context_parallel_size > 1 and self.attention_dropout:
             raise SettingError("attention_dropout", "ring attention has no dropout; set it to 0")
         if self.sequence_parallel and self.hidden_dropout:
-            fix = "ranks would use the same dropout mask for different parts of the sequence; set it to 0"
-            raise SettingError("hidden_dropout", fix)
+            message = "ranks would use the same dropout mask for different parts of the sequence; set it to 0"
+            raise SettingError("hidden_dropout", message)
         return self
 
     @property

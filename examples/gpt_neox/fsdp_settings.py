@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from commtrace.errors import ConfigError
-from commtrace.theory.configs.gpt_neox.field_types import Flag, OptionalCount
+from commtrace.theory.configs.gpt_neox.field_types import Boolean, OptionalCount
 
 
 def _flag_or_ranks(value: Any) -> Any:
-    """Accept true, false, and a whole number of ranks from 2."""
+    """Accept true, false, and a number of ranks of at least 2."""
     if isinstance(value, bool):
         return value
     try:
@@ -19,7 +19,7 @@ def _flag_or_ranks(value: Any) -> Any:
     except (TypeError, ValueError):
         ranks = 0.0
     if ranks < 2 or not ranks.is_integer():
-        raise ValueError("give a whole number of at least 2")
+        raise ValueError("it must be true, false, or a whole number of at least 2")
     return int(ranks)
 
 
@@ -34,9 +34,9 @@ class FsdpSettings(BaseModel):
     shard_size: OptionalCount = None
     """Ranks that parameters are sharded over. Fewer than the data-parallel ranks: the rest replicates (HSDP). None:
     all of them."""
-    sync_every_micro_batch: Flag = False  # reduce gradients in each micro-batch, not only in the last one of a step
-    reshard_after_backward: Flag = True  # whether layers are resharded between the micro-batches of a step
-    sequence_parallel: Flag = False  # whether ranks shard the sequence between tensor-parallel layers
+    sync_every_micro_batch: Boolean = False  # reduce gradients in each micro-batch, not only in the last one of a step
+    reshard_after_backward: Boolean = True  # whether layers are resharded between the micro-batches of a step
+    sequence_parallel: Boolean = False  # whether ranks shard the sequence between tensor-parallel layers
 
     def shards(self, data_parallel: int) -> int:
         """Return the number of ranks that parameters are sharded over.

@@ -25,11 +25,11 @@ from commtrace.theory.configs.rank_layout import complete_batch_sizes
 from . import setting_checks
 from .field_types import (
     REQUIRED,
+    Boolean,
     Count,
     CountOrZero,
     Dropout,
-    Flag,
-    Number,
+    NonNegativeNumber,
     OptionalCount,
     ParallelSize,
     SettingError,
@@ -81,11 +81,11 @@ class NeoxConfig(BaseModel):
     seq_length: Count = REQUIRED
     hidden_dropout: Dropout = 0.0
     attention_dropout: Dropout = 0.0
-    gpt_j_residual: Flag = False
-    no_weight_tying: Flag = False
-    checkpoint_activations: Flag = False
+    gpt_j_residual: Boolean = False
+    no_weight_tying: Boolean = False
+    checkpoint_activations: Boolean = False
     checkpoint_num_layers: Count = 1
-    checkpoint_reentrant: Flag = True
+    checkpoint_reentrant: Boolean = True
     """Not a key of GPT-NeoX, which always checkpoints reentrantly (DeepSpeed's function); hence the default."""
     vocab: Annotated[str, choice(_VOCABS)] = Field("words", validation_alias="tokenizer_type")
     vocabulary: OptionalCount = None
@@ -97,22 +97,22 @@ class NeoxConfig(BaseModel):
     """GPT-NeoX takes 0 for DeepSpeed's plain engine and 1 for its pipeline engine with a single stage. Neither sends
     activations, and GPT-NeoX's files have 1 with every ZeRO stage; here both mean the plain engine."""
     pipe_partition_method: Annotated[str, BeforeValidator(_partition_method)] = "type:transformer|mlp"
-    sequence_parallel: Flag = False  # Megatron's, among tensor-parallel ranks: False if there is only one
+    sequence_parallel: Boolean = False  # Megatron's, among tensor-parallel ranks: False if there is only one
     sequence_parallel_size: ParallelSize = 1
     context_parallel_size: ParallelSize = 1
-    fp32_allreduce: Flag = False
+    fp32_allreduce: Boolean = False
 
     # The second names are those of GPT-NeoX before version 2.
     moe_num_experts: ParallelSize = Field(1, validation_alias=AliasChoices("moe_num_experts", "num_experts"))
     moe_expert_interval: Count = Field(1, validation_alias=AliasChoices("moe_expert_interval", "expert_interval"))
     moe_expert_parallel_size: Count = 1
     moe_top_k: Count = 1
-    moe_train_capacity_factor: Number = 1.0
+    moe_train_capacity_factor: NonNegativeNumber = 1.0
     moe_min_capacity: CountOrZero = 4
-    moe_token_dropping: Flag = False  # without it, payloads depend on the data
+    moe_token_dropping: Boolean = False  # without it, payloads depend on the data
 
     optimizer_type: Annotated[str, choice(_OPTIMIZERS)] = Field("adam", validation_alias=AliasPath("optimizer", "type"))
-    gradient_clipping: Number = 1.0
+    gradient_clipping: NonNegativeNumber = 1.0
     micro_batch: OptionalCount = Field(None, validation_alias="train_micro_batch_size_per_gpu")
     gradient_accumulation: OptionalCount = Field(
         None, validation_alias=AliasChoices("gradient_accumulation_steps", "gas")
@@ -232,7 +232,7 @@ def load_config(files: Sequence[str], overrides: Mapping[str, Any], kind: type[C
         kind: Class of the configuration.
 
     Raises:
-        ConfigError: For a wrong file, key or value, with the file, the key, the value and the fix.
+        ConfigError: For a wrong file, key or value, with the file, the key, the value and what is wrong.
     """
     layers = [read_file(find_file(name)) for name in files]
     layers.append({key: Setting(value, COMMAND_LINE) for key, value in overrides.items() if value is not None})
@@ -272,9 +272,8 @@ def _zero_block(values: Mapping[str, Any]) -> dict[str, Any]:
     block = setting_checks.block(values, "zero_optimization")
     stage = values.get("zero_stage", block.get("stage", 0))
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise SettingError(
-            "zero_stage" if "zero_stage" in values else "zero_optimization", "ZeRO's stage is 0, 1, 2 or 3"
-        )
+        key = "zero_stage" if "zero_stage" in values else "zero_optimization.stage"
+        raise SettingError(key, "ZeRO's stage must be 0, 1, 2 or 3")
     return {**block, "stage": stage}
 
 

@@ -11,7 +11,7 @@ from commtrace.theory.model_shapes import NORMS
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX
 
 from .config import GPT2_VOCAB, NeoxConfig
-from .field_types import Count, CountOrZero, Flag, Number, OptionalCount, choice, refuse_settings
+from .field_types import Boolean, Count, CountOrZero, NonNegativeNumber, OptionalCount, choice, raise_first_failed
 
 VOCABULARIES: Final = {
     "gpt2bpetokenizer": GPT2_VOCAB, "hfgpt2tokenizer": GPT2_VOCAB, "charleveltokenizer": 512, "hftokenizer": 50277,
@@ -49,13 +49,13 @@ class ProgramConfig(NeoxConfig):
     attention_config: list[Any] = Field([[["global"], "all"]])
     num_kv_heads: OptionalCount = None
     intermediate_size: OptionalCount = None
-    expansion_factor: Number | None = None
+    expansion_factor: NonNegativeNumber | None = None
     mlp_multiple_of: Count = 1
-    use_bias_in_attn_linear: Flag = True
-    use_bias_in_mlp: Flag = True
-    partition_activations: Flag = False
-    fp16_lm_cross_entropy: Flag = False
-    weight_decay: Number = 0.1
+    use_bias_in_attn_linear: Boolean = True
+    use_bias_in_mlp: Boolean = True
+    partition_activations: Boolean = False
+    fp16_lm_cross_entropy: Boolean = False
+    weight_decay: NonNegativeNumber = 0.1
     train_iters: OptionalCount = None
     eval_interval: CountOrZero = 1000
     eval_iters: CountOrZero = 100
@@ -63,17 +63,17 @@ class ProgramConfig(NeoxConfig):
     @classmethod
     def refuse_other_models(cls, values: Mapping[str, Any]) -> None:
         """Raise SettingError for settings without rules."""
-        refuse_settings(*(
+        raise_first_failed(*(
             (values.get(key, allowed) != allowed, key, reason) for key, (allowed, reason) in _WITHOUT_RULES.items()
         ))  # fmt: skip
         kinds = {name for names, _ in values.get("attention_config") or () for name in names} - {"global", "flash"}
-        refuse_settings(*(
+        raise_first_failed(*(
             (True, "attention_config", f"layers of the kind {kind} have no rules yet") for kind in sorted(kinds)
         ))  # fmt: skip
 
     @model_validator(mode="after")
     def _check_program(self) -> ProgramConfig:
-        refuse_settings(
+        raise_first_failed(
             (self.vocabulary is None and self.vocab.lower() not in VOCABULARIES, "tokenizer_type",
              "its file determines the number of ids; set it with --vocabulary"),
             (self.zero_stage > 1 and self.pipe_parallel_size, "zero_optimization",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from commtrace.errors import ConfigError
 
-from .field_types import BLOCK_FIX, SettingError, refuse_settings
+from .field_types import NOT_A_BLOCK, SettingError, raise_first_failed
 
 if TYPE_CHECKING:
     from .config import NeoxConfig
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # GPT-NeoX settings that change the model or the communication pattern, with the values that have rules. The first
 # value is GPT-NeoX's default. Anything else is refused: a prediction for another model would be wrong.
 FIXED_SETTINGS: Final[dict[str, tuple[Any, ...]]] = {
-    "pos_emb": ("learned", "rotary"),  # the default is refused below, with its own fix
+    "pos_emb": ("learned", "rotary"),  # the default is refused below, with its own message
     "norm": ("layernorm",),
     "activation": ("gelu",),
     "gpt_j_tied": (False,),
@@ -42,9 +42,9 @@ def refuse_other_models(values: Mapping[str, Any]) -> None:
     for key, allowed in FIXED_SETTINGS.items():
         if values.get(key, allowed[0]) not in allowed:
             instead = "leave the key out" if allowed[-1] is None else f"set it to {allowed[-1]!r}"
-            raise SettingError(key, f"not supported; {instead}")
+            raise SettingError(key, f"it is not supported; {instead}")
     is_other = any(name not in ("global", "flash") for name in _names(values.get("attention_config")))
-    refuse_settings(
+    raise_first_failed(
         (values.get("pos_emb") != "rotary", "pos_emb", "only rotary positions are supported; set pos_emb to rotary"),
         (is_other, "attention_config", 'only full causal attention is supported: "global" or "flash"'),
     )
@@ -60,7 +60,7 @@ def block(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return a copy of a block, empty where it is not set. Raise SettingError where it is not a block."""
     value = values.get(key, {})
     if not isinstance(value, dict):
-        raise SettingError(key, BLOCK_FIX)
+        raise SettingError(key, NOT_A_BLOCK)
     return dict(value)
 
 
@@ -71,8 +71,8 @@ def check_combinations(config: NeoxConfig) -> None:
     experts_key = "moe_num_experts" if "moe_num_experts" in config.origins else "num_experts"
     zero_key = "zero_stage" if "zero_stage" in config.origins else "zero_optimization"
     shared = [key for key in (*_SEQUENCE_SIZES, "model_parallel_size") if getattr(config, key) > 1]
-    together = "not supported together with"
-    refuse_settings(
+    together = "it is not supported together with"
+    raise_first_failed(
         (config.hidden_size % heads, "hidden_size", f"it must be a multiple of num_attention_heads, which is {heads}"),
         (heads % tensor_ranks, "model_parallel_size", f"it must divide num_attention_heads, which is {heads}"),
         (config.sequence_parallel and length % tensor_ranks, "sequence_parallel",
@@ -99,7 +99,7 @@ def check_engine(config: NeoxConfig, engine: str) -> None:
     """Check that an engine ("deepspeed", "ddp" or "fsdp") supports the settings.
 
     Raises:
-        ConfigError: It does not; the message has the setting and the fix.
+        ConfigError: It does not; the message has the setting and what to do.
     """
     is_deepspeed, is_zero_3 = engine == "deepspeed", engine == "deepspeed" and config.zero_stage == 3
     refused = (

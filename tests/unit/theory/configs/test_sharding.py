@@ -54,9 +54,9 @@ def test_the_block_of_fsdp(tmp_path: Path) -> None:
         ({"shard_size": 3}, "fsdp.shard_size: 3 does not divide the 8 data-parallel ranks"),
         ({"reshard_after_forward": 3}, "fsdp.reshard_after_forward: 3 is neither true, nor false, nor a divisor"),
         ({"reshard_after_forward": 8}, "fsdp.reshard_after_forward: 8 is neither"),
-        ({"reshard_after_forward": "often"}, "fsdp.reshard_after_forward: 'often'; give a whole number"),
+        ({"reshard_after_forward": "often"}, "fsdp.reshard_after_forward is 'often'; it must be true, false, or a whole number"),
         ({"shards": 2}, "unknown keys: shards; leave them out"),
-        (3, "give a block of keys and values"),
+        (3, "it must be a block of keys and values"),
     ],
 )
 def test_what_the_block_cannot_be(block: Any, words: str, tmp_path: Path) -> None:
