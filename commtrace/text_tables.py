@@ -3,8 +3,8 @@
     table = text_table([left_column("operation"), TextColumn("calls")], [["all_reduce", "1,234"]], width=80)
     console(80).print(table)          # or, as strings: rendered_lines(table, 80)
 
-Numbers are never cut. If a table is too wide, its optional columns are left out from the right, then its shortenable
-columns are shortened.
+Numbers are never cut. If a table is too wide, its shortenable columns are shortened to MIN_SHORTENED. If that is not
+enough, its optional columns are left out, the rightmost first, then the shortenable ones are shortened further.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GAP: Final = 2
 """Spaces between two columns; one if the table would otherwise be too wide."""
 
 MIN_SHORTENED: Final = 36
-"""Minimum width of a shortenable column as long as an optional column can be left out instead."""
+"""Width to which a shortenable column is shortened before an optional column is left out."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ def left_column(head: str, *, shortenable: bool = False, optional: bool = False)
 def text_table(
     columns: Sequence[TextColumn], rows: Sequence[Sequence[str]], width: int, ellipsis: str | None = None
 ) -> Table:
-    """Lay out rows of texts as a table of at most `width`, unless columns that cannot be shortened are wider.
+    """Lay out rows of strings as a table of at most `width`, unless columns that cannot be shortened are wider.
 
-    The ellipsis replaces text that was cut. None: "…", or "..." if stdout accepts only ASCII.
+    The ellipsis replaces text that was cut. None: "…", or "..." if the encoding of stdout is not UTF.
     """
     if ellipsis is None:
         ellipsis = "…" if stdout_accepts_unicode() else "..."
@@ -115,12 +115,12 @@ def terminal_width() -> int:
 
 
 def stdout_accepts_unicode() -> bool:
-    """Return whether stdout accepts more than ASCII."""
+    """Return whether the encoding of stdout is UTF-8 or another UTF."""
     return (sys.stdout.encoding or "ascii").lower().replace("-", "").startswith("utf")
 
 
 def console(width: int, file: io.TextIOBase | None = None) -> Console:
-    """Return a rich console that prints texts verbatim, to `file` (default: stdout)."""
+    """Return a rich console that prints strings verbatim, to `file` (default: stdout)."""
     return Console(width=width, file=file, highlight=False, markup=False, emoji=False, soft_wrap=False)  # type: ignore[arg-type]
 
 

@@ -215,7 +215,7 @@ class Drain:
         else:
             recorder.ring.remove()
             self._slots.close()
-            recover_records(writer.folder.parent, shm=self._settings.shm)  # of killed processes of this run
+            recover_records(writer.directory.parent, shm=self._settings.shm)  # of killed processes of this run
 
     def _describe_unwritten(self) -> str:
         path = self._recorder.ring.path

@@ -47,11 +47,11 @@ def select_at_exit(kept: Records) -> Records:
     return kept[-KEPT_AT_EXIT:] if ended_normally else kept
 
 
-def write_kept(folder: Path, stem: str, kept: Records, number: int = 0) -> None:
+def write_kept(directory: Path, stem: str, kept: Records, number: int = 0) -> None:
     """Write the kept records of a process, replacing the file of this number. Raises OSError."""
     if not len(kept):
         return
-    path = folder / (f"{stem}-kept-{number}.npy" if number else f"{stem}-kept.npy")
+    path = directory / (f"{stem}-kept-{number}.npy" if number else f"{stem}-kept.npy")
     path.with_name(path.name + ".open").unlink(missing_ok=True)  # left by a failed attempt
     write_segment(path, kept)
 

@@ -27,29 +27,29 @@ from .summary_files import append_rows, table_path
 
 RETRY_SECONDS: Final = 5.0
 CHECK_SECONDS: Final = 1.0
-"""Interval of checks that the files still exist: on shared storage each check is a request to a server."""
+"""Interval between checks that the files still exist. On shared storage each check is a request to a server."""
 
 _GONE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class LogWriter:
-    """The files of one process, created with the first record."""
+    """The files of one process, created by the first write."""
 
     def __init__(
-        self, folder: Path, stem: str, settings: Settings, on_rename: Callable[[str], None] = lambda stem: None
+        self, directory: Path, stem: str, settings: Settings, on_rename: Callable[[str], None] = lambda stem: None
     ) -> None:
         """Create no files yet. If their stem changes, call `on_rename` with the new one before creating them."""
-        self.folder = folder
+        self.directory = directory
         self._stem = stem
         self._on_rename = on_rename
-        self._tables_path = folder / f"{stem}.jsonl"
+        self._tables_path = directory / f"{stem}.jsonl"
         self._tables_fd = -1
         self._lines_written = self._tables_size = 0
         smallest, largest = settings.segment_min_bytes, settings.segment_max_bytes
-        self._series = SegmentSeries(folder, stem, smallest=smallest, largest=largest, max_bytes=settings.max_bytes)
+        self._series = SegmentSeries(directory, stem, smallest=smallest, largest=largest, max_bytes=settings.max_bytes)
         self._retry_at = self._check_at = 0.0
         self.lost = 0
-        """Number of records in files that were removed while the log was written."""
+        """Number of records in files that were removed while the log was being written."""
         self.errors = 0
         """Number of failed writes."""
         self.last_error = ""
@@ -61,7 +61,7 @@ class LogWriter:
 
     @property
     def ready(self) -> bool:
-        """Whether to try a write: the last one did not fail within RETRY_SECONDS."""
+        """Whether to try a write: none has failed in the last RETRY_SECONDS."""
         return time.monotonic() >= self._retry_at
 
     def retry(self) -> None:
@@ -109,7 +109,7 @@ class LogWriter:
         try:
             for table, data in rows.items():
                 if data or written[table]:  # also without new rows, to detect that the file was removed
-                    path = table_path(self.folder, self._series.stem, table)
+                    path = table_path(self.directory, self._series.stem, table)
                     counts[table] = append_rows(path, TABLES[table], written[table], data)
         except OSError as error:
             self._note(error)
@@ -123,8 +123,8 @@ class LogWriter:
     def dump(self, kept: Records, number: int) -> bool:
         """Write kept records to the file with this number. Returns whether they were written. Never raises OSError."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_kept(self.folder, self._series.stem, kept, number)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_kept(self.directory, self._series.stem, kept, number)
         except OSError as error:
             self._note(error)
             return False
@@ -138,7 +138,7 @@ class LogWriter:
         """Write the last lines and the kept records, and close the files. Never raises OSError."""
         self._retry_at = 0.0
         self.write(lines, EMPTY)
-        write_last = partial(write_kept, self.folder, self._series.stem, kept)
+        write_last = partial(write_kept, self.directory, self._series.stem, kept)
         for action in (write_last, self._series.close, self._close_tables):
             try:
                 action()
@@ -150,7 +150,7 @@ class LogWriter:
         while self._lines_written < len(lines):
             chunk = lines[self._lines_written : self._lines_written + 1000]
             data = b"".join(chunk)
-            truncate(self._tables_fd, self._tables_size)  # what a failed attempt may have left
+            truncate(self._tables_fd, self._tables_size)  # discard what a failed attempt may have left
             write_all(self._tables_fd, data)
             self._tables_size += len(data)
             self._lines_written += len(chunk)
@@ -162,7 +162,7 @@ class LogWriter:
             if unlinked(self._tables_fd) or self._series.vanished():
                 self._start_over()
         if self._tables_fd < 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
             self._open_tables()
 
     def _open_tables(self) -> None:
@@ -171,7 +171,7 @@ class LogWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_EXCL
         for number in itertools.count(1):
             stem = self._stem if number == 1 else f"{head}-{number}-{pid}"
-            path = self.folder / f"{stem}.jsonl"
+            path = self.directory / f"{stem}.jsonl"
             if path != self._tables_path:
                 self._on_rename(stem)
                 self._tables_path = path
@@ -186,7 +186,9 @@ class LogWriter:
         if unlinked(self._tables_fd) or not self._tables_path.exists():
             self._lines_written = self._tables_size = 0
             self._close_tables()
-        self._note(FileNotFoundError(errno.ENOENT, "the log was removed while it was written", str(self.folder)))
+        self._note(
+            FileNotFoundError(errno.ENOENT, "the log was removed while it was being written", str(self.directory))
+        )
         self._retry_at = 0.0
 
     def _close_tables(self) -> None:
@@ -195,7 +197,7 @@ class LogWriter:
             os.close(fd)
 
     def _note(self, error: OSError) -> None:
-        self.last_error = f"{error.strerror or error} ({error.filename or self.folder})"
+        self.last_error = f"{error.strerror or error} ({error.filename or self.directory})"
         if self.errors == 0:
             warn(f"cannot write the log: {self.last_error}. The program goes on; writing will be retried.")
         self.errors += 1
@@ -204,5 +206,5 @@ class LogWriter:
 
 def warn(message: str) -> None:
     """Print a line on stderr; never on stdout, which belongs to the program."""
-    with contextlib.suppress(Exception):  # stderr is closed, or an object of the program that failed
+    with contextlib.suppress(Exception):  # stderr is closed, or the program replaced it with an object that raises
         print(f"commtrace: {message}", file=sys.stderr, flush=True)

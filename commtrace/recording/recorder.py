@@ -104,9 +104,9 @@ class Recorder:
                 launcher=identity.launcher_run_name(), settings=settings.as_dict(), **identity.clock_readings(),
                 simulated=False, blind_spots=blind_spots,
             )  # fmt: skip
-            folder = Path(settings.directory) / run / host
+            directory = Path(settings.directory) / run / host
             writer = LogWriter(
-                folder, stem, settings, lambda stem: self.ring.describe({**identity_of_ring, "stem": stem})
+                directory, stem, settings, lambda stem: self.ring.describe({**identity_of_ring, "stem": stem})
             )
             self._drain = Drain(self, writer, settings, calibrate)
         except BaseException:

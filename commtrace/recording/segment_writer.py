@@ -98,9 +98,9 @@ def write_segment(path: Path, records: Records) -> None:
 class SegmentSeries:
     """The segments of one process: numbered, growing in size; the oldest are removed beyond `max_bytes`."""
 
-    def __init__(self, folder: Path, stem: str, *, smallest: int, largest: int, max_bytes: int) -> None:
+    def __init__(self, directory: Path, stem: str, *, smallest: int, largest: int, max_bytes: int) -> None:
         self.stem = stem
-        self._folder = folder
+        self._directory = directory
         # At most a quarter of the limit, so that removing the oldest segment leaves most records.
         self._length, self._largest = min(smallest, max_bytes // 4), min(largest, max_bytes // 4)
         self._max_bytes = max_bytes
@@ -154,7 +154,7 @@ class SegmentSeries:
                 self._full[0].path.unlink(missing_ok=True)
                 self.removed += self._full.popleft().records
             try:
-                self._open = WrittenSegment(self._folder / f"{self.stem}.{self._number:05d}.npy")
+                self._open = WrittenSegment(self._directory / f"{self.stem}.{self._number:05d}.npy")
             except FileExistsError:  # left by a failed attempt
                 self._number += 1
                 raise

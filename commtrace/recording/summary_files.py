@@ -23,9 +23,9 @@ from .segment_writer import HEADER_BYTES, header, truncate, write_all
 SNAPSHOT_SUFFIX: Final = ".cells"
 
 
-def table_path(folder: Path, stem: str, table: str) -> Path:
+def table_path(directory: Path, stem: str, table: str) -> Path:
     """Return the path of a table of a process's summary."""
-    return folder / f"{stem}-{table}.npy"
+    return directory / f"{stem}-{table}.npy"
 
 
 def append_rows(path: Path, dtype: np.dtype[Any], written: int, data: bytes) -> int:

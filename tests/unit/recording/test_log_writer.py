@@ -31,11 +31,11 @@ def some(count: int) -> Records:
 def test_nothing_is_made_before_it_is_written(writer: LogWriter, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     assert writer.write(LINES, some(3)) == 3
-    assert sorted(path.name for path in writer.folder.iterdir()) == ["rank00000-7.00000.npy.open", "rank00000-7.jsonl"]
+    assert sorted(path.name for path in writer.directory.iterdir()) == ["rank00000-7.00000.npy.open", "rank00000-7.jsonl"]
     assert writer.unwritten([*LINES, b"more\n"]) == 1
     writer.finish([*LINES, b"more\n"])
-    assert (writer.folder / "rank00000-7.jsonl").read_bytes() == b"".join(LINES) + b"more\n"
-    assert len(np.load(writer.folder / "rank00000-7.00000.npy")) == 3
+    assert (writer.directory / "rank00000-7.jsonl").read_bytes() == b"".join(LINES) + b"more\n"
+    assert len(np.load(writer.directory / "rank00000-7.00000.npy")) == 3
 
 
 def test_a_row_is_on_disk_before_the_records_that_refer_to_it(
@@ -46,7 +46,7 @@ def test_a_row_is_on_disk_before_the_records_that_refer_to_it(
 
     monkeypatch.setattr(log_writer, "write_all", no_room)
     assert writer.write(LINES, some(3)) == 0
-    assert sorted(path.name for path in writer.folder.iterdir()) == ["rank00000-7.jsonl"]
+    assert sorted(path.name for path in writer.directory.iterdir()) == ["rank00000-7.jsonl"]
 
 
 def test_after_an_error_the_store_is_left_in_peace_for_a_while(
@@ -84,7 +84,7 @@ def test_files_are_looked_after_from_time_to_time_only(writer: LogWriter, monkey
 def test_a_handle_that_its_server_has_forgotten(writer: LogWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_writer, "CHECK_SECONDS", 0.0)
     writer.write(LINES, some(3))
-    for path in writer.folder.iterdir():
+    for path in writer.directory.iterdir():
         path.unlink()
     with monkeypatch.context() as patched:
         patched.setattr(os, "fstat", stale_once())
@@ -93,7 +93,7 @@ def test_a_handle_that_its_server_has_forgotten(writer: LogWriter, monkeypatch: 
     assert writer.write(LINES, some(2)) == 2
     assert writer.lost == 3
     writer.finish(LINES)
-    assert (writer.folder / "rank00000-7.jsonl").read_bytes() == b"".join(LINES)
+    assert (writer.directory / "rank00000-7.jsonl").read_bytes() == b"".join(LINES)
 
 
 def stale_once() -> Callable[[int], os.stat_result]:
