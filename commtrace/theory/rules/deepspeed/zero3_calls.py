@@ -28,13 +28,13 @@ _INIT: Final = "deepspeed.runtime.zero.partition_parameters.Init."
 
 @rule(_INIT + "_convert_to_deepspeed_param, _partition_param", DEEPSPEED)
 def padded_elements(job: Job, tensor: ModelTensor) -> int:
-    """Return the elements of a parameter with the padding to equal shards."""
+    """Return the number of elements of a parameter, padded so that it splits into equal shards."""
     return ceil(tensor.elements / job.ranks) * job.ranks
 
 
 @rule(_INIT + "_zero_init_param; deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)
 def initial_broadcasts(job: Job) -> list[ExpectedCall]:
-    """Return the broadcasts of rank 0, one per parameter, as uint8, before the parameter is partitioned.
+    """Return rank 0's broadcasts of the initial parameters, one each as uint8, before they are partitioned.
 
     Parameters that are not yet partitioned when the engine is built are also broadcast with the model. A job row that
     does not list them has none: its model was built under `deepspeed.zero.Init`.
@@ -50,7 +50,10 @@ def initial_broadcasts(job: Job) -> list[ExpectedCall]:
 
 @rule(_STAGE_3 + "__init__, _setup_for_real_optimizer", DEEPSPEED)
 def barriers(job: Job) -> list[ExpectedCall]:
-    """Return the barriers of set-up: one before partitions are moved together, two around the optimizer's state."""
+    """Return the barriers of set-up.
+
+    One comes before partitions are defragmented, two are around the initialization of the optimizer state.
+    """
     return [ExpectedCall("barrier", 0, BARRIERS, 3)]
 
 
@@ -119,10 +122,14 @@ def comparisons(recorded: CoordinatorCalls) -> list[ExpectedCall]:
 
 @rule(_STAGE_3 + "__reduce_and_partition_ipg_grads", DEEPSPEED)
 def reductions(job: Job) -> list[ExpectedCall]:
-    """Return the reduce_scatters of gradient buckets per micro-batch; with reduce_scatter off, unpadded all_reduces."""
+    """Return the calls that reduce the gradient buckets of a micro-batch.
+
+    They are reduce_scatters of padded gradients. A bucket is an all_reduce without padding if reduce_scatter is off,
+    contiguous_gradients is on, and the bucket is not larger than reduce_bucket_size.
+    """
     size, limit = element_size(engine.communication_dtype(job)), int(job.zero("reduce_bucket_size"))
-    grouped = sorted(number for group in job.groups for number in group)
-    order = reduction_order(job, [job.parameters[number] for number in grouped if job.parameters[number].trainable])
+    numbers = sorted(number for group in job.groups for number in group)
+    order = reduction_order(job, [job.parameters[number] for number in numbers if job.parameters[number].trainable])
     elements = [parameter.elements for parameter in order]
     calls = []
     for bucket in gradients.buckets_within_limit(elements, limit):
@@ -139,7 +146,10 @@ def reductions(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear",
       DEEPSPEED)  # fmt: skip
 def reduction_order(job: Job, tensors: list[ModelTensor]) -> list[ModelTensor]:
-    """Return parameters in the order of their gradients, with ZeRO-3's linear layers (memory_efficient_linear)."""
+    """Return parameters in the order in which their gradients become ready.
+
+    Under memory_efficient_linear, ZeRO-3 replaces linear layers, which changes the order.
+    """
     order = gradients.gradient_order(tensors)
     return gradients.zero3_linear_order(order) if job.zero("memory_efficient_linear") else order
 
@@ -158,5 +168,5 @@ def norms(job: Job) -> list[ExpectedCall]:
 
 @rule(_STAGE_3 + "checkpoint_event_epilogue", DEEPSPEED)
 def saved_state(job: Job) -> list[ExpectedCall]:
-    """Return the all_gathers of persistent parameters after a checkpoint, which releases all parameters."""
+    """Return the all_gathers after a checkpoint: saving it releases the persistent parameters, too."""
     return all_gathers(job, [(number,) for number in sorted(persistent_parameters(job))], PERSISTENT)
