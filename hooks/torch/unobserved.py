@@ -1,4 +1,7 @@
-"""Warnings about unrecorded calls, printed at their set-up, which costs other calls nothing."""
+"""Warnings about calls that the hooks cannot observe.
+
+A warning is printed when such a feature is set up, so other calls have no overhead.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from commtrace.recording.session import session
 
 _LOCAL_TENSORS: Final = "torch.distributed._local_tensor"
 _SYMMETRIC_MEMORY: Final = ("empty_strided_p2p", "rendezvous", "get_mempool_allocator")
-"""Methods of torch's `_SymmetricMemory` that allocate or share. Any use calls one of them first."""
+"""Methods of torch's `_SymmetricMemory` that allocate or share memory. Every use of it begins with one of them."""
 
 _patches = Patches()
 _local_patches = Patches()
@@ -44,12 +47,15 @@ def _init_group(original: Callable[..., None], self: Any, /, *args: Any, **kwarg
     original(self, *args, **kwargs)
     if type(self) is not dist.ProcessGroup:
         name = f"{type(self).__module__}.{type(self).__qualname__}"
-        _warn_once(f"calls on groups of {name}, a class written in Python, are recorded only if it passes them on")
+        _warn_once(
+            f"calls on groups of {name}, a class written in Python, are recorded only if the class "
+            "forwards them to another backend"
+        )
 
 
 @around
 def _enter_mode(original: Callable[..., Any], self: Any, /) -> Any:
-    _warn_once("calls within LocalTensorMode are not recorded: its ranks are one process, and nothing is sent")
+    _warn_once("calls within LocalTensorMode are not recorded: all its ranks run in one process, and nothing is sent")
     return original(self)
 
 

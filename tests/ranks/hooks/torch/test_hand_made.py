@@ -86,7 +86,7 @@ def test_of_ranks_that_are_threads_one_is_recorded_and_the_others_are_refused(nu
 @pytest.mark.parametrize(
     ("case", "warning"),
     [
-        ("python_class", "InPython, a class written in Python, are recorded only if it passes them on"),
+        ("python_class", "InPython, a class written in Python, are recorded only if the class forwards them"),
         ("local_tensors", "calls within LocalTensorMode are not recorded"),
         ("symmetric_memory", "transfers through symmetric memory (symm_mem::) are not recorded"),
     ],
