@@ -1,4 +1,4 @@
-"""Every kind of call of mpi4py, by three ranks under each MPI: what the log says, and that nothing else changes."""
+"""Every kind of mpi4py call, by three ranks under each MPI: the log is correct, and results do not change."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 import mpi_launch
 import processes
 import pytest
-from factory import training
 from hook_programs.runs import Call, Log
-from packed_logs import assert_equal, pack
 
 from commtrace.schema import Clock, Flag, State
 
@@ -30,12 +28,12 @@ ASYNC, COALESCED, OBJECT, UNEVEN, NONE = Flag.ASYNC, Flag.COALESCED, Flag.OBJECT
 
 @functools.cache
 def traced(mpi: str, recorder: str) -> tuple[list[dict[str, Any]], list[Log]]:
-    """What each rank's cases gave, and its log."""
+    """Return the results and the log of each rank."""
     folder = Path(tempfile.mkdtemp(prefix="commtrace-mpi"))
     try:
         mpi_launch.succeeds(mpi, "calls", folder / "gave", log=folder / "log", limit=120, COMMTRACE_RECORDER=recorder)
-        found = [Log(left) for left in processes.read_all(folder / "log")]
-        return gave(folder / "gave"), found
+        logs = [Log(left) for left in processes.read_all(folder / "log")]
+        return read_results(folder / "gave"), logs
     finally:
         processes.clean_shm(folder)
         shutil.rmtree(folder)
@@ -45,10 +43,10 @@ def traced(mpi: str, recorder: str) -> tuple[list[dict[str, Any]], list[Log]]:
 def untraced(mpi: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         mpi_launch.succeeds(mpi, "calls", Path(folder) / "gave", limit=120)
-        return gave(Path(folder) / "gave")
+        return read_results(Path(folder) / "gave")
 
 
-def gave(stem: Path) -> list[dict[str, Any]]:
+def read_results(stem: Path) -> list[dict[str, Any]]:
     return [json.loads(Path(f"{stem}.{rank}").read_text()) for rank in range(RANKS)]
 
 
@@ -58,7 +56,7 @@ def logs(mpi: str, mpi_recorder: str) -> list[Log]:
 
 
 class Row(NamedTuple):
-    """What is expected of a record."""
+    """Expected values of a record."""
 
     op: str
     variant: str
@@ -158,7 +156,7 @@ COMMON: dict[str, list[Row]] = {
 
 
 def each(make: Any) -> list[list[Row]]:
-    """Rows by rank, of `make(rank, next, last)`."""
+    """Return the rows of each rank, made by `make(rank, next, previous)`."""
     return [make(rank, (rank + 1) % RANKS, (rank - 1) % RANKS) for rank in range(RANKS)]
 
 
@@ -277,13 +275,13 @@ EACH: dict[str, list[list[Row]]] = {
 }  # fmt: skip
 
 
-def of_case(log: Log, name: str) -> list[Call]:
-    """The calls of a case, in the order of their beginnings: by line, as Python 3.10 has no qualified names."""
+def calls_of_case(log: Log, name: str) -> list[Call]:
+    """Return the calls of a case in call order, found by line: Python 3.10 has no qualified names."""
     *classes, function = name.split(".")
     body: Sequence[ast.stmt] = ast.parse(CALLS.read_text()).body
     for wanted in (*classes, function):
-        found = (node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == wanted)
-        case = next(found)
+        nodes = (node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == wanted)
+        case = next(nodes)
         body = case.body
     lines = range(case.lineno, (case.end_lineno or case.lineno) + 1)
     return [call for call in log.calls if call.file == str(CALLS) and call.line in lines]
@@ -293,7 +291,7 @@ def of_case(log: Log, name: str) -> list[Call]:
 def test_record(logs: list[Log], name: str) -> None:
     for rank, log in enumerate(logs):
         expected = COMMON[name] if name in COMMON else EACH[name][rank]
-        assert [row(call) for call in of_case(log, name)] == expected, f"rank {rank}"
+        assert [row(call) for call in calls_of_case(log, name)] == expected, f"rank {rank}"
 
 
 def test_the_log_names_who_recorded(logs: list[Log], mpi_recorder: str) -> None:
@@ -311,36 +309,36 @@ def test_nothing_failed_or_was_lost(logs: list[Log]) -> None:
 
 
 def test_both_sides_of_a_message_have_the_same_number(logs: list[Log]) -> None:
-    def ways(op: str) -> dict[tuple[Any, ...], int]:
-        found: dict[tuple[Any, ...], int] = {}
+    def messages(op: str) -> dict[tuple[Any, ...], int]:
+        payloads: dict[tuple[Any, ...], int] = {}
         for rank, log in enumerate(logs):
             for call in log.calls:
                 if call.op == op and call.peer >= 0 and call.state is State.COMPLETE and "init" not in call.variant:
                     ends = (rank, call.peer) if op == "send" else (call.peer, rank)
                     key = (tuple(call.ranks), call.group["name"], call.group["index"], *ends, call.tag, call.seq)
-                    assert key not in found, key
-                    found[key] = call.payload
-        return found
+                    assert key not in payloads, key
+                    payloads[key] = call.payload
+        return payloads
 
-    sent_, received_ = ways("send"), ways("recv")
+    sent_, received_ = messages("send"), messages("recv")
     unmatched = {key[-2] for key in set(received_) - set(sent_)}
-    assert unmatched <= {21, 77}, unmatched  # of the sends whose end nobody saw
+    assert unmatched <= {21, 77}, unmatched  # tags of sends without an observed end
     assert all(sent_[key] == received_[key] for key in set(sent_) & set(received_))
 
 
 def test_objects_have_their_pickled_size(logs: list[Log]) -> None:
     import pickle
 
-    def size(thing: Any) -> int:
-        return len(pickle.dumps(thing, pickle.HIGHEST_PROTOCOL))
+    def size(item: Any) -> int:
+        return len(pickle.dumps(item, pickle.HIGHEST_PROTOCOL))
 
     def payloads(name: str) -> list[list[tuple[str, int, int]]]:
-        return [[(call.op, call.payload, call.local) for call in of_case(log, name)] for log in logs]
+        return [[(call.op, call.payload, call.local) for call in calls_of_case(log, name)] for log in logs]
 
-    thing = size({"rank": 0, "text": ""})
-    assert payloads("objects") == [[("send", thing, 0)], [("recv", thing, 0)], []]
-    told = size({"a": "y" * 100})
-    assert payloads("object_bcast") == [[("broadcast", told, 0)]] * RANKS
+    message_size = size({"rank": 0, "text": ""})
+    assert payloads("objects") == [[("send", message_size, 0)], [("recv", message_size, 0)], []]
+    broadcast_size = size({"a": "y" * 100})
+    assert payloads("object_bcast") == [[("broadcast", broadcast_size, 0)]] * RANKS
     own = [size("z" * (10 + rank)) for rank in range(RANKS)]
     assert payloads("object_gather") == [
         [("gather", own[0], own[0])], [("gather", own[1], own[1])], [("gather", sum(own), own[2])],
@@ -366,27 +364,27 @@ def test_objects_in_requests(logs: list[Log]) -> None:
     import pickle
 
     for rank, log in enumerate(logs):
-        calls = of_case(log, "objects_in_requests")
-        last = (rank - 1) % RANKS
-        sizes = [len(pickle.dumps({"tag": tag, "from": last}, pickle.HIGHEST_PROTOCOL)) for tag in range(3)]
-        assert [(call.op, call.payload) for call in calls[:3]] == [("recv", each) for each in sizes]
+        calls = calls_of_case(log, "objects_in_requests")
+        previous = (rank - 1) % RANKS
+        sizes = [len(pickle.dumps({"tag": tag, "from": previous}, pickle.HIGHEST_PROTOCOL)) for tag in range(3)]
+        assert [(call.op, call.payload) for call in calls[:3]] == [("recv", size) for size in sizes]
         assert all(call.flags == ASYNC | OBJECT for call in calls)
         assert all((call.state, call.clock) == WAITED for call in calls)
 
 
 def test_matched_messages_have_their_sender(logs: list[Log]) -> None:
     for rank, log in enumerate(logs):
-        calls = [call for call in of_case(log, "matched") if call.op == "recv"]
-        last = (rank - 1) % RANKS
+        calls = [call for call in calls_of_case(log, "matched") if call.op == "recv"]
+        previous = (rank - 1) % RANKS
         assert [(call.variant, call.peer, call.tag) for call in calls] == [
-            ("Message.Recv", last, 6), ("Message.recv", last, 8), ("Message.Irecv", last, 9),
+            ("Message.Recv", previous, 6), ("Message.recv", previous, 8), ("Message.Irecv", previous, 9),
         ]  # fmt: skip
         assert [call.payload for call in calls][::2] == [32, 16]
 
 
 def test_an_intercommunicator_has_both_sides(logs: list[Log]) -> None:
     for rank, log in enumerate(logs):
-        calls = of_case(log, "between_groups")
+        calls = calls_of_case(log, "between_groups")
         assert [call.op for call in calls] == [
             "all_reduce", "all_gather", "broadcast", *[["send"], [], ["recv"]][rank], "broadcast", "barrier",
         ]  # fmt: skip
@@ -398,7 +396,7 @@ def test_an_intercommunicator_has_both_sides(logs: list[Log]) -> None:
 
 def test_a_cartesian_communicator(logs: list[Log]) -> None:
     for rank, log in enumerate(logs):
-        calls = of_case(log, "cartesian")
+        calls = calls_of_case(log, "cartesian")
         assert calls[0].group["desc"] == "Cartesian"
         assert [(call.op, call.variant) for call in calls] == [
             ("all_gather", "Neighbor_allgather"), ("all_to_all", "Neighbor_alltoall"),
@@ -412,7 +410,7 @@ def test_a_cartesian_communicator(logs: list[Log]) -> None:
 def test_threads_are_told_apart(logs: list[Log]) -> None:
     for log in logs:
         calls = [call for call in log.calls if call.function.endswith("work")]
-        if calls:  # where this MPI has threads
+        if calls:  # if this MPI supports threads
             assert len(calls) == 100
             assert len({call.thread for call in calls}) == 2
             assert all(
@@ -426,14 +424,6 @@ def test_groups(logs: list[Log]) -> None:
         assert len(names) == len({*names})
         assert ("0-2", "MPI_COMM_WORLD", 0) in names
         assert ("0-2", "of mine", 0) in names
-
-
-def test_commands_find_the_same_in_a_packed_log(mpi: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log, other = tmp_path / "log", tmp_path / "other"
-    mpi_launch.succeeds(mpi, "calls", tmp_path / "gave", log=log, limit=120)
-    training(other, ranks=2)
-    assert_equal(log, pack(log), other, capsys)
-    processes.clean_shm(tmp_path)
 
 
 def test_results_are_as_without_tracing(mpi: str, mpi_recorder: str) -> None:
