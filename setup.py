@@ -1,4 +1,4 @@
-"""The metadata is in setup.cfg. This adds the start-up files, which belong beside the packages, not into them."""
+"""The metadata is in setup.cfg. This adds the start-up files, which belong next to the packages, not inside them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-# Read by Python at every start; imports commtrace only where the variable asks for it.
+# Read by Python at every start; imports commtrace only if the variable is set.
 PTH = 'import os; os.environ.get("COMMTRACE", "0") in ("", "0") or __import__("commtrace.startup")\n'
 # Python 3.15 and later read this file in place of the line above (PEP 829).
 START = "commtrace.startup:activate\n"
 
 
 class BuildWithStartup(build_py):
-    """Puts `commtrace.pth` and `commtrace.start` at the root of site-packages, in editable installs too."""
+    """Build step that writes `commtrace.pth` and `commtrace.start` to the root of site-packages, also if editable."""
 
     def run(self) -> None:
         super().run()

@@ -1,7 +1,8 @@
-"""What the analyses across ranks take, and the export to Perfetto: CPU time, wall time, and peak memory.
+"""CPU time, wall time and peak memory of the analyses across ranks and of the export to Perfetto.
 
-The log is made: every rank on a host of its own, whose clock has an offset and a drift; collectives of all ranks and of
-groups of eight in turn, every fourth call asynchronous, 100 calls a step. Each question is a process of its own.
+The log is synthetic. Every rank has its own host, whose clock has an offset and a drift. Collectives of all ranks
+alternate with those of groups of eight, every fourth call is asynchronous, and a step has 100 calls. Each command runs
+in its own process.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ fold(open_run(sys.argv[1]), [importlib.import_module("commtrace.analyses.across_
 
 
 def main() -> None:
-    """Measure."""
+    """Run the benchmark and write its results."""
     parser = results.parser(__doc__)
-    parser.add_argument("--events", type=int, default=10_000_000, help="of the log that is analysed (%(default)s)")
-    parser.add_argument("--fewer", type=int, default=1_000_000, help="of the log for paths and export (%(default)s)")
+    parser.add_argument("--events", type=int, default=10_000_000, help="calls in the analysed log (%(default)s)")
+    parser.add_argument("--fewer", type=int, default=1_000_000, help="the same for paths and export (%(default)s)")
     options = results.parsed(parser, events=20_000, fewer=10_000)
     results.write("across_ranks", rows(options), options)
 
 
 def rows(options: argparse.Namespace) -> list[Row]:
-    """The rows of each question."""
+    """Return the rows of all commands."""
     with tempfile.TemporaryDirectory() as folder:
         large, small, trace = (Path(folder, name) for name in ("large", "small", "run.pftrace"))
         write_log(large, options.events)
@@ -61,31 +62,31 @@ def rows(options: argparse.Namespace) -> list[Row]:
         if find_spec("perfetto") is not None:
             export = [sys.executable, "-m", "commtrace.cli", "export", str(small), "--out", str(trace)]
             cases[f"Perfetto trace of {options.fewer:,} calls"] = export
-        made = [row for case, command in cases.items() if options.only in case for row in measured(case, command)]
+        measured = [row for case, command in cases.items() if options.only in case for row in measure(case, command)]
         if trace.exists():
-            made.append(Row([*cases][-1], "file", "MB", trace.stat().st_size / 1e6))
-            results.show(made[-1])
-        return made
+            measured.append(Row([*cases][-1], "file", "MB", trace.stat().st_size / 1e6))
+            results.show(measured[-1])
+        return measured
 
 
-def measured(case: str, command: list[str]) -> list[Row]:
-    """What a command takes."""
+def measure(case: str, command: list[str]) -> list[Row]:
+    """Return a command's CPU time, wall time and peak memory."""
     taken = commands.measured(command)
-    made = [
+    measured = [
         Row(case, "CPU time", "s", taken.processor),
         Row(case, "wall time", "s", taken.seconds),
         Row(case, "peak memory", "MiB", taken.mebibytes),
     ]
-    for row in made:
+    for row in measured:
         results.show(row)
-    return made
+    return measured
 
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
 
 
 def write_log(folder: Path, events: int) -> None:
-    """Write a log of so many calls."""
+    """Write a log of `events` calls."""
     for rank in range(RANKS):
         host = folder / RUN / f"node{rank:03d}"
         host.mkdir(parents=True)
@@ -97,7 +98,7 @@ def write_log(folder: Path, events: int) -> None:
 
 
 def records(count: int, offset: int, rate: float, random: np.random.Generator) -> Records:
-    """Return the calls of a rank: the n-th begins in the first quarter of the n-th ms, and ends after its middle."""
+    """Return the calls of a rank: call n begins in the first quarter of millisecond n, and ends after its middle."""
     number = np.arange(count)
     asynchronous = number % 4 == 0
     due = (number + 1) * CALL_NS
@@ -136,7 +137,7 @@ def records(count: int, offset: int, rate: float, random: np.random.Generator) -
 
 
 def tables(rank: int, host: str, offset: int) -> list[dict[str, Any]]:
-    """Return the tables of a rank."""
+    """Return the rows of a rank's tables."""
     first = rank // GROUP * GROUP
     torch = {"table": "kinds", "api": "torch", "dtype": "float32"}
     group = {"table": "groups", "desc": "", "index": 0, "backend": "gloo"}

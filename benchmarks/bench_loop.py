@@ -1,14 +1,15 @@
-"""`commtrace bench` beside a loop written by hand, on two ranks; and how well its fit predicts sizes it never saw.
+"""`commtrace bench` compared with a hand-written loop on two ranks, and the errors of its fit at held-out payloads.
 
-The loop is what one writes: some calls, a barrier, the clock, many calls, the clock, the slowest rank; ten times, and
-the mean. Loop, loop again and bench are measured in turn, each for as long as the others (a longer mean has more of a
-machine's rare long calls in it, and gloo's threads, which are more than the cores, fall into other patterns the longer
-no barrier ends them), so that the control shows what the same thing differs by in the same minutes. Then bench measures
-powers of two, and the loop sizes between them, half as large again as each, in turn; a fit of the former predicts the
-latter, as the median of blocks, which is what is fitted. Its errors stand beside what the fit says of itself, and
-beside how far apart medians of every other pass are: no fit can be closer to what varies than it is to itself.
+The loop makes a few untimed calls, enters a barrier, times many calls and takes the slower rank's time; it does so ten
+times and takes the mean. The loop, the loop again (the control) and bench are measured in turn, each for the same time:
+a longer mean includes more of a machine's rare long calls, and gloo's threads, which outnumber the cores, fall into
+other patterns the longer no barrier interrupts them.
 
-All of it over gloo, and over MPI by mpi4py, whose ranks are bound to a core each, as bench binds those it starts.
+For the fit, bench measures powers of two, and the loop measures the sizes 1.5 times as large. The medians of bench are
+fitted, and the fit predicts the medians of the loop. Its errors are shown beside those that it reports, and beside the
+difference between even and odd passes of the loop: a fit cannot be more accurate than the measurements are repeatable.
+
+All of this runs over gloo and over MPI with mpi4py. MPI ranks are bound to a core each, as bench binds its own.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from commtrace.network.operations import ELEMENT_BYTES, PING_PONG, payload_eleme
 NAME = "commtrace bench"
 OPERATIONS = ("all_reduce", "all_gather", PING_PONG)
 SIZES = (8, 4 << 10, 256 << 10, 4 << 20)
-WARM = 2  # calls before those that count, of the loop
+WARM = 2  # untimed calls of the loop
 
 Call = Callable[[], object]
 
 
 def main() -> None:
-    """Measure both, over both."""
+    """Run the benchmark over gloo and MPI, and write its results."""
     parser = results.parser(__doc__, pairs=18)
-    parser.add_argument("--seconds", type=float, default=0.2, help="of one measurement; bench's --seconds (0.2)")
-    parser.add_argument("--passes", type=int, default=7, help="over all sizes, for the fit, 2 or more (7)")
-    parser.add_argument("--max-bytes", type=int, default=64 << 20, help="largest size, for the fit (64 MiB)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="seconds per measurement, as in bench (0.2)")
+    parser.add_argument("--passes", type=int, default=7, help="passes over all sizes for the fit, 2 or more (7)")
+    parser.add_argument("--max-bytes", type=int, default=64 << 20, help="largest size for the fit (64 MiB)")
     options = results.parsed(parser, seconds=0.001, passes=2, max_bytes=1 << 10)
     rows: list[Row] = []
     if not mpi_groups.inside():
@@ -59,28 +60,28 @@ def main() -> None:
 
 
 class Network(ABC):
-    """What one writes a loop with, and what bench has of the same ranks."""
+    """Calls of a library for the hand-written loop, and bench's group of the same ranks."""
 
     name: str
     group: BenchGroup
 
-    def __init__(self, most: int) -> None:
-        self.memory = BenchBuffers(self.group, most)  # bench's
+    def __init__(self, max_bytes: int) -> None:
+        self.memory = BenchBuffers(self.group, max_bytes)  # for bench
 
     @abstractmethod
     def call(self, op: str, count: int) -> Call:
-        """By hand, on so many elements (nccl-tests' size)."""
+        """Return the loop's call on `count` elements (the size as in nccl-tests)."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Of all ranks."""
+        """Wait for all ranks."""
 
     @abstractmethod
     def slowest(self, seconds: float) -> float:
-        """Of all ranks."""
+        """Return the maximum over all ranks."""
 
     def ping_pong(self, send: Callable[[int], object], recv: Callable[[int], object]) -> Call:
-        """There and back, by what sends to a rank and what receives from one."""
+        """Return a call that sends a message to the other rank and receives one, in the reverse order on rank 1."""
         other = 1 - self.group.rank
 
         def first() -> None:
@@ -94,7 +95,7 @@ class Network(ABC):
         return second if self.group.rank else first
 
     def shown(self, row: Row) -> Row:
-        """A row that rank 0 has printed."""
+        """Print a row on rank 0, and return it."""
         if self.group.rank == 0:
             results.show(row)
         return row
@@ -105,21 +106,21 @@ class Gloo(Network):
 
     name = "gloo"
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.group = TorchBenchGroup(dist.group.WORLD, torch.device("cpu"))
-        self._given, self._taken = torch.zeros(most // ELEMENT_BYTES), torch.zeros(most // ELEMENT_BYTES)
-        super().__init__(most)
+        self._input, self._output = torch.zeros(max_bytes // ELEMENT_BYTES), torch.zeros(max_bytes // ELEMENT_BYTES)
+        super().__init__(max_bytes)
 
     def call(self, op: str, count: int) -> Call:
         """See Network."""
-        given, taken = self._given[:count], self._taken[:count]
+        input_, output = self._input[:count], self._output[:count]
         if op == "all_reduce":
-            return partial(dist.all_reduce, taken)
+            return partial(dist.all_reduce, output)
         if op == "all_gather":
-            # Its name from torch 2.13 on, and the one before.
+            # The name from torch 2.13 on, and the earlier one.
             all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return partial(all_gather, taken, given[: count // 2])
-        return self.ping_pong(partial(dist.send, given), partial(dist.recv, taken))
+            return partial(all_gather, output, input_[: count // 2])
+        return self.ping_pong(partial(dist.send, input_), partial(dist.recv, output))
 
     def barrier(self) -> None:
         """See Network."""
@@ -133,7 +134,7 @@ class Gloo(Network):
 class Mpi(Network):
     """mpi4py."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         from mpi4py import MPI
 
         from commtrace.network.bench_mpi import MpiBenchGroup
@@ -142,21 +143,21 @@ class Mpi(Network):
         self._max = MPI.MAX
         bind_to_core(self._world.Get_rank(), self._world.Get_size())
         self.name, self.group = MPI.get_vendor()[0], MpiBenchGroup(self._world)
-        # Of ones: pages of zeros that were never written are one page, which both ranks read.
-        self._given, self._taken = (
-            np.ones(most // ELEMENT_BYTES, np.float32),
-            np.ones(most // ELEMENT_BYTES, np.float32),
+        # Ones, because all unwritten pages of zeros map to one page, which both ranks would read.
+        self._input, self._output = (
+            np.ones(max_bytes // ELEMENT_BYTES, np.float32),
+            np.ones(max_bytes // ELEMENT_BYTES, np.float32),
         )
-        super().__init__(most)
+        super().__init__(max_bytes)
 
     def call(self, op: str, count: int) -> Call:
         """See Network."""
-        given, taken, world = self._given[:count], self._taken[:count], self._world
+        input_, output, world = self._input[:count], self._output[:count], self._world
         if op == "all_reduce":
-            return partial(world.Allreduce, given, taken)
+            return partial(world.Allreduce, input_, output)
         if op == "all_gather":
-            return partial(world.Allgather, given[: count // 2], taken)
-        return self.ping_pong(partial(world.Send, given), partial(world.Recv, taken))
+            return partial(world.Allgather, input_[: count // 2], output)
+        return self.ping_pong(partial(world.Send, input_), partial(world.Recv, output))
 
     def barrier(self) -> None:
         """See Network."""
@@ -168,76 +169,81 @@ class Mpi(Network):
 
 
 def over_gloo(options: argparse.Namespace) -> list[Row]:
-    """What a rank does."""
-    return both(Gloo(most(options)), options)
+    """Return the rows that a rank of gloo measures."""
+    return measured(Gloo(largest_message(options)), options)
 
 
 def over_mpi(options: argparse.Namespace) -> list[Row]:
-    """What a rank does."""
-    return both(Mpi(most(options)), options)
+    """Return the rows that a rank of MPI measures."""
+    return measured(Mpi(largest_message(options)), options)
 
 
-def most(options: argparse.Namespace) -> int:
-    """Bytes of the largest message."""
+def largest_message(options: argparse.Namespace) -> int:
+    """Return the bytes of the largest message."""
     return max(*SIZES, int(options.max_bytes))
 
 
-def both(network: Network, options: argparse.Namespace) -> list[Row]:
-    """Bench beside the loop, and the fit."""
+def measured(network: Network, options: argparse.Namespace) -> list[Row]:
+    """Return the rows of bench and the loop, and those of the fit."""
     operations = [op for op in OPERATIONS if options.only in f"{network.name}: {op}"]
     rows = [agreement(network, op, size, options) for op in operations for size in SIZES]
     return [*rows, *(row for op in operations for row in held_out(network, op, options))]
 
 
 def agreement(network: Network, op: str, size: int, options: argparse.Namespace) -> Row:
-    """Loop, loop again and bench."""
+    """Compare the loop, the loop again and bench."""
     loops = partial(by_hand, network, op, size, options.seconds)
     rounds = in_turn(loops, lambda: bench(network, op, size, options).avg_us, options.pairs)
-    return network.shown(compared(f"{network.name}: {op}, {size:,} bytes", NAME, "us", [Round(*one) for one in rounds]))
+    case = f"{network.name}: {op}, {size:,} bytes"
+    return network.shown(compared(case, NAME, "us", [Round(*times) for times in rounds]))
 
 
 def held_out(network: Network, op: str, options: argparse.Namespace) -> list[Row]:
-    """Errors of the fit, in percent, at sizes that it was not fitted to, and the error that it says it has."""
+    """Return the errors of the fit at sizes that it was not fitted to, and the error that it reports, in percent."""
     powers = [*payload_sizes(2 * ELEMENT_BYTES, options.max_bytes)]
     between = [size + size // 2 for size in powers[:-1]]
-    fitted: dict[int, list[Measured]] = {size: [] for size in powers}
-    seen: dict[int, list[float]] = {size: [] for size in between}
+    bench_rows: dict[int, list[Measured]] = {size: [] for size in powers}
+    loop_times: dict[int, list[float]] = {size: [] for size in between}
     for _ in range(options.passes):
         for power, size in zip(powers, [*between, None], strict=True):
-            fitted[power].append(bench(network, op, power, options))
+            bench_rows[power].append(bench(network, op, power, options))
             if size is not None:
-                seen[size] += [loop(network, op, size, options.seconds / ROUNDS) for _ in range(ROUNDS)]
-    found = fit(op, 2, 1, [sorted(some, key=lambda row: row.median_us)[len(some) // 2] for some in fitted.values()])
-    times = {size: statistics.median(some) for size, some in seen.items()}
+                loop_times[size] += [loop(network, op, size, options.seconds / ROUNDS) for _ in range(ROUNDS)]
+    medians = [sorted(rows, key=lambda row: row.median_us)[len(rows) // 2] for rows in bench_rows.values()]
+    fitted = fit(op, 2, 1, medians)
     payloads = {size: payload_elements(op, size, 2) * ELEMENT_BYTES for size in between}
-    errors = sorted(abs(found.time_us(payloads[size]) / time - 1) * 100 for size, time in times.items())
-    noise = sorted(abs(_every_other_pass(some, 0) / _every_other_pass(some, 1) - 1) * 100 for some in seen.values())
+    errors = sorted(
+        abs(fitted.time_us(payloads[size]) / statistics.median(times) - 1) * 100 for size, times in loop_times.items()
+    )
+    noise = sorted(
+        abs(_every_other_pass(times, 0) / _every_other_pass(times, 1) - 1) * 100 for times in loop_times.values()
+    )
     case = f"{network.name}: {op}, {len(between)} payloads between the fitted ones"
     return [
         network.shown(Row(case, name, "%", value))
         for name, value in (
             ("median error", statistics.median(errors)),
-            ("90th percentile", _of_nine_in_ten(errors)),
+            ("90th percentile", _percentile_90(errors)),
             ("worst error", errors[-1]),
-            ("median error reported by the fit", 100 * (found.held_out_median or 0.0)),
+            ("median error reported by the fit", 100 * (fitted.held_out_median or 0.0)),
             ("even against odd passes of the loop: median", statistics.median(noise)),
-            ("even against odd passes: 90th percentile", _of_nine_in_ten(noise)),
+            ("even against odd passes: 90th percentile", _percentile_90(noise)),
         )
     ]
 
 
 def _every_other_pass(blocks: Sequence[float], first: int) -> float:
-    """The median of these passes' blocks."""
-    return statistics.median(time for at, time in enumerate(blocks) if at // ROUNDS % 2 == first)
+    """Return the median of the blocks of every other pass, from pass `first` on."""
+    return statistics.median(time for index, time in enumerate(blocks) if index // ROUNDS % 2 == first)
 
 
-def _of_nine_in_ten(values: Sequence[float]) -> float:
-    """The largest but for a tenth, of values in order."""
+def _percentile_90(values: Sequence[float]) -> float:
+    """Return the 90th percentile of sorted values."""
     return values[-1 - len(values) // 10]
 
 
 def bench(network: Network, op: str, size: int, options: argparse.Namespace) -> Measured:
-    """What commtrace bench measures."""
+    """Measure as `commtrace bench` does."""
     row = measure(network.group, op, size, 1, options.seconds, network.memory)
     assert row is not None
     assert not row.wrong, row
@@ -245,12 +251,12 @@ def bench(network: Network, op: str, size: int, options: argparse.Namespace) -> 
 
 
 def by_hand(network: Network, op: str, size: int, seconds: float) -> float:
-    """Microseconds of a call by so many blocks of calls as bench has rounds, in so long, as their mean."""
+    """Return the mean microseconds of a call, over as many blocks as bench has rounds, in `seconds` altogether."""
     return statistics.fmean(loop(network, op, size, seconds / ROUNDS) for _ in range(ROUNDS))
 
 
 def loop(network: Network, op: str, size: int, seconds: float) -> float:
-    """Microseconds of a call, of the slower rank, over so long; of a ping-pong, of one way."""
+    """Return the slower rank's microseconds per call, measured for `seconds`; for a ping-pong, of one way."""
     call = network.call(op, payload_elements(op, size, 2))
     timed(network, call, WARM)
     calls = max(2, round(seconds / timed(network, call, WARM)))
@@ -258,7 +264,7 @@ def loop(network: Network, op: str, size: int, seconds: float) -> float:
 
 
 def timed(network: Network, call: Call, calls: int) -> float:
-    """Seconds of one of so many, of the slower rank."""
+    """Return the slower rank's seconds per call over `calls` calls."""
     network.barrier()
     begin = time.perf_counter()
     for _ in range(calls):

@@ -1,9 +1,9 @@
-"""What switching a tool on adds to one all_reduce of 1,024 fp32 elements, in us.
+"""Time that a tool adds to one all_reduce of 1,024 fp32 elements, in us.
 
-On a fake process group, which sends nothing, what is left is the way into `torch.distributed` and the tool, after as
-many calls that are not counted: a tool's first calls touch memory for the first time, which later ones use again. (Not
-so with DeepSpeed's logger, which takes the longer, the more calls it has seen.) On two gloo ranks it is what a program
-waits. DeepSpeed's comms logger sees calls of `deepspeed.comm` only, so its bare side is the same call of
+A fake process group sends nothing, so only the cost of `torch.distributed` and of the tool is measured. As many calls
+come first that are not timed, because a tool's first calls touch memory that later ones use again. (DeepSpeed's logger
+is not warmed up: its calls take longer the more it has logged.) On two gloo ranks, the time that a program waits is
+measured. DeepSpeed's comms logger records calls of `deepspeed.comm` only, so its baseline is the same call of
 `deepspeed.comm` with the logger off.
 """
 
@@ -25,17 +25,17 @@ from measuring import Row
 
 
 def main() -> None:
-    """Measure both groups."""
+    """Run the benchmark on both groups, and write its results."""
     parser = results.parser(__doc__, pairs=36, settle=0.15)
-    parser.add_argument("--fake-calls", type=int, default=2000, help="calls of one block on the fake group")
-    parser.add_argument("--gloo-calls", type=int, default=200, help="calls of one block on gloo")
+    parser.add_argument("--fake-calls", type=int, default=2000, help="calls per block on the fake group")
+    parser.add_argument("--gloo-calls", type=int, default=200, help="calls per block on gloo")
     options = results.parsed(parser, fake_calls=20, gloo_calls=5)
     rows = groups.run(on_fake, options, backend="fake") + groups.run(on_gloo, options, backend="gloo")
     results.write("call_cost", rows, options)
 
 
 def on_fake(options: argparse.Namespace) -> list[Row]:
-    """The way in, alone."""
+    """Measure on a fake process group, where nothing is sent."""
     case = "all_reduce, fake group"
     all_reduce = partial(dist.all_reduce, torch.ones(1024))
     switches = {**sides.commtrace_sides(), **sides.summary_sides(), **sides.torch_sides()}
@@ -66,7 +66,7 @@ def reduce(tensor):
 
 
 def through_mappings(options: argparse.Namespace) -> list[Row]:
-    """What the caller costs that is recorded beside the call site, by the name of the file: on both sides is traced."""
+    """Measure the cost of recording the caller beside the call site, as in `mpu/mappings.py`; both sides are traced."""
     amount = groups.Amount(options.fake_calls, options.pairs, options.settle, options.fake_calls)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -80,7 +80,7 @@ def through_mappings(options: argparse.Namespace) -> list[Row]:
 
 
 def reduce_of(path: Path) -> Callable[[torch.Tensor], object]:
-    """Write MAPPINGS to a file, and return its function."""
+    """Write MAPPINGS to a file, and return its function `reduce`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(MAPPINGS)
     function: Callable[[torch.Tensor], object] = runpy.run_path(str(path))["reduce"]
@@ -88,7 +88,7 @@ def reduce_of(path: Path) -> Callable[[torch.Tensor], object]:
 
 
 def on_gloo(options: argparse.Namespace) -> list[Row]:
-    """What a program waits."""
+    """Measure on two gloo ranks, where a program waits for the other rank, too."""
     case, tensor = "all_reduce, two gloo ranks", torch.ones(1024)
     all_reduce = partial(dist.all_reduce, tensor)
     rows = measure(case, {**sides.commtrace_sides(), **sides.torch_sides()}, all_reduce, options.gloo_calls, options)
@@ -103,7 +103,7 @@ def on_gloo(options: argparse.Namespace) -> list[Row]:
 
 
 def with_deepspeed(case: str, times: int, options: argparse.Namespace) -> list[Row]:
-    """Last in a process: from its import on, commtrace hooks DeepSpeed, too."""
+    """Measure DeepSpeed's logger. Call this last in a process: once DeepSpeed is imported, commtrace hooks it, too."""
     comm = sides.deepspeed_comm()
     if comm is None:
         return []
@@ -120,7 +120,7 @@ def measure(
     *,
     warm: int = 1,
 ) -> list[Row]:
-    """A row for each side."""
+    """Return a row for each side."""
     amount = groups.Amount(times, options.pairs, options.settle, warm)
     return [
         groups.Comparison(case, name, switch, call).microseconds(amount)

@@ -1,4 +1,4 @@
-"""What a command takes from its start to its end, of all its processes; and the commands that read a long log."""
+"""Time and memory of a command and its child processes, and the commands that read a long log."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ tables = fold(open_run(sys.argv[1]), (*analyses, call_times.ANALYSIS))
 print(time.perf_counter() - begun)
 assert all(len(tables[name]) for name in ("volume_by_site", "message_sizes", "host_time", "ranks"))
 """
-"""The tables that are groupings of the events. Like DuckDB's script, it prints its seconds without those of imports."""
+"""Script that computes the tables that group events. Like DUCKDB, it prints its seconds without imports."""
 
 
 class Taken(NamedTuple):
-    """By a command."""
+    """Resources that a command used."""
 
     seconds: float
     processor: float
-    """Seconds of CPU time, which does not grow when other programs take the cores."""
+    """Seconds of CPU time, which does not grow when other programs use the cores."""
     mebibytes: float
 
 
 def commtrace(command: str, *arguments: str | Path) -> list[str]:
-    """A command of commtrace."""
+    """Return a command of commtrace."""
     return [sys.executable, "-m", "commtrace.cli", command, *map(str, arguments)]
 
 
 def duckdb(files: str) -> dict[str, list[str]]:
-    """DuckDB, which groups the events in Parquet files by the keys of the report; nothing where it is not installed."""
+    """Return the command with which DuckDB groups events in Parquet files by the report's keys; {} without DuckDB."""
     if find_spec("duckdb") is None:
         return {}
     script = DUCKDB.format(threads=os.cpu_count(), keys=[list(keys) for keys in KEYS], files=files)
@@ -67,49 +67,49 @@ def duckdb(files: str) -> dict[str, list[str]]:
 
 
 def groupings(log: Path) -> dict[str, list[str]]:
-    """The same groupings by commtrace, of any log."""
+    """Return the command with which commtrace groups the events of any log in the same way."""
     return {"tables that are groupings": [sys.executable, "-c", GROUPINGS, str(log)]}
 
 
 def measured_inside(command: list[str]) -> float:
-    """Seconds that a command prints. Raises CalledProcessError where it fails."""
+    """Return the seconds that a command prints. Raise CalledProcessError if it fails."""
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def measured(command: list[str], *statuses: int) -> Taken:
-    """Run it to its end, with status 0 or one of these. Raises AssertionError where it ends with another one."""
+    """Run a command to its end. Raise AssertionError if its status is neither 0 nor in `statuses`."""
     before, begun = os.times(), time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        most, ended = [0.0], threading.Event()
-        watch = threading.Thread(target=watched, args=(process.pid, most, ended))
-        watch.start()
+        peak_kib, ended = [0.0], threading.Event()
+        watcher = threading.Thread(target=watch_memory, args=(process.pid, peak_kib, ended))
+        watcher.start()
         status = process.wait()
         seconds = time.perf_counter() - begun
         ended.set()
-        watch.join()
+        watcher.join()
     assert status in (0, *statuses), (status, command)
     after = os.times()
     processor = after.children_user + after.children_system - before.children_user - before.children_system
-    return Taken(seconds, processor, most[0] / 1024)
+    return Taken(seconds, processor, peak_kib[0] / 1024)
 
 
-def watched(pid: int, most: list[float], ended: threading.Event) -> None:
-    """The most KiB that the process and its children had at a time, shared pages divided among those who share them."""
+def watch_memory(pid: int, peak_kib: list[float], ended: threading.Event) -> None:
+    """Keep in `peak_kib[0]` the peak memory of a process and its descendants; shared pages are split among users."""
     while not ended.wait(0.1):
-        most[0] = max(most[0], sum(proportional(one) for one in family(pid)))
+        peak_kib[0] = max(peak_kib[0], sum(proportional_kib(member) for member in family(pid)))
 
 
 def family(pid: int) -> list[int]:
-    """A process and its descendants."""
+    """Return a process and its descendants."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return []
-    return [pid, *(one for child in children for one in family(int(child)))]
+    return [pid, *(member for child in children for member in family(int(child)))]
 
 
-def proportional(pid: int) -> float:
-    """KiB of memory, 0 where the process has gone."""
+def proportional_kib(pid: int) -> float:
+    """Return the proportional set size of a process in KiB; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Process groups to measure in, each in processes of its own, and blocks that their ranks measure together."""
+"""Process groups for benchmarks, each in its own processes, and blocks of calls that their ranks measure together."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ TIMEOUT = datetime.timedelta(seconds=120)
 
 
 def run(program: Callable[[Any], list[Row]], options: Any, *, backend: str, bound: bool = True) -> list[Row]:
-    """What rank 0 returns of a program. "fake" is one process that sends nothing to seven others that are not there.
+    """Run a program on each rank and return rank 0's rows. "fake" is one process in a world of eight; it sends nothing.
 
-    bound: each rank has a core of its own, as launchers bind ranks: most of the noise of a small machine is gone. Where
-    nothing is computed, gloo's threads hold each other up on that core, for milliseconds.
+    bound: Whether each rank has its own core, as launchers bind ranks, which removes most of the noise of a small
+    machine. In a program that computes nothing, gloo's threads then block each other on that core for milliseconds.
     """
     processes: Any = torch.multiprocessing
     queue = processes.get_context("spawn").SimpleQueue()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler tells of each of its beginnings and ends
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler would log each start and stop
     processes.spawn(_rank, (free_port(), backend, bound, program, options, queue), RANKS[backend])
     rows: list[Row] = queue.get()
     return rows
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
+    """Return a TCP port of this host that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -51,20 +51,21 @@ def free_port() -> int:
 
 @contextmanager
 def sleepless() -> Iterator[None]:
-    """Idle cores poll and do not sleep (PM QoS of the kernel, root's): a virtual core takes long to wake up, now more,
-    now less. Where that cannot be asked for, they sleep.
+    """Let idle cores poll instead of sleep, because the wake-up time of a virtual core is long and varies.
+
+    This uses the kernel's PM QoS, which needs root; without it, cores sleep.
     """
     with ExitStack() as stack:
         with suppress(OSError):
             request = stack.enter_context(open("/dev/cpu_dma_latency", "wb", buffering=0))
-            request.write((0).to_bytes(4, "little"))  # microseconds until a core runs; as long as it is open
+            request.write((0).to_bytes(4, "little"))  # maximum wake-up latency in us, while the file is open
         yield
 
 
 def _rank(
     rank: int, port: int, backend: str, bound: bool, program: Callable[[Any], list[Row]], options: Any, queue: Any
 ) -> None:
-    warnings.filterwarnings("ignore")  # of torch, in the middle of what is timed, each time that filters have changed
+    warnings.filterwarnings("ignore")  # torch would warn again, in timed code, whenever filters change
     torch.set_num_threads(1)
     keep_memory()
     if backend == "fake":
@@ -81,15 +82,15 @@ def _rank(
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may still be there, and abort a process that ends in the usual way
+    os._exit(0)  # gloo's threads may still run, and would abort a process that exits normally
 
 
 def keep_memory() -> None:
-    """Have malloc keep what is freed, and for large blocks, too, as the allocators of trainings do.
+    """Make malloc keep freed memory, also large blocks, as the allocators of trainings do.
 
-    Otherwise it gives the top of the heap back whenever enough of it is free, and touches it anew: how much that is
-    depends on where the last small object happens to lie, so that whatever allocates between two steps, were it a
-    list, makes the next step of 90 ms 3 % slower or faster (1,800 page faults, seen by getrusage).
+    Otherwise malloc returns the top of the heap to the kernel whenever enough of it is free, and touches it again
+    later. How much that is depends on the position of the last small object: any allocation between two steps, even of
+    a list, makes the next step of 90 ms 3 % slower or faster (1,800 page faults, as counted by getrusage).
     """
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # of mallopt(3)
     libc = ctypes.CDLL(None)
@@ -100,28 +101,28 @@ def keep_memory() -> None:
 
 
 class Block(NamedTuple):
-    """What one call took in a block of calls."""
+    """Mean time of a call in a block of calls."""
 
     wall: float
-    """Seconds, of the slowest rank."""
+    """Seconds of the slowest rank."""
     processor: float
-    """Seconds of CPU time, of all threads of all ranks: it does not grow when other programs take the cores."""
+    """CPU seconds of all threads of all ranks, which do not grow when other programs use the cores."""
 
 
 class Amount(NamedTuple):
     """How much to measure."""
 
     times: int
-    """Calls of one block."""
+    """Calls per block."""
     pairs: int
     settle: float
-    """Seconds from switching on to the block: a recording's thread measures first, and after 0.1 s begins its files."""
+    """Seconds from switching on to the block: a drain thread measures first, and creates its files after 0.1 s."""
     warm: int = 1
-    """Calls before that: what is switched on may touch memory for the first time there."""
+    """Calls before that, because the first calls with a tool may touch new memory."""
 
 
 def block(switch: Switch, call: Callable[[], object], amount: Amount) -> Block:
-    """Measure a block. Switching on and off, and the first calls, are not in it."""
+    """Measure a block, without switching on and off and without the first calls."""
     with switch():
         for _ in range(amount.warm):
             call()
@@ -138,27 +139,27 @@ def block(switch: Switch, call: Callable[[], object], amount: Amount) -> Block:
 
 
 def over_ranks(value: float, reduce_op: Any) -> float:
-    """Of every rank's value."""
-    mine = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(mine, reduce_op)
-    return mine.item()
+    """Return a value reduced over all ranks."""
+    reduced = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(reduced, reduce_op)
+    return reduced.item()
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One call, bare and with something switched on."""
+    """A call, bare and with something switched on."""
 
     case: str
     name: str
     switch: Switch
     call: Callable[[], object]
     call_with: Callable[[], object] | None = None
-    """Called instead where it is switched on."""
+    """Called in place of `call` on the other side."""
     base: Switch = bare
-    """What is on at the bare side."""
+    """What is switched on for the bare side."""
 
     def rounds(self, amount: Amount) -> list[tuple[Block, Block, Block]]:
-        """Bare, bare again, switched on."""
+        """Return the blocks of each round: bare, bare again, switched on."""
         return in_turn(
             lambda: block(self.base, self.call, amount),
             lambda: block(self.switch, self.call_with or self.call, amount),
@@ -166,15 +167,15 @@ class Comparison:
         )
 
     def microseconds(self, amount: Amount) -> Row:
-        """What a call takes."""
-        rounds = self.rounds(amount)
-        return shown(compared(self.case, self.name, "us", [Round(*(one.wall * 1e6 for one in r)) for r in rounds]))
+        """Return the time of a call."""
+        wall = [Round(*(measured.wall * 1e6 for measured in blocks)) for blocks in self.rounds(amount)]
+        return shown(compared(self.case, self.name, "us", wall))
 
     def milliseconds(self, amount: Amount) -> list[Row]:
-        """What a step takes, and what of the processors."""
+        """Return the wall time and the CPU time of a step."""
         rounds = self.rounds(amount)
-        wall = [Round(*(one.wall * 1e3 for one in r)) for r in rounds]
-        processor = [Round(*(one.processor * 1e3 for one in r)) for r in rounds]
+        wall = [Round(*(measured.wall * 1e3 for measured in blocks)) for blocks in rounds]
+        processor = [Round(*(measured.processor * 1e3 for measured in blocks)) for blocks in rounds]
         return [
             shown(compared(self.case, self.name, "ms", wall)),
             shown(compared(f"{self.case}{PROCESSOR}", self.name, "ms", processor)),
@@ -182,7 +183,7 @@ class Comparison:
 
 
 def shown(row: Row) -> Row:
-    """A row that rank 0 has printed."""
+    """Print a row on rank 0, and return it."""
     if dist.get_rank() == 0:
         show(row)
     return row

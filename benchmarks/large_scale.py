@@ -1,6 +1,6 @@
-"""What commands take that read logs of 20 and of 100 million events, as `scale.py` measures it, once.
+"""Time and memory of commands that read logs of 20 and 100 million events, measured once as in `scale.py`.
 
-It takes half an hour, and 16 GB for each log in turn.
+It takes half an hour, and 16 GB for one log at a time.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ EVENTS = 100_000_000
 
 
 def cases(events: int) -> Iterator[Case]:
-    """Logs of a fifth of so many events, and of all."""
+    """Yield logs of a fifth of `events`, and of all of them."""
     yield Case("1,000 ranks, DDP", "ddp", 1000, events // 5, together=True)
     yield Case("10,000 ranks, DDP", "ddp", 10_000, events, together=True)
     yield Case("2 ranks, ZeRO-3", "zero3", 2, events)
 
 
 def main() -> None:
-    """Measure."""
+    """Run the benchmark and write its results."""
     parser = results.parser(__doc__)
-    parser.add_argument("--events", type=int, default=EVENTS, help="of the largest logs (%(default)s)")
+    parser.add_argument("--events", type=int, default=EVENTS, help="events in the largest logs (%(default)s)")
     options = results.parsed(parser, events=100_000)
     results.write("large_scale", [*rows(cases(options.events), options.only, times=1)], options)
 

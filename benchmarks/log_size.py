@@ -1,7 +1,8 @@
-"""Bytes on disk: for each communication call, and of the tables of a rank of small and large jobs.
+"""Bytes on disk per communication call, and of a rank's tables in small and large jobs.
 
-Of each call: commtrace's log, all its files, and torch.profiler's chrome trace; on a fake process group, where the
-profiler sees one event a call; of real ones it sees more. Of tables: those of the last rank, of dry runs.
+Per call: all files of commtrace's log, and torch.profiler's Chrome trace. They are recorded on a fake process group,
+where the profiler records one event per call; on real groups, it records more. The tables are those of the last rank of
+a dry run.
 """
 
 from __future__ import annotations
@@ -33,46 +34,46 @@ JOBS = {
     "ZeRO-3": (2, ["--zero-stage", "3"], {}),
     "tensor (2), pipeline (2), data": (8, [], {"model_parallel_size": 2, "pipe_parallel_size": 2}),
 }
-"""The smallest number of ranks, options of examples/gpt_neox, and keys of its configuration."""
+"""Job -> smallest number of ranks, options of examples/gpt_neox, and keys of its configuration."""
 ROOT = Path(__file__).parents[1]
-RING_RECORDS = 1 << 18  # calls come here as fast as a loop can make them, and none may be lost
+RING_RECORDS = 1 << 18  # none may be dropped, although a loop makes the calls as fast as it can
 
 
 def main() -> None:
-    """Measure."""
+    """Run the benchmark and write its results."""
     parser = results.parser(__doc__)
-    parser.add_argument("--calls", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="of each log")
-    parser.add_argument("--ranks", type=int, default=10_000, help="of the large jobs (%(default)s)")
-    parser.add_argument("--jobs", nargs="+", default=[*JOBS], choices=[*JOBS], help="whose tables are measured")
+    parser.add_argument("--calls", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="calls in each log")
+    parser.add_argument("--ranks", type=int, default=10_000, help="ranks of the large jobs (%(default)s)")
+    parser.add_argument("--jobs", nargs="+", default=[*JOBS], choices=[*JOBS], help="jobs whose tables are measured")
     options = results.parsed(parser, calls=[100, 1000], ranks=16, jobs=["DDP"])
     of_tables = [row for job in options.jobs for row in tables(job, options.ranks)]
     results.write("log_size", groups.run(sizes, options, backend="fake") + of_tables, options)
 
 
 def sizes(options: argparse.Namespace) -> list[Row]:
-    """A row per log."""
+    """Return a row per log and per trace."""
     call = partial(dist.all_reduce, torch.ones(1024))
     rows = [of_log(calls, call) for calls in options.calls]
     return rows + of_traces(min(options.calls), call)
 
 
 def of_log(calls: int, call: partial[object]) -> Row:
-    """commtrace's."""
-    found: list[float] = []
+    """Return the bytes per call of commtrace's log."""
+    bytes_per_call: list[float] = []
 
     def read(run: Run, directory: Path) -> None:
         recorded = sum(segment.count for process in run.processes for segment in process.segments)
         assert recorded == calls, f"{recorded} of {calls}"
-        found.append(bytes_in(directory) / recorded)
+        bytes_per_call.append(bytes_in(directory) / recorded)
 
     with sides.traced(sides.recorders()[-1], read=read, ring_records=RING_RECORDS):
         for _ in range(calls):
             call()
-    return groups.shown(Row(CASE, f"commtrace, {calls:,} calls", "B", found[0]))
+    return groups.shown(Row(CASE, f"commtrace, {calls:,} calls", "B", bytes_per_call[0]))
 
 
 def of_traces(calls: int, call: partial[object]) -> list[Row]:
-    """The profiler's, plain and compressed."""
+    """Return the bytes per call of the profiler's trace, plain and compressed."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(calls):
             call()
@@ -88,7 +89,7 @@ def of_traces(calls: int, call: partial[object]) -> list[Row]:
 
 
 def tables(job: str, large: int) -> list[Row]:
-    """The last rank's tables in the smallest job and in a large one."""
+    """Return the size of the last rank's tables in the smallest job and in a large one."""
     small, options, keys = JOBS[job]
     rows = []
     for name, ranks in zip(TABLES, (small, large), strict=True):
@@ -105,7 +106,7 @@ def tables(job: str, large: int) -> list[Row]:
 
 
 def bytes_in(folder: Path) -> int:
-    """Of all files."""
+    """Return the size of all files in a directory."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 

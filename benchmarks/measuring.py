@@ -1,8 +1,8 @@
-"""Pairs, controls and medians: how every benchmark here compares a program with and without something switched on.
+"""Pairs, controls and medians: how benchmarks compare a program with and without something switched on.
 
-Bare, bare again and switched on are measured in turn, a block each, in an order that changes from round to round. What
-counts are the pairs of one round: side/bare is the ratio, again/bare the control. Medians over the rounds are reported,
-so that nothing has to be left out.
+A round measures a block each of bare, bare again and switched on, in an order that changes from round to round. Values
+are compared within a round: side/bare is the ratio, again/bare the control. Medians over the rounds are reported, so
+that no outlier has to be removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ORDERS = tuple(itertools.permutations(range(3)))
 
 
 class Round(NamedTuple):
-    """One measurement of each, in the same unit."""
+    """One measurement of each side, in the same unit."""
 
     bare: float
     again: float
@@ -28,43 +28,43 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One result. Differences and ratios are medians over the rounds, not quotients of the other medians."""
+    """One result. Differences and ratios are medians over the rounds, and are not computed from `side` and `bare`."""
 
     case: str
-    """What is measured ..."""
+    """What is measured."""
     name: str
-    """... and what is switched on."""
+    """What is switched on."""
     unit: str
     side: float
-    """Median with it, and `bare` without it; where nothing was compared, this is the only number."""
+    """Median with it, while `bare` is the median without it. It is the only number if nothing was compared."""
     bare: float | None = None
     difference: float | None = None
     ratio: float | None = None
     control_difference: float | None = None
-    """Bare again less bare, and ..."""
+    """Bare again minus bare."""
     control: float | None = None
-    """... bare again divided by bare: how far from 1 the same thing comes out in the same run."""
+    """Bare again / bare: its distance from 1 is the noise of the run."""
     pairs: int | None = None
     difference_quartiles: tuple[float, float] | None = None
-    """Lower and upper quartile of the differences ..."""
+    """Lower and upper quartile of the differences."""
     ratio_quartiles: tuple[float, float] | None = None
-    """... and of the ratios."""
+    """Lower and upper quartile of the ratios."""
 
 
 def compared(case: str, name: str, unit: str, rounds: Sequence[Round]) -> Row:
-    """The row of at least two rounds."""
-    differences = [one.side - one.bare for one in rounds]
-    ratios = [one.side / one.bare for one in rounds]
+    """Return the row of at least two rounds."""
+    differences = [times.side - times.bare for times in rounds]
+    ratios = [times.side / times.bare for times in rounds]
     return Row(
         case,
         name,
         unit,
-        side=statistics.median(one.side for one in rounds),
-        bare=statistics.median(one.bare for one in rounds),
+        side=statistics.median(times.side for times in rounds),
+        bare=statistics.median(times.bare for times in rounds),
         difference=statistics.median(differences),
         ratio=statistics.median(ratios),
-        control_difference=statistics.median(one.again - one.bare for one in rounds),
-        control=statistics.median(one.again / one.bare for one in rounds),
+        control_difference=statistics.median(times.again - times.bare for times in rounds),
+        control=statistics.median(times.again / times.bare for times in rounds),
         pairs=len(rounds),
         difference_quartiles=quartiles(differences),
         ratio_quartiles=quartiles(ratios),
@@ -72,13 +72,13 @@ def compared(case: str, name: str, unit: str, rounds: Sequence[Round]) -> Row:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """Lower and upper quartile of at least two values, by linear interpolation between them."""
+    """Return the lower and upper quartile of at least two values, by linear interpolation."""
     lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
     return lower, upper
 
 
 def in_turn(bare: Callable[[], T], side: Callable[[], T], rounds: int) -> list[tuple[T, T, T]]:
-    """Measure so many rounds: bare, bare again, side. Six rounds have every order once; all processes have the same."""
+    """Measure rounds of bare, bare again and side. Six rounds have every order once, the same in all processes."""
     measured = []
     for number in range(rounds):
         order = ORDERS[number % len(ORDERS)]

@@ -1,7 +1,7 @@
-"""What tracing adds to calls of mpi4py, in us: an Allreduce of 8 bytes, and a message of 8 bytes there and back.
+"""Time that tracing adds to calls of mpi4py, in us: an Allreduce of 8 bytes, and a message of 8 bytes there and back.
 
-On two ranks the difference is what a program waits; ranks that share a core wait for each other's turn, too,
-which the control shows. On one rank, alone in MPI.COMM_SELF, what is left is the way into mpi4py, and tracing.
+On two ranks, the difference is the time that a program waits; ranks that share a core also wait for each other's time
+slices, as the control shows. In MPI.COMM_SELF, only the cost of mpi4py and of tracing is measured.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Switch = Callable[[], AbstractContextManager[object]]
 
 
 def main() -> None:
-    """Measure."""
+    """Run the benchmark and write its results."""
     parser = results.parser(__doc__, pairs=36, settle=0.03)
-    parser.add_argument("--calls", type=int, default=2000, help="calls of one block")
+    parser.add_argument("--calls", type=int, default=2000, help="calls per block")
     options = results.parsed(parser, calls=20)
     if not mpi_groups.inside():
         libraries.MPI.build()
@@ -38,18 +38,18 @@ def main() -> None:
 
 
 def calls(options: argparse.Namespace) -> list[Row]:
-    """What a rank does."""
+    """Return the rows that a rank measures."""
     from mpi4py import MPI
 
     world: Any = MPI.COMM_WORLD
-    given, into = np.ones(1), np.zeros(1)
-    # Methods are looked up with each call: one that was bound before tracing began is the original.
+    sent, received = np.ones(1), np.zeros(1)
+    # Each call looks up its method: one that was bound before tracing began is the original.
     vendor = MPI.get_vendor()[0]
     rows: list[Row] = []
     for case, call in (
-        ("Allreduce alone", lambda: MPI.COMM_SELF.Allreduce(given, into)),
-        ("Allreduce, two ranks", lambda: world.Allreduce(given, into)),
-        ("Send and Recv, round trip, two ranks", partial(ping, world, given, into)),
+        ("Allreduce alone", lambda: MPI.COMM_SELF.Allreduce(sent, received)),
+        ("Allreduce, two ranks", lambda: world.Allreduce(sent, received)),
+        ("Send and Recv, round trip, two ranks", partial(round_trip, world, sent, received)),
     ):
         for name, switch in sides().items():
             if options.only in name:
@@ -57,28 +57,28 @@ def calls(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def ping(world: Any, given: Any, into: Any) -> None:
-    """One Send and one Recv on each rank: four calls, one after the other."""
+def round_trip(world: Any, sent: Any, received: Any) -> None:
+    """Make one Send and one Recv on each rank: four calls, one after the other."""
     if world.Get_rank() == 0:
-        world.Send(given, 1)
-        world.Recv(into, 1)
+        world.Send(sent, 1)
+        world.Recv(received, 1)
     else:
-        world.Recv(into, 0)
-        world.Send(given, 0)
+        world.Recv(received, 0)
+        world.Send(sent, 0)
 
 
 def sides() -> dict[str, Switch]:
-    """Each recorder, with and without call sites."""
+    """Return each recorder, with and without call sites."""
     return {
-        f"commtrace, {recorder}, {words} call sites": partial(traced, recorder, sites)
+        f"commtrace, {recorder}, {preposition} call sites": partial(traced, recorder, sites)
         for recorder in ("python", "native")
-        for sites, words in ((1, "with"), (0, "without"))
+        for sites, preposition in ((1, "with"), (0, "without"))
     }
 
 
 @contextmanager
 def traced(recorder: str, sites: int) -> Iterator[None]:
-    """commtrace, into a log that is removed afterwards. Raises AssertionError where it has seen nothing."""
+    """Trace into a log that is removed afterwards. Raise AssertionError if nothing was recorded."""
     os.environ["COMMTRACE_RECORDER"], os.environ["COMMTRACE_SITES"] = recorder, str(sites)
     with tempfile.TemporaryDirectory() as directory:
         commtrace.start(directory)
@@ -93,7 +93,7 @@ def traced(recorder: str, sites: int) -> Iterator[None]:
 
 
 def measure(case: str, name: str, switch: Switch, call: Call, world: Any, options: argparse.Namespace) -> Row:
-    """Bare, bare again and switched on in turn; of a block the slower rank counts."""
+    """Measure bare, bare again and switched on in turn; the slower rank determines a block's time."""
     from mpi4py import MPI
 
     def block(switched: Switch) -> float:
@@ -109,7 +109,7 @@ def measure(case: str, name: str, switch: Switch, call: Call, world: Any, option
         return float(world.allreduce(took, MPI.MAX)) * 1e6
 
     rounds = in_turn(lambda: block(nullcontext), lambda: block(switch), options.pairs)
-    row = compared(case, name, "us", [Round(*one) for one in rounds])
+    row = compared(case, name, "us", [Round(*times) for times in rounds])
     if world.Get_rank() == 0:
         results.show(row)
     return row

@@ -1,4 +1,4 @@
-"""Two ranks of MPI: this program again, by the `mpiexec` beside this Python, or by the command in MPIEXEC."""
+"""Two MPI ranks that run a benchmark again, started by this Python's `mpiexec` or the command in MPIEXEC."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _RANK = "COMMTRACE_BENCHMARK_RANK"
 
 
 def inside() -> bool:
-    """Whether this process is one of the ranks."""
+    """Return whether this process is one of the ranks."""
     return _RANK in os.environ
 
 
 def run(program: Callable[[Any], Sequence[Row]], options: Any) -> list[Row]:
-    """What rank 0 returns of a program. In a rank, runs it and ends the process."""
+    """Return rank 0's rows of a program. In a rank, run the program and end the process."""
     if inside():
-        _be_a_rank(program, options)
+        _run_rank(program, options)
     with tempfile.TemporaryDirectory() as directory:
         rows = Path(directory, "rows.json")
         mpiexec = shlex.split(os.environ.get("MPIEXEC", str(Path(sys.prefix) / "bin" / "mpiexec")))
@@ -41,8 +41,8 @@ def run(program: Callable[[Any], Sequence[Row]], options: Any) -> list[Row]:
         return results.rows({"rows": json.loads(rows.read_text())})
 
 
-def _be_a_rank(program: Callable[[Any], Sequence[Row]], options: Any) -> None:
-    path = Path(os.environ.pop(_RANK))  # no setting of commtrace
+def _run_rank(program: Callable[[Any], Sequence[Row]], options: Any) -> None:
+    path = Path(os.environ.pop(_RANK))  # commtrace rejects an unknown setting
     rows = program(options)
     from mpi4py import MPI
 

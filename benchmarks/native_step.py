@@ -1,9 +1,9 @@
-"""What the native recorder adds to a training step of two gloo ranks, to within a few thousandths.
+"""Time that the native recorder adds to a training step of two gloo ranks, to within a few thousandths.
 
-On a small machine a step takes 10 % more or less than the one before, in waves of any length, so blocks of steps differ
-as much as single ones do. Here the recorder is therefore taken out and put in again from step to step, within one
-recording, and steps beside each other are compared, thousands of times. The recording's thread, which writes the log,
-runs beside all of them alike: what it takes of a core stands in a row of its own, and belongs to what tracing costs.
+On a small machine, step times fluctuate by 10 % in waves of any length, so blocks of steps differ as much as single
+steps do. This benchmark therefore removes and installs the recorder between steps, within one recording, and compares
+neighbouring steps thousands of times. The drain thread, which writes the log, runs during all of these steps. Its share
+of a core is reported in a separate row, and is part of the cost of tracing.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from measuring import Round, Row, compared, in_turn
 from commtrace.hooks.torch import hook as torch_hook
 from commtrace.run import Run
 
-NAME = "commtrace, native, with call sites"  # as it is unless something else is set
+NAME = "commtrace, native, with call sites"  # the default
 THREAD = f"{NAME}: drain thread"
 
 
 def main() -> None:
-    """Measure both programs."""
+    """Run the benchmark on both programs, and write its results."""
     parser = results.parser(__doc__, pairs=1500)
     options = results.parsed(parser)
     if "native" not in sides.recorders():
-        parser.error("there is no native recorder here: `commtrace build` makes it")
+        parser.error("the native recorder is not built; run `commtrace build`")
     with cores_awake():
         rows = groups.run(programs, options, backend="gloo")
     results.write("native_step", rows, options)
@@ -45,9 +45,9 @@ def main() -> None:
 
 @contextmanager
 def cores_awake() -> Iterator[None]:
-    """No core falls asleep: those of a virtual machine take long to wake up, now more, now less, at each message.
+    """Keep all cores awake: the wake-up time of a virtual core, at each message, is long and varies.
 
-    What keeps them awake runs only where nothing else wants to (SCHED_IDLE). Steps then differ by a quarter less.
+    The processes that do so run only on cores that are otherwise idle (SCHED_IDLE). Steps then vary by a quarter less.
     """
     program = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
     spinning = [subprocess.Popen([sys.executable, "-S", "-c", program]) for _ in os.sched_getaffinity(0)]
@@ -60,38 +60,38 @@ def cores_awake() -> Iterator[None]:
 
 
 def programs(options: argparse.Namespace) -> list[Row]:
-    """Those of step_time."""
+    """Return the rows of the programs of step_time."""
     steps = {step_time.DDP: step_time.ddp_step(), step_time.BY_HAND: step_time.hand_written_step(dist)}
     return [row for case, step in steps.items() if options.only in case for row in measure(case, step, options.pairs)]
 
 
 def measure(case: str, step: Callable[[], object], rounds: int) -> list[Row]:
-    """What a step takes, and what the recording's thread takes of a core, in percent."""
+    """Return the time of a step, and the drain thread's share of a core in percent."""
     for _ in range(3):
-        step()  # the first ones allocate, and DDP arranges its buckets
+        step()  # the first steps allocate memory, and DDP rebuilds its buckets
     shares: list[float] = []
 
     def read(run: Run, _: Path) -> None:
         cost = run.table("tracing_cost").iloc[0]
-        # Calls of traced steps with their barriers, and the first one: what is called bare is bare.
+        # The calls and the barrier of each traced step, and the first barrier: none of a bare step.
         assert cost["calls"] == rounds * (step_time.CALLS + 1) + 1, cost
         shares.append(cost["drain_ns"] / cost["span_ns"] * 100)
 
     with sides.traced("native", read=read):
-        dist.barrier()  # makes the log
+        dist.barrier()  # creates the log
         seconds = in_turn(lambda: once(step, traced=False), lambda: once(step, traced=True), rounds)
         switch_off()
-    slowest = torch.tensor([one for some in seconds for one in some] + shares, dtype=torch.float64)
+    slowest = torch.tensor([time_ for times in seconds for time_ in times] + shares, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     times = (slowest[:-1] * 1e3).view(-1, 3).tolist()
     return [
-        groups.shown(compared(case, NAME, "ms", [Round(*one) for one in times])),
+        groups.shown(compared(case, NAME, "ms", [Round(*triple) for triple in times])),
         groups.shown(Row(case, THREAD, "% of a core", side=slowest[-1].item())),
     ]
 
 
 def once(step: Callable[[], object], *, traced: bool) -> float:
-    """Seconds of one step. Before any, the recorder is taken out and put in, as that leaves its traces, too."""
+    """Return the seconds of one step. The recorder is reinstalled before every step, since this affects times, too."""
     switch_off()
     torch_hook.install()
     if not traced:
@@ -103,7 +103,7 @@ def once(step: Callable[[], object], *, traced: bool) -> float:
 
 
 def switch_off() -> None:
-    """Nothing of commtrace's is on the way of a call or of a step any more; its recording stays."""
+    """Remove commtrace's hooks from calls and steps; its recording continues."""
     torch_hook.uninstall()
     torch_hook.remove_kernels()
 

@@ -1,7 +1,7 @@
-"""Whether commtrace's own measure of its cost is honest: what a report says beside what is seen from outside, in us.
+"""The cost of a call that commtrace reports, compared with the cost measured externally, in us.
 
-`bare` is what the all_reduce takes more of with commtrace than without, `side` what the report of that very recording
-gives as the mean cost of a call.
+`bare` is the time that commtrace adds to the all_reduce; `side` is the mean cost of a call in the report of the same
+recording.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from commtrace.run import Run
 
 
 def main() -> None:
-    """Measure both groups."""
+    """Run the benchmark on both groups, and write its results."""
     parser = results.parser(__doc__, pairs=24, settle=0.03)
-    parser.add_argument("--fake-calls", type=int, default=2000, help="calls of one block on the fake group")
-    parser.add_argument("--gloo-calls", type=int, default=200, help="calls of one block on gloo")
+    parser.add_argument("--fake-calls", type=int, default=2000, help="calls per block on the fake group")
+    parser.add_argument("--gloo-calls", type=int, default=200, help="calls per block on gloo")
     options = results.parsed(parser, fake_calls=100, gloo_calls=20)
     rows = groups.run(on_fake, options, backend="fake") + groups.run(on_gloo, options, backend="gloo")
     results.write("own_cost", rows, options)
 
 
 def on_fake(options: argparse.Namespace) -> list[Row]:
-    """Of the way in alone."""
+    """Measure on a fake process group, where nothing is sent."""
     return measure("all_reduce, fake group", options.fake_calls, options)
 
 
 def on_gloo(options: argparse.Namespace) -> list[Row]:
-    """Where two ranks share the machine."""
+    """Measure on two gloo ranks, which share the machine."""
     return measure("all_reduce, two gloo ranks", options.gloo_calls, options)
 
 
 def measure(case: str, times: int, options: argparse.Namespace) -> list[Row]:
-    """Two rows for each recorder: mean, and 99th percentile."""
+    """Return two rows for each recorder: mean and 99th percentile."""
     reported: dict[str, list[tuple[float, float]]] = {}
 
     def read(name: str, run: Run, _: Path) -> None:
@@ -60,7 +60,7 @@ def measure(case: str, times: int, options: argparse.Namespace) -> list[Row]:
 
 
 def own_measure(run: Run) -> tuple[float, float]:
-    """Mean and 99th percentile, us, as the report has them."""
+    """Return the reported mean and 99th percentile in us."""
     table = run.table("tracing_cost")
     return table["mean_ns"].item() / 1e3, table["p99_ns"].item() / 1e3
 
@@ -68,16 +68,16 @@ def own_measure(run: Run) -> tuple[float, float]:
 def side_by_side(
     case: str, name: str, rounds: Sequence[tuple[Block, Block, Block]], reported: Sequence[tuple[float, float]]
 ) -> list[Row]:
-    """The rows of one recorder. No ratios: what is seen from outside is itself a difference, which may be near zero."""
-    outside = [(side.wall - bare.wall) * 1e6 for bare, _, side in rounds]
+    """Return the rows of one recorder. They have no ratio, because the external cost may be near zero."""
+    external = [(side.wall - bare.wall) * 1e6 for bare, _, side in rounds]
     means = [mean for mean, _ in reported]
-    differences = [mean - seen for mean, seen in zip(means, outside, strict=True)]
+    differences = [mean - cost for mean, cost in zip(means, external, strict=True)]
     mean = Row(
         case,
         f"{name}: mean",
         "us",
         side=statistics.median(means),
-        bare=statistics.median(outside),
+        bare=statistics.median(external),
         difference=statistics.median(differences),
         control_difference=statistics.median((again.wall - bare.wall) * 1e6 for bare, again, _ in rounds),
         pairs=len(rounds),

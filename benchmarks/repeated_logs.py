@@ -1,4 +1,4 @@
-"""Long logs from real ones: the last steps of a recorded run, repeated over further steps and further ranks."""
+"""Long logs made from recorded ones: the last steps of a run, repeated over more steps and ranks."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from commtrace.reading.process_reader import Process
 from commtrace.run import open_run
 from commtrace.schema import VERSION, Records
 
-SEGMENT = 600_000  # records; what COMMTRACE_SEGMENT_MAX_BYTES allows
+SEGMENT = 600_000  # records, as COMMTRACE_SEGMENT_MAX_BYTES allows
 TIMES = ("t_begin", "t_return", "t_wait", "t_start", "t_end")
 SIZES = ("data_parallel_size", "sequence_data_parallel_size", "world_size")
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """What to make of a recorded run.
+    """How to repeat a recorded run.
 
     Attributes:
-        ranks: Ranks of the log; rank r does what rank r modulo those of the run did.
-        repeats: How often the last steps are repeated.
+        ranks: Number of ranks in the log; rank r does what rank r modulo the run's world size did.
+        repeats: Number of repetitions of the last steps.
         period: Number of the last steps that are repeated.
-        removed: Repetitions whose records are not in the log, the first ones: as COMMTRACE_MAX_BYTES removes them.
-        together: Whether groups of all ranks of the run become groups of all ranks of the log. The share of each rank
-            in an all_gather stays the same, and so does the size of every other call: for data parallelism without
-            ZeRO. Else every so many ranks have groups of their own, as in the run.
-        per_host: Ranks of each host; None: all.
+        removed: Number of first repetitions without records in the log, as if COMMTRACE_MAX_BYTES had removed them.
+        together: Whether groups of all ranks of the run become groups of all ranks of the log. Each rank's share in an
+            all_gather and the size of every other call stay the same, as in data parallelism without ZeRO. Otherwise
+            each set of ranks as large as the run has its own groups.
+        per_host: Ranks per host; None: all ranks.
     """
 
     ranks: int
@@ -44,7 +44,7 @@ class Repetition:
 
 
 def write_repeated(recorded: Path, folder: Path, repetition: Repetition) -> int:
-    """Write a log. Return the number of its records."""
+    """Write a log and return its number of records."""
     run = open_run(recorded, recover=False)
     world = len(run.processes)
     recorded_of = [np.concatenate([*_blocks(process)]) for process in run.processes]
@@ -75,14 +75,14 @@ def _blocks(process: Process) -> Iterator[Records]:
 
 
 def _span_ns(recorded_of: list[Records], period: int) -> int:
-    """Return how long the last steps of all processes took together: calls of the same operation stay together."""
+    """Return the duration of the last steps over all processes, so that repeated calls still match across ranks."""
     last = [records[records["step"] > records["step"].max() - period] for records in recorded_of]
     begin = min(int(records["t_begin"].min()) for records in last)
     return max(int(records[name].max()) for records in last for name in TIMES) - begin + 1
 
 
 def _repeated(process: Process, records: Records, span: int, repetition: Repetition) -> tuple[Records, int, int]:
-    """Return the records of a process, how many more it made, and by how many ns its end is later."""
+    """Return a process's records, the number of its removed records, and the ns by which its end is later."""
     if repetition.together:
         gathers = [number for number, kind in process.tables.kinds.items() if kind.op == "all_gather"]
         records["payload"][np.isin(records["kind"], gathers)] *= repetition.ranks // int(
@@ -90,12 +90,12 @@ def _repeated(process: Process, records: Records, span: int, repetition: Repetit
         )
     steps = records["step"]
     last = records[steps > steps.max() - repetition.period]
-    turns = np.repeat(np.arange(repetition.removed, repetition.repeats), len(last))
+    numbers = np.repeat(np.arange(repetition.removed, repetition.repeats), len(last))
     later = last[np.tile(np.arange(len(last)), repetition.repeats - repetition.removed)]
-    later["step"] += (turns * repetition.period).astype(later["step"].dtype)
+    later["step"] += (numbers * repetition.period).astype(later["step"].dtype)
     for name in TIMES:
-        later[name] += np.where(later[name] > 0, turns * span, 0)
-    later["seq"] += np.tile(_calls_of_channels(last), repetition.repeats - repetition.removed) * turns.astype("u4")
+        later[name] += np.where(later[name] > 0, numbers * span, 0)
+    later["seq"] += np.tile(_calls_of_channels(last), repetition.repeats - repetition.removed) * numbers.astype("u4")
     before = records[steps <= steps.max() - repetition.period]
     removed = repetition.removed * len(last) + (len(before) if repetition.removed else 0)
     kept = later if repetition.removed else np.concatenate([before, later])
@@ -103,7 +103,7 @@ def _repeated(process: Process, records: Records, span: int, repetition: Repetit
 
 
 def _calls_of_channels(records: Records) -> Any:
-    """Return how many calls have the same channel as each: by how much its number grows from one turn to the next."""
+    """Return the number of calls in each record's channel, by which `seq` grows from one repetition to the next."""
     messages = records["tag"] >= 0
     key = np.stack([records["group"], *(np.where(messages, records[name], -1) for name in ("peer", "tag", "kind"))])
     _, groups, counts = np.unique(key, axis=1, return_inverse=True, return_counts=True)
@@ -119,12 +119,12 @@ def _lines(
     for line in map(json.loads, source.path.read_text().splitlines()):
         table = line["table"]
         if table == "process":
-            line["version"] = VERSION  # the recorded one may be of an earlier version
+            line["version"] = VERSION  # the recorded log may have an earlier version
             line |= {"rank": rank, "world_size": repetition.ranks, "host": host, "pid": 1000 + rank, "boot_id": host}
         elif table == "groups":
             members = source.tables.groups[line["id"]].ranks
             is_world = repetition.together and len(members) == world
-            line["ranks"] = format_rank_list(range(repetition.ranks) if is_world else [base + one for one in members])
+            line["ranks"] = format_rank_list(range(repetition.ranks) if is_world else [base + m for m in members])
         elif table == "job" and repetition.together:
             line |= {name: repetition.ranks for name in SIZES if line.get(name) == world}
         elif table == "stats":

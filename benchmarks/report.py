@@ -1,8 +1,8 @@
-"""What a report over a long log takes: seconds from the command to its end, and memory of all its processes.
+"""Wall time of a report over a long log, and memory of all its processes.
 
-Beside it DuckDB, which groups the events of the same run, exported to Parquet beforehand, by what the report's tables
-are keyed by. Of the page: megabytes, and seconds until Chromium, already running, has drawn its last figure. The log is
-one of a few real steps on a fake process group, whose last one is repeated.
+For comparison, DuckDB groups the events of the same run, exported to Parquet beforehand, by the keys of the report's
+tables. For the HTML page: its size, and the seconds until Chromium, already running, has drawn the last figure. The log
+has a few recorded steps on a fake process group, the last of them repeated.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ print(json.dumps(seconds))
 
 
 def main() -> None:
-    """Measure."""
+    """Run the benchmark and write its results."""
     parser = results.parser(__doc__, pairs=3)
-    parser.add_argument("--events", type=int, nargs="+", default=[1_000_000, 20_000_000], help="of each log")
+    parser.add_argument("--events", type=int, nargs="+", default=[1_000_000, 20_000_000], help="calls in each log")
     options = results.parsed(parser, events=[100_000])
     results.write("report", groups.run(reports, options, backend="fake"), options)
 
 
 def reports(options: argparse.Namespace) -> list[Row]:
-    """Rows for each length of log."""
+    """Return the rows for each length of log."""
     with tempfile.TemporaryDirectory() as folder:
         small = Path(folder, "small")
         record(small)
@@ -67,7 +67,7 @@ def reports(options: argparse.Namespace) -> list[Row]:
 
 
 def of_log(small: Path, long: Path, events: int, options: argparse.Namespace) -> list[Row]:
-    """The report's, and DuckDB's, of a log of so many events."""
+    """Return the rows of the report and of DuckDB for a log of `events` calls."""
     repeats = events // RANKS // CALLS - (STEPS - 1)
     write_repeated(small, long, Repetition(RANKS, repeats, together=True))
     case = CASE.format(events)
@@ -79,14 +79,14 @@ def of_log(small: Path, long: Path, events: int, options: argparse.Namespace) ->
         for name, command in sides.items():
             taken[name].append(commands.measured(command))
     rows = []
-    for name, each in taken.items():
-        rows.append(groups.shown(Row(case, name, "s", float(np.median([one.seconds for one in each])))))
-        rows.append(groups.shown(Row(f"{case}, memory", name, "MiB", max(one.mebibytes for one in each))))
+    for name, runs in taken.items():
+        rows.append(groups.shown(Row(case, name, "s", float(np.median([run.seconds for run in runs])))))
+        rows.append(groups.shown(Row(f"{case}, memory", name, "MiB", max(run.mebibytes for run in runs))))
     return rows + of_page(long, case, options.pairs)
 
 
 def of_page(log: Path, case: str, times: int) -> list[Row]:
-    """Its size, and how long a browser takes to open it; nothing where there is none."""
+    """Return the page's size and the time that a browser takes to open it; no rows without a browser."""
     chromium = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := which(name))), None)
     if chromium is None or find_spec("playwright") is None:
         return []
@@ -102,7 +102,7 @@ def of_page(log: Path, case: str, times: int) -> list[Row]:
 
 
 def record(folder: Path) -> None:
-    """Steps of several operations, sizes and lines of code."""
+    """Record steps with several operations, sizes and call sites."""
     tensors = [torch.ones(1 << size) for size in range(4, 16)]
     gathered = [torch.empty(8 * len(tensor)) for tensor in tensors]
     sides.set_environment(recorder=sides.recorders()[-1])

@@ -1,4 +1,4 @@
-"""The file of results, a section per benchmark, from which the README's tables are made."""
+"""The file of results: one section per benchmark, from which the README's tables are made."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ QUICK_PAIRS = 2
 def parser(
     description: str | None, *, pairs: int | None = None, settle: float | None = None
 ) -> argparse.ArgumentParser:
-    """The options that all benchmarks have."""
+    """Return a parser with the options that all benchmarks have."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--only", default="", help="measure only what has this in its name")
+    made.add_argument("--only", default="", help="measure only what contains this text in its name")
     if pairs is not None:
         made.add_argument("--pairs", type=int, default=pairs, help=f"rounds of each comparison, 2 or more ({pairs})")
     if settle is not None:
         made.add_argument(
-            "--settle", type=float, default=settle, help=f"seconds from switching on to a block ({settle})"
+            "--settle", type=float, default=settle, help=f"seconds between switching on and a block ({settle})"
         )
-    made.add_argument("--quick", action="store_true", help="only show that it works: the numbers are worth nothing")
+    made.add_argument("--quick", action="store_true", help="only test that it runs; the numbers are meaningless")
     made.add_argument("--results", type=Path, default=FILE, help="file to write to (%(default)s)")
     return made
 
 
 def parsed(made: argparse.ArgumentParser, **quick: object) -> argparse.Namespace:
-    """The options of the command line, these ones instead where it says --quick."""
+    """Return the options of the command line; with --quick, the values of `quick` replace theirs."""
     options = made.parse_args()
     if os.environ.get("COMMTRACE", "0") not in ("", "0"):
-        made.error("COMMTRACE is set, so nothing here would be bare; unset it")
+        made.error("COMMTRACE is set, so the bare side would be traced; unset it")
     if (options.quick or options.only) and options.results == FILE:
-        made.error(f"--quick and --only: not into {FILE.name}, which is for the whole of it; give --results")
+        made.error(f"{FILE.name} is only for complete measurements; with --quick or --only, give --results")
     if options.quick:
         for name, value in quick.items():
             setattr(options, name, value)
@@ -60,7 +60,7 @@ def parsed(made: argparse.ArgumentParser, **quick: object) -> argparse.Namespace
 
 
 def write(benchmark: str, rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Put this benchmark's section into the file, and leave the others as they are."""
+    """Write this benchmark's section to the file, and keep the other sections."""
     sections = read(options.results) if options.results.exists() else {}
     sections[benchmark] = {
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
@@ -74,29 +74,29 @@ def write(benchmark: str, rows: Sequence[Row], options: argparse.Namespace) -> N
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The sections by benchmark."""
+    """Return the sections by benchmark."""
     sections: dict[str, Any] = json.loads(path.read_text())
     return sections
 
 
 def rows(section: dict[str, Any]) -> list[Row]:
-    """Of a section. Raises KeyError for a row with a field that there is not."""
+    """Return the rows of a section. Raise KeyError if one has an unknown field."""
     known = {field.name for field in fields(Row)}
     for row in section["rows"]:
         if unknown := set(row) - known:
-            raise KeyError(f"{', '.join(unknown)}: no such field of a row")
+            raise KeyError(f"unknown fields of a row: {', '.join(unknown)}")
     return [Row(**row) for row in section["rows"]]
 
 
 def rounded(value: Any) -> Any:
-    """To six digits: the rest is noise."""
+    """Return a number rounded to six digits, because further ones are noise; also in lists."""
     if isinstance(value, (tuple, list)):
-        return [rounded(one) for one in value]
+        return [rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def machine() -> dict[str, object]:
-    """Where this was measured."""
+    """Return the machine and the versions of a measurement."""
     return {
         "cpu": cpu_model(),
         "cores": usable_cores(),
@@ -107,7 +107,7 @@ def machine() -> dict[str, object]:
 
 
 def cpu_model() -> str:
-    """As the kernel names it."""
+    """Return the CPU's name from /proc/cpuinfo."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -116,7 +116,7 @@ def cpu_model() -> str:
 
 
 def version(distribution: str) -> str | None:
-    """Of what is installed here; None where it is not."""
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -124,7 +124,7 @@ def version(distribution: str) -> str | None:
 
 
 def show(row: Row) -> None:
-    """A line on the terminal as soon as something is measured."""
+    """Print a row as soon as it is measured."""
     line = f"{row.case}: {row.name}: {row.side:.4g} {row.unit}"
     if row.bare is not None:
         line += f", bare {row.bare:.4g}, difference {row.difference:+.4g}, bare again {row.control_difference:+.4g}"

@@ -1,8 +1,8 @@
-"""What commands take that read a log of many ranks, or of many steps: seconds, and memory of all their processes.
+"""Time of commands that read a log of many ranks or many steps, and memory of all their processes.
 
-Beside them DuckDB, which groups the same events, from the packed log, by what the report's tables are keyed by; the
-same tables of commtrace alone, and DuckDB again, both without the start of Python and of their libraries. The logs are
-recorded ones of two ranks, whose last step is repeated.
+For comparison, DuckDB groups the same events, from the packed log, by the keys of the report's tables. These tables
+alone, and DuckDB again, are also measured without the start of Python and of their libraries. The logs are recorded
+ones of two ranks, with the last step repeated.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from commtrace.run import open_run
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "tests" / "support" / "recorded" / "logs.zip"
 LAYERS = {"ZeRO-3 of 5 layers": 5, "ZeRO-3 of 44 layers": 44}
-"""What is recorded here: two ranks of examples/gpt_neox, with so many layers."""
+"""Logs that this benchmark records -> number of layers of examples/gpt_neox, on two ranks."""
 
 EVENTS = 2_000_000
 RANKS, PER_HOST = 1000, 8
 REMOVED = 500_000
-NOT_COMPARED = 3  # status of check: of a log without records of its first steps
+NOT_COMPARED = 3  # status of `check` for a log without the records of its first steps
 SELECTED = """
 import sys, commtrace
 first = int(sys.argv[2])
@@ -44,7 +44,7 @@ assert len(events), "no such events"
 
 
 class Case(NamedTuple):
-    """A log of so many events: a recorded one, repeated."""
+    """A log made by repeating a recorded one."""
 
     name: str
     recorded: str
@@ -54,14 +54,14 @@ class Case(NamedTuple):
     removed: int = 0
 
     def repetition(self, calls: int) -> Repetition:
-        """What to make of a recorded run whose ranks make so many calls in their last step."""
+        """Return how to repeat a run whose ranks make `calls` calls in their last step."""
         repeats = self.removed + max(2, self.events // self.ranks // calls)
         per_host = PER_HOST if self.ranks > 2 else None
         return Repetition(self.ranks, repeats, removed=self.removed, together=self.together, per_host=per_host)
 
 
 def cases(events: int, ranks: int) -> Iterator[Case]:
-    """Logs of so many events, of so many ranks or of two."""
+    """Yield logs of `events` events, of `ranks` ranks or of two."""
     yield Case(f"{ranks:,} ranks, DDP", "ddp", ranks, events, together=True)
     yield Case(f"{ranks:,} ranks, ZeRO-3 in pairs", "zero3", ranks, events)
     yield Case("2 ranks, DDP", "ddp", 2, events)
@@ -72,16 +72,16 @@ def cases(events: int, ranks: int) -> Iterator[Case]:
 
 
 def main() -> None:
-    """Measure."""
+    """Run the benchmark and write its results."""
     parser = results.parser(__doc__, pairs=3)
-    parser.add_argument("--events", type=int, default=EVENTS, help="of each log (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=RANKS, help="of the logs of many ranks (%(default)s)")
+    parser.add_argument("--events", type=int, default=EVENTS, help="events in each log (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="ranks of the logs of many ranks (%(default)s)")
     options = results.parsed(parser, events=80_000, ranks=100)
     results.write("scale", [*rows(cases(options.events, options.ranks), options.only, options.pairs)], options)
 
 
 def rows(cases: Iterable[Case], only: str, times: int) -> Iterator[Row]:
-    """Rows for each log with `only` in its name; each command runs so many times."""
+    """Yield rows for each log with `only` in its name; each command runs `times` times."""
     for case in cases:
         if only in case.name:
             with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +95,7 @@ def rows(cases: Iterable[Case], only: str, times: int) -> Iterator[Row]:
 
 
 def recording(name: str, folder: Path) -> Path:
-    """A recorded log of two ranks."""
+    """Return a log of two ranks, unpacked or recorded now."""
     if name not in LAYERS:
         with zipfile.ZipFile(RECORDED) as archive:
             archive.extractall(folder)
@@ -109,7 +109,7 @@ def recording(name: str, folder: Path) -> Path:
 
 
 def of_log(log: Path, case: str, step: int, times: int) -> Iterator[Row]:
-    """What each command takes; and to read ten steps from some step on."""
+    """Yield the rows of each command, and of reading ten steps from `step` on."""
     packed, table = log.with_suffix(".packed"), log.with_suffix(".parquet")
     yield from taken(case, "pack", commands.commtrace("pack", log, "--out", packed, "--force"), times)
     yield from taken(case, "export", commands.commtrace("export", log, "--out", table, "--force"), times)
@@ -129,12 +129,12 @@ def of_log(log: Path, case: str, step: int, times: int) -> Iterator[Row]:
 
 
 def taken(case: str, name: str, command: list[str], times: int) -> Iterator[Row]:
-    """The median of its seconds and of its processor's, and the most memory."""
-    all_taken = [commands.measured(command, NOT_COMPARED) for _ in range(times)]
+    """Yield a command's median wall time, median CPU time and peak memory."""
+    runs = [commands.measured(command, NOT_COMPARED) for _ in range(times)]
     for row in (
-        Row(case, name, "s", float(np.median([one.seconds for one in all_taken]))),
-        Row(case, f"{name}, processor", "s", float(np.median([one.processor for one in all_taken]))),
-        Row(case, f"{name}, memory", "MiB", max(one.mebibytes for one in all_taken)),
+        Row(case, name, "s", float(np.median([run.seconds for run in runs]))),
+        Row(case, f"{name}, processor", "s", float(np.median([run.processor for run in runs]))),
+        Row(case, f"{name}, memory", "MiB", max(run.mebibytes for run in runs)),
     ):
         results.show(row)
         yield row

@@ -1,6 +1,6 @@
-"""What can be switched on around communication, and off again: commtrace, and the tools beside it.
+"""What can be switched on and off around communication: commtrace and other tools.
 
-Each is a context manager, and says so by an error where it has seen nothing: a tool that is not on costs nothing.
+Each is a context manager, and raises an error if it recorded nothing, because a tool that is not on costs nothing.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ bare: Switch = nullcontext
 
 
 def commtrace_sides(*, read: Callable[[str, Run, Path], None] | None = None) -> dict[str, Switch]:
-    """Each recorder that there is, with and without call sites. `read` is given its name, log and folder."""
-    made: dict[str, Switch] = {}
+    """Return each available recorder, with and without call sites. `read` gets its name, the run and the directory."""
+    switches: dict[str, Switch] = {}
     for recorder in recorders():
-        for sites, words in ((True, "with"), (False, "without")):
-            name = f"commtrace, {recorder}, {words} call sites"
-            made[name] = partial(traced, recorder, sites=sites, read=None if read is None else partial(read, name))
-    return made
+        for sites, preposition in ((True, "with"), (False, "without")):
+            name = f"commtrace, {recorder}, {preposition} call sites"
+            switches[name] = partial(traced, recorder, sites=sites, read=None if read is None else partial(read, name))
+    return switches
 
 
 def summary_sides() -> dict[str, Switch]:
-    """Each recorder with COMMTRACE_MODE=summary, which costs a call nothing else."""
+    """Return each available recorder with COMMTRACE_MODE=summary."""
     return {f"commtrace, {name}, summary": partial(traced, name, mode="summary") for name in recorders()}
 
 
 def recorders() -> list[str]:
-    """The recorders that there are: `commtrace build` makes the native one."""
+    """Return the available recorders; `commtrace build` makes the native one."""
     return ["python", "native"] if libraries.TORCH.path().exists() else ["python"]
 
 
@@ -49,7 +49,7 @@ def recorders() -> list[str]:
 def traced(
     recorder: str, *, sites: bool = True, read: Callable[[Run, Path], None] | None = None, **settings: object
 ) -> Iterator[None]:
-    """commtrace, into a log that is removed afterwards. Raises AssertionError where this recorder did not record."""
+    """Trace into a log that is removed afterwards. Raise AssertionError if this recorder did not record."""
     set_environment(recorder=recorder, sites=int(sites), **settings)
     with tempfile.TemporaryDirectory() as directory:
         commtrace.start(directory)
@@ -65,14 +65,14 @@ def traced(
 
 
 def set_environment(**settings: object) -> None:
-    """These settings of commtrace, and no others."""
+    """Set these settings of commtrace, and unset all others."""
     for name in [name for name in os.environ if name.startswith("COMMTRACE_")]:
         del os.environ[name]
     os.environ.update({f"COMMTRACE_{name.upper()}": str(value) for name, value in settings.items()})
 
 
 def check(run: Run, recorder: str) -> None:
-    """Every call was recorded, by this recorder."""
+    """Assert that this recorder recorded every call."""
     (process,) = run.processes
     stats = process.tables.stats or {}
     assert process.tables.process.get("recorder") == recorder, process.tables.process
@@ -83,7 +83,7 @@ def check(run: Run, recorder: str) -> None:
 
 @contextmanager
 def comm_debug_mode() -> Iterator[None]:
-    """torch's counter of collectives."""
+    """Count collectives with torch's CommDebugMode."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     with CommDebugMode() as mode:
@@ -93,7 +93,7 @@ def comm_debug_mode() -> Iterator[None]:
 
 @contextmanager
 def profiler() -> Iterator[None]:
-    """torch's profiler, of the processor's activities, as it is used without a schedule."""
+    """Record CPU activities with torch.profiler, without a schedule."""
     import torch.profiler as torch_profiler
 
     with torch_profiler.profile(activities=[torch_profiler.ProfilerActivity.CPU]) as profile:
@@ -103,30 +103,30 @@ def profiler() -> Iterator[None]:
 
 
 def torch_sides() -> dict[str, Switch]:
-    """What torch brings along."""
+    """Return torch's own tools."""
     return {"CommDebugMode": comm_debug_mode, "torch.profiler": profiler}
 
 
 def deepspeed_comm() -> Any:
-    """DeepSpeed's module of communication calls, upon the group that torch has; None where it is not installed."""
+    """Return DeepSpeed's communication module, initialized on torch's group; None if DeepSpeed is not installed."""
     if find_spec("deepspeed") is None:
         return None
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the logger would synchronise a GPU that has no part in this
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise the logger synchronizes a GPU that is not used here
     from deepspeed import comm
     from deepspeed.utils import logger
 
     logger.setLevel("ERROR")
-    with redirect_stdout(io.StringIO()):  # it prints what it has built
+    with redirect_stdout(io.StringIO()):  # it prints what it builds
         comm.init_distributed("gloo", verbose=False)
     return comm
 
 
 @contextmanager
 def comms_logger() -> Iterator[None]:
-    """DeepSpeed's comms logger: every call, nothing printed.
+    """Log every call with DeepSpeed's comms logger, without printing.
 
-    With empty timers, as at the start of a run: the logger adds up all the times that it has taken whenever it takes
-    another one, so that each call costs more than the one before.
+    Its timers are emptied afterwards, so that each use is like the start of a run: at each new time, the logger adds up
+    all earlier ones, so each call costs more than the one before.
     """
     from deepspeed import comm
 

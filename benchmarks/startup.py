@@ -1,6 +1,6 @@
-"""What commtrace costs a Python process that never communicates: ms of its start, with tracing off and on.
+"""Start-up time in ms that commtrace adds to a Python process that never communicates, with tracing off and on.
 
-Give --python an interpreter with a plain install, because an editable one has a start-up file of its own that costs
+Give --python an interpreter with a plain install, because an editable install has its own start-up file, which costs
 more than everything measured here. Bare is the same environment without commtrace's start-up line.
 """
 
@@ -19,7 +19,7 @@ from measuring import Round, compared, in_turn
 
 
 def main() -> None:
-    """Measure."""
+    """Run the benchmark and write its results."""
     parser = results.parser(__doc__, pairs=60)
     parser.add_argument("--python", default=sys.executable, help="interpreter that has commtrace (%(default)s)")
     options = results.parsed(parser)
@@ -28,15 +28,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = os.path.join(folder, "log")
         bare = partial(start, without_line(python, folder), off, folder)
-        ways = {
+        starts = {
             "tracing off": partial(start, python, off, folder),
             "tracing on": partial(start, python, {**off, "COMMTRACE": log}, folder),
         }
         rows = []
-        for name, way in ways.items():
+        for name, start_python in starts.items():
             if options.only in name:
-                in_turn(bare, way, 1)  # fills caches
-                rounds = [Round(*times) for times in in_turn(bare, way, options.pairs)]
+                in_turn(bare, start_python, 1)  # fills caches
+                rounds = [Round(*times) for times in in_turn(bare, start_python, options.pairs)]
                 rows.append(compared("start of the interpreter", name, "ms", rounds))
                 results.show(rows[-1])
         assert not os.path.exists(log)
@@ -44,14 +44,14 @@ def main() -> None:
 
 
 def start(python: str, environ: Mapping[str, str], cwd: str) -> float:
-    """Milliseconds of one start."""
+    """Return the milliseconds of one start."""
     begin = time.perf_counter()
     subprocess.run([python, "-c", "pass"], env=dict(environ), cwd=cwd, check=True)
     return (time.perf_counter() - begin) * 1e3
 
 
 def without_line(python: str, folder: str) -> str:
-    """A program that is the interpreter without commtrace's start-up file: its site-packages, but for that."""
+    """Make an environment with the same packages but without commtrace's start-up files; return its interpreter."""
     site = site_packages(python)
     bare = os.path.join(folder, "bare")
     subprocess.run([python, "-m", "venv", "--without-pip", bare], check=True)
@@ -64,7 +64,7 @@ def without_line(python: str, folder: str) -> str:
 
 
 def site_packages(python: str) -> str:
-    """Of an interpreter."""
+    """Return the site-packages directory of an interpreter."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 

@@ -1,8 +1,8 @@
-"""What switching a tool on adds to a training step of two gloo ranks.
+"""Time that a tool adds to a training step of two gloo ranks.
 
-Two programs: a model under DDP, in many small buckets that are reduced while backward goes on, and steps written by
-hand, which compute, all_reduce and all_gather in turn. Both ranks switch at the same time; what is timed are blocks of
-steps, as the slower rank saw them. (`native_step` tells of the native recorder what this is too coarse for.)
+There are two programs: a model under DDP with many small buckets, which are reduced during backward, and hand-written
+steps that compute, all_reduce and all_gather in turn. Both ranks switch at the same time; the slower rank determines
+the time of a block of steps. (`native_step` measures the native recorder more precisely.)
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from measuring import Row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-# Much to compute and little to send: gloo's latency is what makes one step unlike the next.
+# Much computation and few bytes, because gloo's latency makes step times vary.
 LAYERS, WIDTH, SAMPLES = 24, 64, 6000
-BUCKET_MIB = 0.01  # less than a layer's 0.016: each layer is reduced by itself
+BUCKET_MIB = 0.01  # less than a layer's 0.016, so that each layer is reduced separately
 EXCHANGES, SIZE, COMPUTE = 12, 1024, 448
-CALLS = 24  # of a step of either program
+CALLS = 24  # per step, in both programs
 DDP = f"step of DDP, {LAYERS} all_reduces"
 BY_HAND = f"hand-written step, {EXCHANGES} all_reduces and {EXCHANGES} all_gathers"
 
 
 def main() -> None:
-    """Measure both programs."""
+    """Run the benchmark on both programs, and write its results."""
     parser = results.parser(__doc__, pairs=60, settle=0.15)
-    parser.add_argument("--steps", type=int, default=6, help="steps of one block")
+    parser.add_argument("--steps", type=int, default=6, help="steps per block")
     options = results.parsed(parser, steps=1)
     rows = [row for program in (ddp, by_hand) for row in groups.run(program, options, backend="gloo")]
     results.write("step_time", rows, options)
 
 
 def ddp(options: argparse.Namespace) -> list[Row]:
-    """DeepSpeed's comms logger is not here: it does not see these calls, which are made in C++."""
+    """Measure the DDP step; not with DeepSpeed's comms logger, which does not record calls made in C++."""
     case, step = DDP, ddp_step()
     rows = measure(case, {**sides.commtrace_sides(), "torch.profiler": sides.profiler}, step, options)
 
-    def step_in_mode() -> None:  # entered for each step, as it fails at the second forward of a module
+    def step_in_mode() -> None:  # entered for each step, because it fails at a module's second forward
         with sides.comm_debug_mode():
             step()
 
@@ -51,7 +51,7 @@ def ddp(options: argparse.Namespace) -> list[Row]:
 
 
 def by_hand(options: argparse.Namespace) -> list[Row]:
-    """DeepSpeed's comms logger sees calls of `deepspeed.comm` only: its bare side makes the same calls there."""
+    """Measure the hand-written step; for DeepSpeed's comms logger, both sides call `deepspeed.comm`."""
     case = BY_HAND
     rows = measure(case, {**sides.commtrace_sides(), **sides.torch_sides()}, hand_written_step(dist), options)
     comm = sides.deepspeed_comm()
@@ -68,9 +68,9 @@ def measure(
     *,
     step_with: Callable[[], object] | None = None,
 ) -> list[Row]:
-    """A row for each side."""
+    """Return the rows of each side."""
     for _ in range(3):
-        step()  # the first ones allocate, and DDP arranges its buckets
+        step()  # the first steps allocate memory, and DDP rebuilds its buckets
     rows = []
     for name, switch in switches.items():
         if options.only in name:
@@ -80,7 +80,7 @@ def measure(
 
 
 def ddp_step() -> Callable[[], object]:
-    """Forward, backward with the all_reduces in between, and SGD."""
+    """Return a step: forward, backward with all_reduces in between, and SGD."""
     torch.manual_seed(0)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=BUCKET_MIB)
@@ -96,7 +96,7 @@ def ddp_step() -> Callable[[], object]:
 
 
 def hand_written_step(comm: Any) -> Callable[[], object]:
-    """Matrix products, with all_reduce and all_gather of this module after each."""
+    """Return a step of matrix products, each pair followed by an all_reduce and an all_gather of the module `comm`."""
     torch.manual_seed(0)
     matrix, gradient, shard = torch.randn(COMPUTE, COMPUTE), torch.randn(SIZE), torch.randn(SIZE)
     parameters = torch.empty(SIZE * dist.get_world_size())

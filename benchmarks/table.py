@@ -1,6 +1,6 @@
-"""Write the tables of what tracing costs, from the file of results: all numbers there are measured ones.
+"""Write the tables of the cost of tracing from the file of results.
 
-The README has the comparisons that matter most, docs/explanation/benchmarks.md has all.
+The README has the most important comparisons, docs/explanation/benchmarks.md has all.
 
 python benchmarks/table.py
 """
@@ -22,23 +22,23 @@ BEGIN, END = "<!-- benchmarks -->\n", "<!-- /benchmarks -->\n"
 
 
 def main() -> None:
-    """Replace what is between the markers of both pages."""
+    """Replace the tables between the markers of both pages."""
     sections = results.read(results.FILE)
     README.write_text(replaced(README.read_text(), headlines(sections)))
     PAGE.write_text(replaced(PAGE.read_text(), rendered(sections)))
 
 
 def replaced(text: str, tables: str) -> str:
-    """The text with these tables. Raises ValueError where it has no markers."""
+    """Return the text with these tables between its markers. Raise ValueError if it has none."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"no {BEGIN.strip()} and {END.strip()}, each on a line of its own")
+        raise ValueError(f"missing {BEGIN.strip()} and {END.strip()}, each on its own line")
     return before + begin + tables + end + after
 
 
 def rendered(sections: dict[str, Any]) -> str:
-    """All tables, in Markdown."""
+    """Return all tables in Markdown."""
     parts = [
         paragraph(f"{title} (`{sections[name]['command']}`):") + "\n\n" + table(results.rows(sections[name]))
         for name, (title, table) in SECTIONS.items()
@@ -48,27 +48,27 @@ def rendered(sections: dict[str, Any]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Return the text in lines as long as those of the pages."""
+    """Return the text wrapped to the line length of the pages."""
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def headlines(sections: dict[str, Any]) -> str:
-    """Those of the README: the way in, without waiting for another rank."""
+    """Return the README's tables: costs without the wait for another rank."""
     return rendered(
         {
-            name: {**sections[name], "rows": [row for row in sections[name]["rows"] if _matters(row["case"])]}
+            name: {**sections[name], "rows": [row for row in sections[name]["rows"] if _is_one_rank(row["case"])]}
             for name in HEADLINES
             if name in sections
         }
     )
 
 
-def _matters(case: str) -> bool:
+def _is_one_rank(case: str) -> bool:
     return "gloo" not in case and "two ranks" not in case
 
 
 def machines(sections: dict[str, Any]) -> list[str]:
-    """A line for each machine, with the days."""
+    """Return a line for each machine, with the dates."""
     days: dict[str, set[str]] = {}
     for section in sections.values():
         days.setdefault(machine(section), set()).add(section["date"])
@@ -76,14 +76,14 @@ def machines(sections: dict[str, Any]) -> list[str]:
 
 
 def machine(section: dict[str, Any]) -> str:
-    """Where a section was measured."""
+    """Return the machine and versions of a section as text."""
     facts = section["machine"]
     versions = [f"{name} {facts[name]}" for name in ("python", "torch", "deepspeed") if facts.get(name)]
     return f"{facts['cores']} cores ({facts['cpu']}), {', '.join(versions)}"
 
 
 def by_case(rows: Sequence[Row]) -> str:
-    """A line for what is switched on, a column for each case, with its unit."""
+    """Return a table with a line for each side, and a column for each case and its unit."""
     units, names = {row.case: row.unit for row in rows}, list(dict.fromkeys(row.name for row in rows))
     cells = {(row.case, row.name): comparison(row) for row in rows}
     header = ["", *(f"{case} ({unit})" for case, unit in units.items())]
@@ -91,7 +91,7 @@ def by_case(rows: Sequence[Row]) -> str:
 
 
 def own_cost(rows: Sequence[Row]) -> str:
-    """From outside and by the report, whose mean and 99th percentile are rows of their own."""
+    """Return a table of external and reported costs; a case's mean and 99th percentile are separate rows."""
     lines: dict[str, list[str]] = {}
     for row in rows:
         line = lines.setdefault(f"{row.case}: {row.name.rpartition(': ')[0]}", [])
@@ -103,12 +103,12 @@ def own_cost(rows: Sequence[Row]) -> str:
 
 
 def single(rows: Sequence[Row]) -> str:
-    """A number each."""
+    """Return a table with one number per line."""
     return markdown(["", rows[0].case], [[row.name, f"{number(row.side)} {row.unit}"] for row in rows])
 
 
 def by_case_alone(rows: Sequence[Row]) -> str:
-    """A line for each case, a column for each name."""
+    """Return a table with a line for each case, and a column for each name."""
     names = list(dict.fromkeys(row.name for row in rows))
     cells = {(row.case, row.name): f"{number(row.side)} {row.unit}" for row in rows}
     cases = list(dict.fromkeys(row.case for row in rows))
@@ -116,30 +116,30 @@ def by_case_alone(rows: Sequence[Row]) -> str:
 
 
 def scale(rows: Sequence[Row]) -> str:
-    """A line for each log, a column for each command: seconds, and memory of all its processes."""
-    found: dict[str, dict[str, list[str]]] = {}
+    """Return a table with a line for each log, and a column for each command: seconds, and memory of all processes."""
+    cells: dict[str, dict[str, list[str]]] = {}
     for row in rows:
         if not row.name.endswith(", processor"):
-            found.setdefault(row.case, {}).setdefault(row.name.removesuffix(", memory"), []).append(number(row.side))
-    commands = list(dict.fromkeys(name for of_case in found.values() for name in of_case))
-    lines = [[case, *(", ".join(of_case.get(name, [])) for name in commands)] for case, of_case in found.items()]
+            cells.setdefault(row.case, {}).setdefault(row.name.removesuffix(", memory"), []).append(number(row.side))
+    commands = list(dict.fromkeys(name for by_name in cells.values() for name in by_name))
+    lines = [[case, *(", ".join(by_name.get(name, [])) for name in commands)] for case, by_name in cells.items()]
     return markdown(["s, MiB", *commands], lines)
 
 
 def native_step(rows: Sequence[Row]) -> str:
-    """Both programs as in the table of steps; then the drain thread."""
+    """Return the tables of both programs' steps and of the drain thread."""
     compared = [row for row in rows if row.ratio is not None]
     return f"{by_case(compared)}\n\n{by_case_alone([row for row in rows if row.ratio is None])}"
 
 
 def log_size(rows: Sequence[Row]) -> str:
-    """Bytes of a call, then of tables."""
+    """Return the tables of bytes per call and of the sizes of tables."""
     of_calls = [row for row in rows if row.case == rows[0].case]
     return f"{single(of_calls)}\n\n{by_case_alone(rows[len(of_calls) :])}"
 
 
 def bench_loop(rows: Sequence[Row]) -> str:
-    """What both measured of a call; then the errors of the fit."""
+    """Return the tables of times per call and of the errors of the fit."""
     compared = [row for row in rows if row.bare is not None]
     lines = [[row.case, number(row.bare or 0), number(row.side), spread(row), f"{row.control:.3f}"] for row in compared]
     times = markdown(
@@ -149,14 +149,14 @@ def bench_loop(rows: Sequence[Row]) -> str:
 
 
 def comparison(row: Row) -> str:
-    """Bare and what is added, then the ratio and the control's."""
+    """Return the bare time and what is added, then the ratio and the control."""
     if row.bare is None or row.ratio is None or row.control is None:
         raise ValueError(f"{row.case}, {row.name}: nothing was compared")
     return f"{number(row.bare)} {signed(row.difference)}, {row.ratio:.3f} ({row.control:.3f})"
 
 
 def spread(row: Row) -> str:
-    """A ratio, and between which ones half of its rounds are."""
+    """Return a ratio with its quartiles."""
     if row.ratio is None or row.ratio_quartiles is None:
         raise ValueError(f"{row.case}, {row.name}: nothing was compared")
     low, high = row.ratio_quartiles
@@ -164,20 +164,20 @@ def spread(row: Row) -> str:
 
 
 def signed(value: float | None) -> str:
-    """As a term of a sum."""
+    """Return a number as a term of a sum."""
     if value is None:
         raise ValueError("no difference was measured")
     return f"{'+' if value >= 0 else '-'} {number(abs(value))}"
 
 
 def number(value: float) -> str:
-    """To three digits, and never less than whole."""
+    """Return a number with three digits, or with all digits of its integer part."""
     digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     return f"{value:,.{digits}f}"
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """Return a Markdown table."""
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *lines])
 
 

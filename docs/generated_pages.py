@@ -42,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def real_programs_page() -> str:
-    """Return what theory expects of recorded runs of GPT-NeoX's own program, computed at each build."""
+    """Return the comparison of theory with recorded runs of GPT-NeoX's own program, computed at each build."""
     recorded = _recorded("gpt_neox")
     lines = [
         "# Real programs\n\n`train.py` of [GPT-NeoX](https://github.com/EleutherAI/gpt-neox) at "
@@ -99,7 +99,7 @@ def _configuration_files() -> Iterator[str]:
 
 
 def _frameworks() -> Iterator[str]:
-    """Yield the lines of the table of trainings with frameworks, as `tests/external` recorded them."""
+    """Yield the table of trainings with frameworks, as `tests/external` recorded them."""
     yield (
         "\n## Frameworks\n\nSmall models on CPU ranks with gloo ([how to](../how-to/frameworks.md)); `check`: status "
         "with rules, and against a dry run of the same program (-: not recorded).\n\n"
@@ -202,7 +202,7 @@ column `alike` counts them. A cell whose values differ is an object in JSON:
 
 - `{"known", "lowest", "lowest_at", "median", "highest", "highest_at"}` of numbers: how many are
   known, the extremes with the ranks that have them, and the (lower) median;
-- `{"different"}` of texts and identifiers: how many there are.
+- `{"different"}` of strings and identifiers: how many there are.
 
 `stuck_call` always refers to a row of the complete `stuck_calls`.
 """

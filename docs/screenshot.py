@@ -20,7 +20,7 @@ WIDTH, HEIGHT = 1200, 1640
 
 
 def main(log: str, screenshot: str) -> None:
-    """Write the page of the run in `log`, and the upper part of it to the PNG file `screenshot`."""
+    """Write the upper part of the HTML report of `log` to the PNG file `screenshot`."""
     with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
         file = Path(directory) / "page.html"
         if commtrace(["report", log, "--html", str(file)]):
@@ -29,7 +29,7 @@ def main(log: str, screenshot: str) -> None:
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         page.goto(file.as_uri())
         page.wait_for_selector("html[data-drawn]")
-        page.add_style_tag(content=".modebar { display: none !important }")  # shown only below a pointer
+        page.add_style_tag(content=".modebar { display: none !important }")  # plotly shows it only under a pointer
         page.screenshot(path=screenshot)
         browser.close()
 

@@ -1,4 +1,4 @@
-"""What all tests share: nothing of the surroundings reaches a test or the processes that it starts."""
+"""Fixtures and settings of all tests; COMMTRACE variables in the environment do not reach them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ for _name in [name for name in os.environ if name.startswith("COMMTRACE") and na
     del os.environ[_name]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The default tier is the same in every run; with THEORY_SEED, as in `make test-all`, hypothesis draws new examples too.
+# The default tier is the same in every run; with THEORY_SEED, as in `make test-all`, hypothesis draws more examples.
 # No deadlines: other processes may take the cores for a moment.
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("drawn", deadline=None)
@@ -27,21 +27,21 @@ hypothesis.settings.load_profile("drawn" if "THEORY_SEED" in os.environ else "re
 
 
 def pytest_report_header() -> str:
-    """Print what repeats the models that are drawn."""
+    """Return the seed that draws the same models again."""
     return f"THEORY_SEED={trainings.seed()}"
 
 
 @pytest.fixture(autouse=True)
 def no_rings_stay(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test that failed has left in shared memory is removed."""
+    """Remove what a failed test has left in shared memory."""
     folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     yield
     if folder is not None:
         processes.clean_shm(folder)
 
 
-# That both recorders write the same log of a program is tested in ranks/hooks/native/test_recorders.py; the Python
-# recorder is the reference, with which the default tier asserts what the log must contain.
+# ranks/hooks/native/test_recorders.py tests that both recorders write the same log of a program. The Python recorder is
+# the reference: with it, the default tier asserts what the log must contain.
 @pytest.fixture(scope="session", params=["python", pytest.param("native", marks=pytest.mark.exhaustive)])
 def recorder(request: pytest.FixtureRequest) -> str:
     """The recorder that the programs of a test use; `make test-all` runs each test with both."""
@@ -59,15 +59,15 @@ def new_recorder(request: pytest.FixtureRequest) -> processes.NewRecorder:
 
 @pytest.fixture(scope="session")
 def nursery(recorder: str) -> Iterator[ranks.Nursery]:
-    """A process that has imported torch once, and forks ranks of small programs, which `recorder` records."""
-    # torch imports its compiler at the first step of an optimizer: a second for each rank.
+    """A process that imports torch once, and forks ranks of small programs, which `recorder` records."""
+    # torch imports its compiler at the first optimizer step, which would take a second in each rank.
     with ranks.Nursery(recorder, "torch._dynamo", TORCHINDUCTOR_COMPILE_THREADS=1) as parent:
         yield parent
 
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call is stuck sooner than usual: after a wait that is longer than any pause of small programs."""
+    """Report a call as stuck sooner, after a wait that is longer than any pause of small programs."""
     monkeypatch.setattr("commtrace.analyses.across_ranks.stuck_calls.MIN_WAIT_NS", 10**9)
 
 
@@ -86,7 +86,7 @@ _TOGETHER: Final = {
         "tests/ranks/hooks/torch/test_",
     ),
 }
-"""Files whose tests share what a process of the tests starts once: `support/trainings.py`, `support/hook_programs`."""
+"""Files whose tests share programs that a test process starts once: `support/trainings.py`, `support/hook_programs`."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -125,7 +125,7 @@ def mpi(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", params=RECORDERS)
 def mpi_recorder(request: pytest.FixtureRequest, mpi: str) -> str:
-    """Which recorder the programs of `mpi` use; the native one is a library of its own, and needs no torch."""
+    """The recorder that the programs of `mpi` use; the native one is a separate library, which does not need torch."""
     name: str = request.param
     if name == "native":
         from commtrace.hooks.native import libraries

@@ -1,4 +1,4 @@
-"""The notebooks run, cell by cell, on the logs that lie beside them."""
+"""The notebooks run, cell by cell, on the logs beside them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def cells(notebook: Path) -> list[dict[str, Any]]:
-    """Its code cells, in order."""
+    """Return a notebook's code cells in order."""
     return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
 def run(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[Any]]:
-    """The names that its code defines, run in order, and what the cells show: their last lines that are values."""
+    """Run a notebook, and return the names that it defines and the values that cells show: their last expressions."""
     monkeypatch.chdir(notebook.parent)
     names: dict[str, Any] = {}
     shown = []
     for cell in cells(notebook):
         tree = ast.parse("".join(cell["source"]))
         last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-        where = f"{notebook.name} {cell['id']}"
-        exec(compile(tree, where, "exec"), names)
+        filename = f"{notebook.name} {cell['id']}"
+        exec(compile(tree, filename, "exec"), names)
         if isinstance(last, ast.Expr):
-            shown.append(eval(compile(ast.Expression(last.value), where, "eval"), names))
+            shown.append(eval(compile(ast.Expression(last.value), filename, "eval"), names))
     return names, shown
 
 
@@ -53,12 +53,10 @@ def test_the_first_look_sums_what_the_log_has_and_shows_figures(monkeypatch: pyt
     names, shown = run(next(path for path in NOTEBOOKS if path.stem == "first-look"), monkeypatch)
     by_line: pd.DataFrame = names["by_line"]
     events = names["run"].events()
-    of_rank_0 = events[(events["rank"] == 0) & (events["step"] >= 0)]
-    assert by_line["sum"].sum() == of_rank_0["payload_bytes"].sum() > 0
-    assert by_line["count"].sum() == len(of_rank_0)
-    assert (
-        names["bins"]["sum_bytes"].sum() == of_rank_0.loc[of_rank_0["phase"] == "backward", "payload_bytes"].sum() > 0
-    )
+    calls = events[(events["rank"] == 0) & (events["step"] >= 0)]
+    assert by_line["sum"].sum() == calls["payload_bytes"].sum() > 0
+    assert by_line["count"].sum() == len(calls)
+    assert names["bins"]["sum_bytes"].sum() == calls.loc[calls["phase"] == "backward", "payload_bytes"].sum() > 0
     assert len([value for value in shown if isinstance(value, go.Figure)]) == 9
 
 

@@ -1,10 +1,10 @@
-"""Record what theory says of each configuration file of GPT-NeoX, beside the parameters of the model that it describes.
+"""Record what theory predicts for each GPT-NeoX configuration file, and the parameter count of its model.
 
     cd CHECKOUT-OF-GPT-NEOX
     PYTHONPATH=$TESTS/external/gpt_neox_cpu DS_ACCELERATOR=cpu python $TESTS/external/gpt_neox_files.py \\
         $TESTS/support/recorded/gpt_neox_files.json
 
-The model is GPT-NeoX's own, made on the meta device: a tensor-parallel rank's parameters, of all stages together.
+GPT-NeoX's own code makes the model on the meta device: one tensor-parallel rank's parameters of all stages.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any, Final
 
 WORLD: Final = 64
 WITH: Final = {"llama": "llama/train_config", "llama2": "llama/train_config", "mistral": "llama/train_config"}
-"""Files of these folders describe a model alone; the second file, how it is trained."""
+"""Directory of files that describe only a model -> file that describes its training."""
 WITHOUT_MODEL: Final = (
     "cpu_mock_config", "docker/pythia-paths", "eleutherai_cluster", "local_setup", "local_setup_comet",
     "local_setup_wandb", "prof", "slurm_local", "sparse", "text_generation",
 )  # fmt: skip
-"""Files of paths, a cluster or settings that are joined to a model's."""
+"""Files with paths, a cluster or settings, which complete a model's file."""
 MODEL: Final = "125M"
 VOCABULARY: Final = 32_000
-"""Ids of tokenizers whose number only their file has: llama's."""
-_OF_A_GPU: Final = (
+"""Vocabulary size for tokenizers that define it only in their own file: llama's."""
+_GPU_SETTINGS: Final = (
     "scaled_upper_triang_masked_softmax_fusion", "scaled_masked_softmax_fusion", "bias_gelu_fusion", "layernorm_fusion",
     "rope_fusion", "rmsnorm_fusion", "use_flashattn_swiglu",
 )  # fmt: skip
@@ -41,7 +41,7 @@ _ENVIRONMENT: Final = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTE
 
 
 def sets_of_files(configs: Path) -> list[tuple[str, ...]]:
-    """Return each file's name, with that of the file that completes it."""
+    """Return for each file the names of the files to combine."""
     sets: list[tuple[str, ...]] = []
     for path in sorted(configs.rglob("*.yml")):
         name = str(path.relative_to(configs).with_suffix(""))
@@ -54,7 +54,7 @@ def sets_of_files(configs: Path) -> list[tuple[str, ...]]:
 
 
 def predicted(files: list[str], vocabulary: int | None = None) -> dict[str, Any]:
-    """Return scheme and parameters by theory, or the sentence that refuses the files."""
+    """Return the scheme and parameter count according to theory, or why it refuses the files."""
     from commtrace.theory import NotPredictedError, predict
     from commtrace.theory.configs.job_plan import PlanError, PlanOptions, plan_job
 
@@ -65,8 +65,8 @@ def predicted(files: list[str], vocabulary: int | None = None) -> dict[str, Any]
     except (PlanError, NotPredictedError) as error:
         if vocabulary is None and "--vocabulary" in str(error):
             return predicted(files, VOCABULARY)
-        key, _, told = str(error).rpartition(".yml: ")[2].partition(": ")
-        return {"refused": f"{key}: {told.rpartition('; ')[2]}"}
+        key, _, reason = str(error).rpartition(".yml: ")[2].partition(": ")
+        return {"refused": f"{key}: {reason.rpartition('; ')[2]}"}
     copies = (parameter["name"].startswith("tied") for row in rows[1:] for parameter in row["parameters"])
     sizes = [math.prod(parameter["shape"]) for row in rows for parameter in row["parameters"]]
     first = len(rows[0]["parameters"])
@@ -80,7 +80,7 @@ class _Tracker:
 
 
 def prepare() -> None:
-    """Let GPT-NeoX make its models on the meta device, in a job of one process."""
+    """Make GPT-NeoX build its models on the meta device, in a job of one process."""
     os.environ.update(_ENVIRONMENT, MASTER_PORT=str(20_000 + os.getpid() % 20_000))
     import_module("pkg_resources")  # it patches torch.cuda
     import torch
@@ -98,7 +98,7 @@ def prepare() -> None:
 
 
 def real_parameters(files: list[str]) -> int:
-    """Return the parameters of GPT-NeoX's model. Raises what GPT-NeoX raises."""
+    """Return the parameter count of GPT-NeoX's model, or raise what GPT-NeoX raises."""
     import torch
     import yaml
     from megatron import mpu
@@ -115,7 +115,7 @@ def real_parameters(files: list[str]) -> int:
         config.pop(key, None)
     kinds = json.dumps(config.get("attention_config", [[["global"], "all"]])).replace("flash", "global")
     config |= {"attention_config": json.loads(kinds), "global_num_gpus": tensor * stages}
-    settings = NeoXArgs.from_dict({**config, **dict.fromkeys(_OF_A_GPU, False)})
+    settings = NeoXArgs.from_dict({**config, **dict.fromkeys(_GPU_SETTINGS, False)})
     multiple = settings.make_vocab_size_divisible_by * tensor
     ids = VOCABULARIES.get(settings.tokenizer_type.lower(), VOCABULARY)
     settings.padded_vocab_size = -(-ids // multiple) * multiple
@@ -128,7 +128,7 @@ def real_parameters(files: list[str]) -> int:
 
 
 def main() -> None:
-    """Write the JSON file that sys.argv names."""
+    """Write the JSON file named by the first argument."""
     prepare()
     entries = {}
     for names in sets_of_files(Path("configs")):

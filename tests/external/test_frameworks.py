@@ -1,9 +1,9 @@
-"""Training frameworks by environment variable on CPU ranks: operators, steps, dimensions and what `check` says.
+"""Training frameworks on CPU ranks, traced by environment variable: operators, steps, dimensions and `check`.
 
     pip install transformers accelerate lightning megatron-core torchtitan
     pytest -m external tests/external/test_frameworks.py
 
-FRAMEWORKS_RESULTS=FILE adds what was seen to a JSON file, from which the page about frameworks has its table.
+FRAMEWORKS_RESULTS=FILE adds the results to a JSON file, the source of the table on the page about frameworks.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ pytestmark = [pytest.mark.external, pytest.mark.timeout(2400)]
 
 
 class Row(NamedTuple):
-    """A framework's training: its package, the program, the number of ranks, and what is expected of the log."""
+    """Training with a framework: package, program, number of ranks, and what its log must contain."""
 
     package: str
     command: str
     ranks: int
     rules: int
-    """Status of `check` by rules."""
+    """Exit status of `check` with the rules."""
     dimensions: str
-    """Those of the calls, without groups of one rank."""
+    """Parallel dimensions of the calls, without groups of one rank."""
 
 
 ROWS = {
@@ -69,7 +69,7 @@ def train(row: Row, folder: Path, **variables: object) -> list[str]:
 
 
 def run(command: list[str], row: Row, folder: Path, **variables: object) -> str:
-    """Run a module of Python with the row's program, and return what it printed."""
+    """Run Python with these arguments and the row's program, and return what it printed."""
     folder.mkdir(exist_ok=True)
     quiet = {
         "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1",
@@ -86,7 +86,7 @@ def run(command: list[str], row: Row, folder: Path, **variables: object) -> str:
 
 
 def version_of(package: str) -> str:
-    """Return the version that is installed, or skip the test."""
+    """Return a package's installed version, or skip the test."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -94,17 +94,17 @@ def version_of(package: str) -> str:
 
 
 def note(name: str, **facts: object) -> None:
-    """Add what was seen of a row to FRAMEWORKS_RESULTS."""
+    """Add facts about a row to the file FRAMEWORKS_RESULTS."""
     if "FRAMEWORKS_RESULTS" in os.environ:
         path = Path(os.environ["FRAMEWORKS_RESULTS"])
         results = json.loads(path.read_text()) if path.is_file() else {}
         results.setdefault(name, {}).update(facts)
-        lines = [f"{json.dumps(name)}: {json.dumps(seen)}" for name, seen in results.items()]
+        lines = [f"{json.dumps(name)}: {json.dumps(row_facts)}" for name, row_facts in results.items()]
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def check(log: Path, *options: str | Path) -> int:
-    """Return the status of `commtrace check`."""
+    """Return the exit status of `commtrace check`."""
     command = [sys.executable, "-m", "commtrace.cli", "check", str(log), *map(str, options)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120).returncode
 

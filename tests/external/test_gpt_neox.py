@@ -1,9 +1,9 @@
-"""GPT-NeoX's unedited program on CPU ranks: theory expects every call, and its functions that rules mirror exist.
+"""GPT-NeoX's unmodified program on CPU ranks: theory expects every call, and the functions that rules mirror exist.
 
     COMMTRACE_GPT_NEOX=/path/of/a/checkout pytest -m external tests/external
 
-Its requirements beside DeepSpeed must be installed: regex, sentencepiece, tokenizers, transformers, tiktoken, pybind11,
-ftfy, six, requests, boto3. The commit that rules were checked with is `registry.GPT_NEOX`.
+Its requirements besides DeepSpeed must be installed: regex, sentencepiece, tokenizers, transformers, tiktoken,
+pybind11, ftfy, six, requests, boto3. The rules were checked with commit `registry.GPT_NEOX`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMMTRACE = [sys.executable, "-m", "commtrace.cli"]
 
 def run(command: list[str], ranks: int, *, status: int = 0, **variables: str) -> str:
     """Run a command in the checkout, check its exit status, and return its output."""
-    inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}  # no setting of commtrace
+    inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}  # not a setting of commtrace
     environment = {
         **inherited, "PYTHONPATH": str(CPU), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
         "TORCHDYNAMO_DISABLE": "1", "NEOX_RANKS": str(ranks), **variables,
@@ -50,7 +50,7 @@ def run(command: list[str], ranks: int, *, status: int = 0, **variables: str) ->
 
 
 def prepared(name: str, folder: Path) -> tuple[int, list[str]]:
-    """Return the ranks of a recorded run, and the script with its arguments, after its data were written."""
+    """Write the data of a recorded run, and return its number of ranks and the script with its arguments."""
     config: dict[str, Any] = RECORDED[name]["config"]
     ranks = int(config["global_num_gpus"])
     data = str(folder / "text_document")
@@ -63,13 +63,13 @@ def prepared(name: str, folder: Path) -> tuple[int, list[str]]:
 
 
 def trained(folder: Path, ranks: int, script: list[str]) -> str:
-    """Train, and return the folder of the log."""
+    """Train, and return the log directory."""
     run([*LAUNCHER, f"--nproc-per-node={ranks}", *script], ranks, COMMTRACE=str(folder / "log"))
     return str(folder / "log")
 
 
 def simulated(folder: Path, ranks: int, script: list[str]) -> str:
-    """Simulate the same training, and return the folder of its log."""
+    """Dry-run the same training, and return its log directory."""
     options = [f"--world-size={ranks}", "--ranks=all", "--out", str(folder / "dry")]
     run([*COMMTRACE, "dryrun", *options, sys.executable, *script], ranks)
     return str(folder / "dry")
@@ -84,7 +84,7 @@ def test_every_call_of_a_training_is_expected(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("fault", "name", "told", "by_rules"),
+    ("fault", "name", "difference", "by_rules"),
     [
         ("bucket", "dp2-zero2", "- 2 all_reduce of 331,264 bytes", 1),
         ("extra", "dp2", "+ 1 all_reduce of 64 bytes", 0),  # listed, as the program's own call
@@ -92,19 +92,19 @@ def test_every_call_of_a_training_is_expected(name: str, tmp_path: Path) -> None
         ("size", "dp2", "broadcast of 40 bytes", 1),
     ],
 )
-def test_a_fault_shows(fault: str, name: str, told: str, by_rules: int, tmp_path: Path) -> None:
+def test_a_fault_shows(fault: str, name: str, difference: str, by_rules: int, tmp_path: Path) -> None:
     ranks, script = prepared(name, tmp_path)
     dry = simulated(tmp_path, ranks, script)
     log = trained(tmp_path, ranks, [str(CPU / "faults.py"), fault, *script])
-    assert told in run([*COMMTRACE, "check", log, "--against", dry], ranks, status=1)
+    assert difference in run([*COMMTRACE, "check", log, "--against", dry], ranks, status=1)
     run([*COMMTRACE, "check", log], ranks, status=by_rules)
 
 
 def test_the_configuration_files_are_as_recorded(tmp_path: Path) -> None:
     run([sys.executable, str(Path(__file__).with_name("gpt_neox_files.py")), str(tmp_path / "files.json")], 1)
     recorded = Path(__file__).parents[1] / "support" / "recorded" / "gpt_neox_files.json"
-    files, same = (json.loads(path.read_text())["files"] for path in (tmp_path / "files.json", recorded))
-    assert files == same
+    files, expected = (json.loads(path.read_text())["files"] for path in (tmp_path / "files.json", recorded))
+    assert files == expected
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.library == GPT_NEOX[0]], ids=lambda rule: rule.name)

@@ -1,4 +1,4 @@
-"""The benchmarks run, their statistics are right, and the README shows what the file of results says."""
+"""The benchmarks run, their statistics are correct, and the pages show the numbers of the results file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from commtrace.hooks.native import libraries
 
 
 def test_medians_are_of_pairs() -> None:
-    # The medians of bare and side are 20 and 22, but in the middle pair tracing adds 3, and a tenth.
+    # The medians of bare and side are 20 and 25, but the median difference is 3, and the median ratio 1.1.
     rounds = [Round(10, 11, 11), Round(30, 30, 33), Round(20, 18, 25), Round(40, 42, 46), Round(10, 10, 11)]
     row = compared("case", "name", "ms", rounds)
     assert (row.bare, row.side, row.pairs) == (20, 25, 5)
@@ -57,7 +57,7 @@ def test_rounds_take_every_order() -> None:
     }
     assert Counter(rounds) == dict.fromkeys(
         [(1, 2, 3), (2, 1, 3), (1, 3, 2), (3, 1, 2), (2, 3, 1), (3, 2, 1)], 2
-    )  # bare and bare again take turns, too
+    )  # the two bare measurements alternate, too
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_the_pages_show_the_results() -> None:
 
 # ---- the benchmarks --------------------------------------------------------------------------------------------------
 
-COMMTRACE = {f"commtrace, python, {words} call sites" for words in ("with", "without")}
+COMMTRACE = {f"commtrace, python, {prefix} call sites" for prefix in ("with", "without")}
 COMPARED = {"bare", "difference", "ratio", "control_difference", "control", "pairs"}
 SCALE = {
     "pack", "export", "report", "check, processor", "report of the packed log, memory",
@@ -118,7 +118,7 @@ SCALE = {
 }  # fmt: skip
 EXPECTED = {
     "call_cost": COMMTRACE | {"CommDebugMode", "torch.profiler"},
-    "mpi_cost": COMMTRACE | {f"commtrace, native, {words} call sites" for words in ("with", "without")},
+    "mpi_cost": COMMTRACE | {f"commtrace, native, {prefix} call sites" for prefix in ("with", "without")},
     "step_time": COMMTRACE | {"CommDebugMode", "torch.profiler"},
     "native_step": {"commtrace, native, with call sites", "commtrace, native, with call sites: drain thread"},
     "own_cost": {f"{name}: {what}" for name in COMMTRACE for what in ("mean", "99th percentile")},
@@ -163,7 +163,7 @@ def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
 
 
 def run(benchmark: str, file: Path) -> dict[str, Any]:
-    """The section that a quick run writes."""
+    """Run a benchmark with --quick, and return the section that it writes."""
     script = ROOT / "benchmarks" / f"{benchmark}.py"
     result = processes.run([sys.executable, str(script), "--quick", "--results", str(file)], limit=240)
     assert result.status == 0, result.err
@@ -174,7 +174,7 @@ def run(benchmark: str, file: Path) -> dict[str, Any]:
 
 
 def check(row: Row, *, is_compared: bool) -> None:
-    """Every number is one, and they fit each other."""
+    """Assert that the numbers of a row are finite and consistent."""
     assert row.side > 0
     given = {name for name in COMPARED if getattr(row, name) is not None}
     assert all(math.isfinite(getattr(row, name)) for name in given)
@@ -186,7 +186,7 @@ def check(row: Row, *, is_compared: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "words"),
+    ("arguments", "variables", "message"),
     [
         ([], {"COMMTRACE": "log"}, "COMMTRACE is set"),
         (["--quick"], {}, "give --results"),
@@ -195,11 +195,11 @@ def check(row: Row, *, is_compared: bool) -> None:
     ],
 )
 def test_what_would_give_wrong_results_is_refused(
-    arguments: list[str], variables: dict[str, Any], words: str, tmp_path: Path
+    arguments: list[str], variables: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     before = results.FILE.read_bytes()
     script = ROOT / "benchmarks" / "startup.py"
     result = processes.run([sys.executable, str(script), *arguments], cwd=tmp_path, **variables)
     assert result.status == 2
-    assert words in result.err
+    assert message in result.err
     assert results.FILE.read_bytes() == before

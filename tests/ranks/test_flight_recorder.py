@@ -1,7 +1,7 @@
-"""torch's analyser of flight recorder dumps and the diagnosis agree on the same jobs that hang, where it can decide.
+"""torch's analyser of flight recorder dumps and the diagnosis agree on jobs that hang, where the analyser can decide.
 
-gloo records into torch's flight recorder too. Its dumps name no process groups and have no messages; the program adds
-the groups (`programs/flight_recorder.py`). Nothing else of the dumps is made here.
+gloo also records into torch's flight recorder, but its dumps have neither process groups nor messages. The program
+adds the groups (`programs/flight_recorder.py`), and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZE = 3
 
 
 class Verdict(NamedTuple):
-    """Of a collective: name, number in its group from 0, ranks that are not in it, ranks that differ, and in what."""
+    """Verdict on a collective: name, number in its group from 0, missing ranks, differing ranks, and what differs."""
 
     op: str
     number: int
@@ -41,10 +41,10 @@ KINDS = {
     "operation": [Verdict("all_reduce", 5, (), (1,), "operation")],
     "swapped": [Verdict("all_gather", 5, (), (1,), "operation")],
     "size": [Verdict("all_reduce", 5, (), (1,), "size")],
-    "dtype": [Verdict("all_reduce", 5, (), (1,), "size")],  # 512 float64 and 1,024 float32: it compares elements first
+    "dtype": [Verdict("all_reduce", 5, (), (1,), "size")],  # 512 float64 and 1,024 float32: elements are compared first
 }
 UNDECIDED = ("root", "receive", "send", "tag", "cycle")
-"""The analyser finds nothing: dumps have no roots, and those of gloo no messages."""
+"""Kinds in which the analyser finds nothing: dumps have no roots, and gloo's have no messages."""
 DEFAULT = ("absent", "size", "root")
 DIFFERENCES = {"COLLECTIVE_TYPE_MISMATCH": "operation", "SIZE_OR_SYNTAX_MISMATCH": "size"}
 
@@ -72,7 +72,7 @@ def test_the_verdicts_agree(kind: str, nursery: Nursery, tmp_path: Path) -> None
 
 
 def analysed(folder: Path) -> list[Verdict]:
-    """What the analyser finds."""
+    """Return the analyser's verdicts."""
     options: Any = JobConfig().parse_args([str(folder), "--allow-incomplete-ranks"])
     details: Any = {file.name: read_dump("rank_", str(file)) for file in folder.glob("rank_*")}
     database = build_db(details, options, next(iter(details.values()))["version"])
@@ -82,7 +82,7 @@ def analysed(folder: Path) -> list[Verdict]:
             collective.collective_seq_id - 1,
             tuple(sorted(collective.missing_ranks or ())),
             tuple(sorted(differing(collective))),
-            "".join(DIFFERENCES[one.type_of_mismatch.state.name] for one in differing(collective).values()),
+            "".join(DIFFERENCES[mismatch.type_of_mismatch.state.name] for mismatch in differing(collective).values()),
         )
         for collective in database.collectives
         if collective.missing_ranks or not collective.pass_check
@@ -94,7 +94,7 @@ def differing(collective: Any) -> dict[int, Any]:
 
 
 def recorded(call: Any) -> Verdict:
-    """A row of `stuck_calls`, without what the analyser does not say: what absent ranks wait for."""
+    """Return the verdict of a `stuck_calls` row, without what absent ranks wait for: the analyser does not say it."""
     absent = tuple(rank for rank in range(SIZE) if str(rank) in call.absent_ranks)
     difference, _, values = call.disagreement.partition(": ")
     if difference in ("", "order"):

@@ -1,4 +1,4 @@
-"""Installing: plain, editable and by way of an sdist, everything is there and the start-up line does its work."""
+"""Plain, editable and sdist installations are complete, and their start-up line switches tracing on."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ STATE = (
     "print(on and sys.modules['commtrace.recording.session'].session.settings.directory)"
 )
 
-# Not by find_spec: when pip is looked for, setuptools no longer replaces distutils, and torch's cpp_extension, which
-# another test imports later, stumbles over that.
+# Not with find_spec: looking for pip stops setuptools from replacing distutils, and then torch's cpp_extension, which
+# another test imports later, fails.
 pytestmark = pytest.mark.skipif(
-    not {"pip", "setuptools"} <= {one.name for one in metadata.distributions()},
+    not {"pip", "setuptools"} <= {distribution.name for distribution in metadata.distributions()},
     reason="pip and setuptools are not installed",
 )
 
 
 def copy_sources(to: Path) -> Path:
-    """The checkout without what is not part of it."""
+    """Copy the files of the checkout from which packages are built."""
     to.mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -64,7 +64,7 @@ def build(source: Path, what: str, to: Path) -> Path:
 
 
 class Wheels:
-    """Wheels by the way of making them, each made when first asked for."""
+    """Wheels by build method; each is built at its first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._source = folder, copy_sources(folder / "source")
@@ -76,7 +76,7 @@ class Wheels:
         (unpacked,) = (self._folder / "unpacked").iterdir()
         return unpacked
 
-    @functools.cache  # noqa: B019  (one object a module)
+    @functools.cache  # noqa: B019  (one object per module)
     def __getitem__(self, way: str) -> Path:
         source = self._unpacked if way == "sdist" else self._source
         return build(source, "build_editable" if way == "editable" else "build_wheel", self._folder / way)
@@ -88,7 +88,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
 
 
 class Environment:
-    """A virtual environment with nothing in it but what is installed from a wheel."""
+    """Virtual environment that contains only what is installed from a wheel."""
 
     def __init__(self, path: Path) -> None:
         venv.create(path, symlinks=True)
@@ -109,7 +109,7 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Environment]:
-    """The environment in which a wheel is installed."""
+    """Return a function that returns the environment in which a wheel is installed."""
     made: dict[str, Environment] = {}
 
     def make(way: str) -> Environment:
@@ -130,12 +130,12 @@ def test_every_package_is_listed() -> None:
     listed = set(config["options"]["packages"].split())
     package_dir = dict(line.split(" = ") for line in config["options"]["package_dir"].strip().splitlines())
     assert set(package_dir.values()) == set(FOLDERS)
-    found = set()
+    existing = set()
     for name, folder in package_dir.items():
         for file in (ROOT / folder).rglob("__init__.py"):
-            found.add(".".join([name, *file.parent.relative_to(ROOT / folder).parts]))
-    assert listed == found
-    for folder in FOLDERS:  # a module in a folder that is no package would be left out without a word
+            existing.add(".".join([name, *file.parent.relative_to(ROOT / folder).parts]))
+    assert listed == existing
+    for folder in FOLDERS:  # a module in a folder that is not a package would be left out silently
         for file in (ROOT / folder).rglob("*.py"):
             assert (file.parent / "__init__.py").exists() or file.parent.name == "bootstrap", file
 
@@ -193,7 +193,7 @@ def test_uninstalling_takes_the_line_away(way: str, wheels: Wheels, tmp_path: Pa
 def test_interrupted_and_simultaneous_builds_leave_one_library_each(
     way: str, builds: int, environment: Callable[[str], Environment], tmp_path: Path
 ) -> None:
-    """By the real compiler, from what a wheel installs beside this environment's torch."""
+    """The real compiler builds what a wheel installs, with this environment's torch."""
     obstacle = recorders.obstacle()
     if obstacle:
         pytest.skip(obstacle)
@@ -213,7 +213,7 @@ def test_interrupted_and_simultaneous_builds_leave_one_library_each(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 build.wait(delays.uniform(0.5, 12))
             if number % 2:
-                build.kill()  # its compilers live on
+                build.kill()  # its compilers keep running
             else:
                 os.killpg(build.pid, signal.SIGINT)  # as Ctrl-C does
     calls = Path(f"{compiler}.calls")
@@ -224,8 +224,8 @@ def test_interrupted_and_simultaneous_builds_leave_one_library_each(
 
     both = (libraries.MPI, libraries.TORCH)
     assert len(calls.read_text()) - before <= sum(len(library.sources) + 1 for library in both)  # each once at most
-    found = sorted(str(path.relative_to(cache)) for path in cache.rglob("*"))
-    assert [re.sub("-[0-9a-f]{20}", "", path) for path in found] == [
+    files = sorted(str(path.relative_to(cache)) for path in cache.rglob("*"))
+    assert [re.sub("-[0-9a-f]{20}", "", path) for path in files] == [
         "commtrace",
         *(
             path
@@ -251,4 +251,4 @@ def test_a_package_that_is_damaged_stops_no_program(damage: str, wheels: Wheels,
     assert installed.run(program) == (3, "out\n", "")
     traced = installed.run(program, COMMTRACE="log")
     assert (traced.status, traced.out) == (3, "out\n")
-    assert "commtrace.pth" in traced.err  # Python says which start-up file it could not run, and goes on
+    assert "commtrace.pth" in traced.err  # Python names the start-up file that failed, and continues

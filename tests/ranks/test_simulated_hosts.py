@@ -162,7 +162,7 @@ def test_drift_is_known_after_ten_seconds(library: Path, tmp_path: Path) -> None
     assert_bounds_hold(run, tmp_path, hosts)
     clock = run.clocks.table.loc[1]
     microseconds = clock["half_width_ns"] / 1000
-    assert clock["drift_half_width_ppm"] <= 2 * microseconds / 10  # a change of the offset, in as many seconds
+    assert clock["drift_half_width_ppm"] <= 2 * microseconds / 10  # the offset's error at both ends, over 10 s
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""Switching on: what an interpreter start imports, writes and says; following imports; start and stop in between."""
+"""Switching on: what an interpreter imports, writes and prints at its start; following imports; start and stop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import commtrace
 from commtrace import startup
 from commtrace.recording.session import session
 
-# Standard modules that cost milliseconds, and others' libraries.
+# Standard modules that take milliseconds to import, and third-party libraries.
 HEAVY = ("numpy", "torch", "pandas", "rich", "dataclasses", "inspect", "json", "mmap", "socket", "logging", "asyncio")
 SHOW = (
     f"import sys; print([name for name in {HEAVY} if name in sys.modules]); print('commtrace.startup' in sys.modules)"
@@ -32,7 +32,7 @@ def test_off_nothing_of_it_is_imported(value: str | None, tmp_path: Path) -> Non
 
 
 def test_on_little_is_imported_and_nothing_written(tmp_path: Path) -> None:
-    # Not the interpreter that has the tests' libraries in its start-up files, which import this and that themselves.
+    # -S: start-up files of other installed libraries import such modules themselves.
     code = f"import sys; sys.path[:0] = [{str(Path(commtrace.__file__).parents[1])!r}]; import commtrace.startup; "
     result = processes.run([sys.executable, "-S", "-c", code + SHOW], COMMTRACE=tmp_path / "log", cwd=tmp_path)
     assert result == (0, "[]\nTrue\n", "")
@@ -126,7 +126,7 @@ def test_a_recorder_that_cannot_begin(tmp_path: Path) -> None:
 
 @pytest.fixture
 def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for libraries `lib_a` and `lib_b`, with hooks `hook_a` and `hook_b` that note what happens to them."""
+    """Yield a folder with libraries `lib_a` and `lib_b`, and hooks `hook_a` and `hook_b` that list their own events."""
     for name in ("a", "b"):
         (tmp_path / f"lib_{name}.py").write_text("VALUE = 1\n")
         (tmp_path / f"hook_{name}.py").write_text(
@@ -158,7 +158,7 @@ def test_a_hook_is_put_in_when_its_library_is_complete(libraries: Path) -> None:
     assert startup._follower not in sys.meta_path
     __import__("lib_b")
     assert "hook_b" not in sys.modules
-    commtrace.start(libraries / "log")  # both are there already
+    commtrace.start(libraries / "log")  # both libraries are imported already
     assert events("hook_a")[2:] == [("install", 1)]
     assert events("hook_b") == [("install", 1)]
     assert not (libraries / "log").exists()
@@ -215,7 +215,7 @@ def test_a_setting_that_makes_no_sense_is_raised_to_who_calls(libraries: Path, m
 
 
 def test_start_and_stop_around_real_calls(nursery: Nursery, tmp_path: Path) -> None:
-    """Two recordings of one process are two runs, and between and after them nothing of the hooks is left."""
+    """Each recording of a process is a run of its own, and no hooks are left between and after recordings."""
     statuses, outputs = nursery.run("starting", tmp_path / "untraced", tmp_path / "log", ranks=1, traced=False)
     assert statuses == [0], outputs
     first, second, third = processes.read_all(tmp_path / "log")

@@ -1,4 +1,4 @@
-"""Many threads, many groups, unfriendly ends: no hang, no crash, and no call lost, with either recorder."""
+"""Many threads, many groups and abrupt ends cause no hang, no crash and no lost call, with either recorder."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class Accounts(NamedTuple):
-    """(group, operation) -> number, of one rank: see programs/stress.py."""
+    """Counts of one rank, (group, operation) -> number, from programs/stress.py."""
 
     groups: list[str]
     begun: Counts
@@ -65,7 +65,7 @@ class Accounts(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path, rank: int, moment: str = "") -> Accounts:
-        """Of a moment; of the end where none is given."""
+        """Read the counts at a moment; at the end if none is given."""
         name = f"rank{rank}.{moment}.npy" if moment else f"rank{rank}.npy"
         totals = np.load(folder / name).sum(axis=0)
         groups = json.loads((folder / f"rank{rank}.json").read_text())
@@ -77,7 +77,7 @@ def noted(folder: Path, rank: int, moment: str) -> bool:
 
 
 def logged(left: Left, groups: list[str]) -> tuple[Counts, Counts]:
-    """(group, operation) -> records, and their payload."""
+    """Return the records and their payload, (group, operation) -> number."""
     ops = {row["id"]: OPERATIONS.index(row["op"]) for row in left.tables.get("kinds", ())}
     places = {row["id"]: groups.index(row["name"]) for row in left.tables.get("groups", ())}
     calls, payload = np.zeros((2, len(groups), len(OPERATIONS)), np.int64)
@@ -88,11 +88,11 @@ def logged(left: Left, groups: list[str]) -> tuple[Counts, Counts]:
     return calls, payload
 
 
-# ---- what every log must be ------------------------------------------------------------------------------------------
+# ---- what must hold for every log ------------------------------------------------------------------------------------
 
 
 def assert_sane(left: Left, interrupted: int = 0) -> None:
-    """No fault of a hook, exact counters, and records that can be true; so many calls were broken off."""
+    """Assert that no hook failed, counters are exact, and records are plausible; `interrupted` calls did not return."""
     stats, records = left.stats, left.records
     assert stats["hook_errors"] == 0, stats["first_error"]
     assert stats["write_errors"] == stats["lost"] == stats["removed"] == 0
@@ -120,7 +120,7 @@ def assert_times_in_order(records: processes.Records) -> None:
 
 
 def assert_numbered(left: Left, most_missing: int) -> None:
-    """No collective of a group has another one's number, and no more are left out than is known of."""
+    """Assert that the numbers of a group's collectives are unique, and that at most `most_missing` are missing."""
     ops = {row["id"]: row["op"] for row in left.tables.get("kinds", ())}
     collective = np.array([ops[kind] in COLLECTIVES for kind in left.records["kind"].tolist()], bool)
     missing = 0
@@ -132,7 +132,7 @@ def assert_numbered(left: Left, most_missing: int) -> None:
 
 
 def assert_ranks_agree(lefts: list[Left]) -> None:
-    """The n-th collective of a group is the same on both ranks."""
+    """Assert that the n-th collective of a group is the same on both ranks."""
 
     def collectives(left: Left) -> dict[tuple[str, int], tuple[str, int]]:
         ops = {row["id"]: row["op"] for row in left.tables["kinds"]}
@@ -149,18 +149,18 @@ def assert_ranks_agree(lefts: list[Left]) -> None:
 
 
 def assert_complete(lefts: list[Left], folder: Path, rank: int) -> int:
-    """All calls of a rank that its accounts have are in its logs, or in their counters. How many there were."""
+    """Assert that all calls in a rank's accounts are in its logs or their counters; return the number of calls."""
     end = Accounts.read(folder, rank)
     least, moments = end, [moment for moment in ("raising", "leaving") if noted(folder, rank, moment)]
-    if moments:  # what daemons did after that is nobody's affair
+    if moments:  # what daemons did after that does not matter
         least = Accounts.read(folder, rank, moments[0])
     unseen = np.zeros_like(end.begun)
     for number in range(RESTARTS):
         if noted(folder, rank, f"stop{number}"):
             between = Accounts.read(folder, rank, f"start{number}").begun
             unseen += between - Accounts.read(folder, rank, f"stop{number}").came_back
-    each = [logged(left, end.groups) for left in lefts]
-    calls, payload = (sum((one[i] for one in each), np.zeros_like(end.begun)) for i in range(2))
+    per_log = [logged(left, end.groups) for left in lefts]
+    calls, payload = (sum((totals[i] for totals in per_log), np.zeros_like(end.begun)) for i in range(2))
     dropped = sum(left.stats["dropped"] for left in lefts)
 
     assert (calls <= end.begun).all(), "calls that nobody made"
@@ -173,15 +173,15 @@ def assert_complete(lefts: list[Left], folder: Path, rank: int) -> int:
     return int(end.begun.sum())
 
 
-# ---- running it ------------------------------------------------------------------------------------------------------
+# ---- running the program ---------------------------------------------------------------------------------------------
 
 
-# Functional collectives import torch's compiler with the first call, which costs seconds, too.
+# The first functional collective imports torch's compiler, which takes seconds, too.
 _IMPORTS: Final = ("torch._dynamo", "torch.distributed._functional_collectives")
 
 
 class Machine(ranks.Nursery):
-    """Forks ranks that are traced by a recorder, or not at all."""
+    """Nursery whose ranks are traced by a recorder, or untraced."""
 
     def __init__(self, recorder: str | None) -> None:
         recorders.needs(recorder or "python")
@@ -194,7 +194,7 @@ class Machine(ranks.Nursery):
         return self
 
     def stress(self, ending: str, seed: int, folder: Path) -> Outcome:
-        """A run of the program, however it ends."""
+        """Run the program, and return its outcome."""
         settings = {"ring_records": 64, "drain_ms": 2} if seed % 2 else {"drain_ms": 100 if seed % 4 else 5}
         log = folder / "log"
         running = self.start(
@@ -205,7 +205,7 @@ class Machine(ranks.Nursery):
 
 
 class Outcome(NamedTuple):
-    """How a run ended."""
+    """Outcome of a run."""
 
     ending: str
     seed: int
@@ -215,11 +215,11 @@ class Outcome(NamedTuple):
 
     @property
     def crashed(self) -> bool:
-        """By a signal: gloo may abort a process that ends, traced or not."""
+        """Whether a signal ended a rank: gloo may abort a process that ends, traced or not."""
         return any(status < 0 for status in self.statuses)
 
     def assert_ended_by_itself(self) -> None:
-        """The program came to its own last line on each rank."""
+        """Assert that the program reached its own last line on each rank."""
         for rank, (status, output) in enumerate(zip(self.statuses, self.outputs, strict=True)):
             if self.ending == "raising":
                 assert noted(self.folder, rank, "raising"), output
@@ -230,7 +230,7 @@ class Outcome(NamedTuple):
                 assert status <= 0, output
 
     def assert_accounted(self, recorder: str) -> int:
-        """Every call of both ranks is in a log. Returns how many there were."""
+        """Assert that every call of both ranks is in a log, and return the number of calls."""
         total = 0
         first = processes.salvaged(self.folder / "log")
         others = [left for n in range(RESTARTS) for left in processes.salvaged(self.folder / f"log{n}")]
@@ -242,28 +242,27 @@ class Outcome(NamedTuple):
         if not others:
             assert_ranks_agree(first)
         for rank in range(2):
-            mine = [left for left in [*first, *others] if left.tables["process"][0]["rank"] == rank]
-            total += assert_complete(mine, self.folder, rank)
+            rank_logs = [left for left in [*first, *others] if left.tables["process"][0]["rank"] == rank]
+            total += assert_complete(rank_logs, self.folder, rank)
         return total
 
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[dict[str | None, Machine]]:
-    """By recorder."""
+    """Yield the traced machines by recorder."""
     with Machine("python") as python, Machine("native") as native:
         yield {"python": python, "native": native}
 
 
 @pytest.fixture(scope="module")
 def all_machines(machines: dict[str | None, Machine]) -> Iterator[dict[str | None, Machine]]:
-    """By recorder; None: untraced."""
+    """Yield all machines by recorder; None means untraced."""
     with Machine(None) as untraced:
         yield {**machines, None: untraced}
 
 
-# Where alarms strike thousands of times, now and then one strikes in a weak reference's callback of the Python
-# recorder, and Python drops the exception there: the accounts then differ. Single alarms are in
-# tests/unit/recording/test_interrupts.py.
+# Among thousands of alarms, some interrupt a weak reference's callback of the Python recorder, where Python drops the
+# exception; the accounts then differ. tests/unit/recording/test_interrupts.py tests single alarms.
 OFTEN_INTERRUPTED: Final = pytest.param("interrupted", marks=pytest.mark.exhaustive)
 
 
@@ -280,7 +279,7 @@ def test_every_call_is_accounted_for(
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 def test_a_hundred_runs(all_machines: dict[str | None, Machine], tmp_path: Path) -> None:
-    """Of each recorder, and untraced between them: only what happens untraced, too, may happen traced."""
+    """Runs with each recorder and untraced ones alternate; only endings that crash untraced may crash traced."""
     crashes: dict[str | None, Counter[str]] = {name: Counter() for name in all_machines}
     calls: Counter[str | None] = Counter()
     for seed in range(RUNS):
@@ -301,7 +300,7 @@ def test_a_hundred_runs(all_machines: dict[str | None, Machine], tmp_path: Path)
 
 
 def crashes_untraced(machine: Machine, ending: str, folder: Path) -> bool:
-    """gloo aborts one process in some dozens that leave with work in flight: a tenth of the runs may not show it."""
+    """Return whether more untraced runs crash: gloo aborts only one in dozens of processes with work in flight."""
     for seed in range(RUNS, 2 * RUNS):
         here = folder / f"untraced-{ending}-{seed}"
         here.mkdir()
@@ -312,7 +311,7 @@ def crashes_untraced(machine: Machine, ending: str, folder: Path) -> bool:
 
 
 def report(line: str) -> None:
-    """For whoever waits for a long test (pytest -s)."""
+    """Print the progress of a long test (pytest -s)."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -360,32 +359,32 @@ def test_no_thread_writes_where_it_must_not(program: str, sanitizer: str, tmp_pa
     if build.status and "cannot find" in build.err:
         pytest.skip(f"there is no {sanitizer} sanitizer")
     assert build.status == 0, build.err
-    # What is never freed on purpose is no leak.
+    # Memory that is deliberately never freed is not a leak.
     result = processes.run(
         [tmp_path / program], limit=240, ASAN_OPTIONS="detect_leaks=0", UBSAN_OPTIONS="halt_on_error=1"
     )
     assert result.status == 0, result.out + result.err
 
 
-# ---- a great many of everything --------------------------------------------------------------------------------------
+# ---- large numbers of events -----------------------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
-    """What a run of programs/many_events.py told, and what was seen of it from outside."""
+    """Run of programs/many_events.py: its output, its log, and the largest size of its records on disk."""
 
     parts: list[dict[str, float]]
     left: Left
     peak_bytes: int
 
     def growth_kib(self) -> float:
-        """Most memory of any moment after the first tenth, over the most within it."""
+        """Return the peak memory after the first tenth of the run, minus the peak within it."""
         resident = [part["resident_kib"] for part in self.parts]
         warm = len(resident) // 10
         return max(resident[warm:]) - max(resident[:warm])
 
 
 def segment_bytes(log: Path) -> int:
-    """Bytes of records on disk at this moment."""
+    """Return the current bytes of records on disk."""
     total = 0
     for path in log.glob("*/*/*.npy*"):
         with contextlib.suppress(FileNotFoundError):  # closed, and so renamed, or removed
@@ -394,18 +393,18 @@ def segment_bytes(log: Path) -> int:
 
 
 def many(kind: str, number: int, recorder: str, log: Path, *, limit: float = 120, **settings: object) -> Run:
-    """Run the program, and look at its log every few milliseconds."""
+    """Run the program, and measure its log every few milliseconds."""
     recorders.needs(recorder)
     variables = {f"COMMTRACE_{name.upper()}": value for name, value in settings.items()}
     out = log.with_name("told")
     peak, deadline = 0, time.monotonic() + limit
     with (
-        open(out, "wb") as told,
+        open(out, "wb") as output,
         subprocess.Popen(
             [sys.executable, str(processes.PROGRAMS / "many_events.py"), kind, str(number)],
             env=processes.environment(COMMTRACE=log, COMMTRACE_RECORDER=recorder, **variables),
             cwd=tempfile.gettempdir(),
-            stdout=told,
+            stdout=output,
             start_new_session=True,
         ) as process,
     ):
@@ -423,7 +422,7 @@ def many(kind: str, number: int, recorder: str, log: Path, *, limit: float = 120
 
 
 def assert_bounded(run: Run, number: int, recorder: str, max_bytes: int) -> None:
-    """Every call is on disk, or was, or was dropped; and neither disk nor memory took more than they were given."""
+    """Assert that every call was written or dropped, and that disk and memory stayed within their bounds."""
     stats = run.left.stats
     assert run.left.tables["process"][0]["recorder"] == recorder
     assert stats["hook_errors"] == 0, stats["first_error"]
@@ -476,7 +475,7 @@ def test_fifty_million_events_stay_within_bounds(tmp_path: Path) -> None:
 def test_what_a_program_uses_once_takes_little_memory(
     recorder: str, kind: str, number: int, most_growth_kib: int, tmp_path: Path
 ) -> None:
-    """A group costs its row; a thread and a log leave nothing; of code no more than so much is remembered."""
+    """A group costs its row, a thread and a log leave nothing, and the memory for code objects is bounded."""
     run = many(kind, number, recorder, tmp_path / "log", limit=1000)
     report(f"{recorder}, {number} {kind}: grown by {run.growth_kib():.0f} KiB")
     lefts = processes.read_all(tmp_path / "log")

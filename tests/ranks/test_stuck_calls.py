@@ -1,4 +1,4 @@
-"""The diagnosis of real jobs that hang, died, ended, or were interrupted, with gloo."""
+"""Diagnosis of real jobs with gloo that hang, died, ended or were interrupted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stuck_jobs import others, stuck_calls_of, wait_for_stuck_calls
 from commtrace.cli import main
 from commtrace.run import open_run
 
-# Operation, whether the other ranks wait, and what is said of rank 1: it is absent, or it disagrees.
+# Operation, which other ranks wait, whether rank 1 is absent, and its disagreement.
 KINDS = {
     "absent": ("all_reduce", "all", "absent", ""),
     "operation": ("all_reduce", "all", "", "operation: all_reduce on rank {others}, broadcast on rank 1"),
@@ -59,17 +59,17 @@ def assert_named(kind: str, size: int, calls: pd.DataFrame) -> None:
     elif waiting != "some" and kind not in WAITS:
         assert first["waiting_ranks"] == (others(size) if waiting == "all" else waiting)
     assert "stuck.py:" in first["site"]
-    assert "waits" in first["site"] or kind in WAITS  # a rank that aborts is not in the call any more
+    assert "waits" in first["site"] or kind in WAITS  # a rank that aborts is no longer in the call
 
 
 def hang(nursery: Nursery, log: Path, kind: str, size: int) -> tuple[Ranks, pd.DataFrame]:
-    """The ranks of a job that hangs, and the diagnosis while it does."""
+    """Start a job that hangs, and return its ranks and the diagnosis."""
     ranks = nursery.start("stuck", log, kind, ranks=size)
     return ranks, wait_for_stuck_calls(log)
 
 
 SIZES = {"absent": 4, "cycle": 3, "killed": 3}
-"""Kinds of the default tier, and the numbers of their ranks."""
+"""Kind in the default tier -> number of ranks."""
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_a_job_that_hangs_and_is_killed(kind: str, size: int, nursery: Nursery, 
     log = tmp_path / "log"
     ranks, _ = hang(nursery, log, kind, size)
     rings = processes.rings(log)
-    time.sleep(0.5)  # until all that fails has failed
+    time.sleep(0.5)  # until failing ranks have failed
     assert_named(kind, size, stuck_calls_of(log))
-    if kind not in ("size", "dtype", "killed"):  # there, ranks end by themselves
+    if kind not in ("size", "dtype", "killed"):  # in these kinds, ranks end by themselves
         assert processes.rings(log) == rings, "the memory of living processes stays"
     ranks.kill(*range(size))
     ranks.wait()
@@ -98,7 +98,7 @@ def test_a_job_that_hangs_and_is_killed(kind: str, size: int, nursery: Nursery, 
 
 
 def test_a_job_of_which_only_some_steps_are_recorded(nursery: Nursery, tmp_path: Path) -> None:
-    """What its ranks did in the other steps decides who was absent, also after they were killed."""
+    """Calls in the other steps show which rank was absent, even after the ranks were killed."""
     log = tmp_path / "log"
     ranks = nursery.start("stuck", log, "absent", ranks=3, STEPS="1", drain_ms=10)
     assert_named("absent", 3, wait_for_stuck_calls(log))
@@ -106,7 +106,7 @@ def test_a_job_of_which_only_some_steps_are_recorded(nursery: Nursery, tmp_path:
     ranks.wait()
     assert_named("absent", 3, stuck_calls_of(log))
     run = open_run(log)
-    assert run.table("coverage")["not_selected"].tolist() == [3 * 2 * 4 - 4]  # of rank 2, no call of the pair
+    assert run.table("coverage")["not_selected"].tolist() == [3 * 2 * 4 - 4]  # rank 2 makes no call of the pair
     complete = run.events().loc[lambda calls: calls["state"] == "complete"]
     assert {*complete["step"]} == {1}
 
@@ -125,7 +125,7 @@ def test_check_has_a_status_for_it(nursery: Nursery, tmp_path: Path, capsys: pyt
 def test_a_timeout_and_a_rank_that_never_came(nursery: Nursery, tmp_path: Path) -> None:
     log = tmp_path / "log"
     ranks = nursery.start("stuck", log, "absent", 3, ranks=2)
-    processes.wait_for(lambda: log.exists() and any("end" in one.tables for one in processes.read_all(log)[:1]), 40)
+    processes.wait_for(lambda: log.exists() and any("end" in left.tables for left in processes.read_all(log)[:1]), 40)
     ranks.kill(1)
     ranks.wait()
     (call,) = stuck_calls_of(log).itertuples()
@@ -143,11 +143,11 @@ def test_runs_that_end_well_or_are_interrupted(seed: int, nursery: Nursery, tmp_
     ranks = nursery.start("stuck", log, "train", ranks=size)
     processes.wait_for(lambda: len(list(log.glob("*/*/*.jsonl"))) == size, 60)
     time.sleep(choose.uniform(0.1, 1))
-    assert not len(stuck_calls_of(log)), "it runs well"
+    assert not len(stuck_calls_of(log)), "the job still runs"
     how = choose.choice([signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-    # All at once, as far as the ranks can tell: on a busy machine, one would see another one's end before its own.
-    for each in (signal.SIGSTOP, how, signal.SIGCONT):
+    # Stop all ranks first: on a busy machine, a rank would otherwise observe another one's end before its own.
+    for number in (signal.SIGSTOP, how, signal.SIGCONT):
         for rank in choose.sample(range(size), size):
-            ranks.kill(rank, signal_=each)
+            ranks.kill(rank, signal_=number)
     ranks.wait()
     assert not len(stuck_calls_of(log))

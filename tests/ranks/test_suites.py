@@ -1,4 +1,4 @@
-"""PyTorch's and mpi4py's own tests end the same traced and untraced, and both recorders record the same calls."""
+"""PyTorch's and mpi4py's own tests have equal outcomes traced and untraced, and both recorders record equal calls."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ VARIABLES: Final[dict[str, Any]] = {
     "PYTHONPATH": Path(processes.__file__).parent,
 }
 POLLING = "test_util_sync.py"
-"""Tests of locks, which repeat calls until they have the lock: as often as time allows."""
+"""Tests of locks, which repeat calls until they have the lock, so that the number of calls varies."""
 
 LEFT_OUT: Final = ("test_spawn", "test_dynproc", "test_util_pool", "test_doc")
-"""Modules of mpi4py that start further processes or listen on ports: how they end depends on the machine."""
+"""Modules of mpi4py that start further processes or listen on ports: their outcome depends on the machine."""
 PARTS: Final = {"cco_nb": 130, "cco_pr": 140, "cco": 250, "p2p": 170, "rma": 50, "util": 200, "": 900}
-"""Parts of mpi4py's suite: how the names of their modules begin (the first that fits), and least tests that pass."""
+"""Parts of mpi4py's suite: prefix of module names (the first that matches) -> least number of tests that pass."""
 
 Outcomes = dict[str, dict[str, str]]
 Calls = collections.Counter[tuple[int, str, int]]
@@ -39,13 +39,13 @@ Calls = collections.Counter[tuple[int, str, int]]
 
 @pytest.fixture(scope="module")
 def mpi4py_suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tests in the sdist of the mpi4py that is installed."""
+    """Return the tests in the sdist of the installed mpi4py."""
     folder = tmp_path_factory.mktemp("mpi4py")
     wanted = f"mpi4py=={metadata.version('mpi4py')}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", "-d", str(folder)]
     done = subprocess.run([*command, wanted], capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
-        pytest.skip(f"the sdist of {wanted} cannot be had: {done.stderr.strip().splitlines()[-1]}")
+        pytest.skip(f"cannot download the sdist of {wanted}: {done.stderr.strip().splitlines()[-1]}")
     [sdist] = folder.glob("*.tar.gz")
     shutil.unpack_archive(sdist, folder)
     [suite] = folder.glob("*/test")
@@ -53,13 +53,13 @@ def mpi4py_suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def modules(suite: Path, part: str) -> list[str]:
-    """The modules of one part, in the order of their names."""
+    """Return the modules of one part in alphabetical order."""
     names = (path.stem for path in sorted(suite.glob("test_*.py")) if path.stem not in LEFT_OUT)
     return [name for name in names if next(filter(name.removeprefix("test_").startswith, PARTS)) == part]
 
 
 def calls(log: Path) -> Calls:
-    """How often each rank made each call (rank, operation, payload in bytes); no hook failed, and none is missing."""
+    """Count the calls by (rank, operation, payload in bytes); assert that no hook failed and no call is missing."""
     counts: Calls = collections.Counter()
     for left in processes.read_all(log):
         assert left.stats["hook_errors"] == 0, left.stats["first_error"]
@@ -69,7 +69,7 @@ def calls(log: Path) -> Calls:
         sites = [row["id"] for row in left.tables.get("sites", []) if Path(row["file"]).name == POLLING]
         times = left.records["t_begin"]
         polling = times[np.isin(left.records["site"], sites)]
-        # Some calls of these tests have the site of unittest's `assertRaises`, so that their whole time is left out.
+        # Some calls of these tests have unittest's `assertRaises` as call site, so all calls of that time are left out.
         records = left.records[(times < polling.min()) | (times > polling.max())] if len(polling) else left.records
         sizes = zip(records["kind"].tolist(), records["payload"].tolist(), strict=True)
         counts.update((rank, ops[kind], size) for kind, size in sizes)
@@ -94,8 +94,8 @@ def test_mpi4py(mpi: str, ranks: int, part: str, mpi4py_suite: Path, tmp_path: P
 
     untraced = outcomes(None)
     assert len(untraced) == ranks
-    for of_rank in untraced.values():
-        assert sum(outcome == "passed" for outcome in of_rank.values()) >= PARTS[part]
+    for rank_outcomes in untraced.values():
+        assert sum(outcome == "passed" for outcome in rank_outcomes.values()) >= PARTS[part]
     for recorder in recorders.RECORDERS:
         assert outcomes(recorder) == untraced
     assert calls(tmp_path / "python" / "log") == calls(tmp_path / "native" / "log")
@@ -116,8 +116,8 @@ def test_pytorch(ranks: int, tmp_path: Path) -> None:
             limit=LIMIT_SECONDS, WORLD_SIZE=ranks, TEMP_DIR=folder, **VARIABLES, **settings,
         )  # fmt: skip
         assert result.status == 0, result.err[-4000:]
-        found: dict[str, str] = json.loads((folder / "outcomes.json").read_text())
-        return found
+        loaded: dict[str, str] = json.loads((folder / "outcomes.json").read_text())
+        return loaded
 
     untraced = outcomes(None)
     assert sum(outcome == "passed" for outcome in untraced.values()) >= 80

@@ -1,4 +1,4 @@
-"""Rules of theory that are broken on purpose: their tests have to show it."""
+"""Rules of theory that are broken on purpose, to show that their tests then fail."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from commtrace.theory.model_shapes import ModelShape
 from commtrace.theory.rules.registry import Rule
 
 OF_EVALUATIONS = "check_order", "release_inflight", "unused_prefetches"
-"""Rules that only evaluations need: tests/ranks/theory/test_passes.py breaks them."""
+"""Rules that only evaluations need; tests/ranks/theory/test_passes.py breaks them."""
 
 
 def break_rule(rule: Rule, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any] | None = None) -> None:
-    """Let a rule return something else (`change`, default: `wrong`), or do nothing if it returns nothing."""
-    right = getattr(importlib.import_module(rule.module), rule.name)
+    """Make a rule return something else (`change`, default: `wrong`), or do nothing if it returns nothing."""
+    original = getattr(importlib.import_module(rule.module), rule.name)
 
     def broken(*arguments: Any, **named: Any) -> Any:
-        if right.__annotations__.get("return") in ("None", None):
-            return None  # a rule that acts
-        return (change or wrong)(right(*arguments, **named))
+        if original.__annotations__.get("return") in ("None", None):
+            return None  # a rule with side effects only
+        return (change or wrong)(original(*arguments, **named))
 
-    for module, name in list(places(right)):
+    for module, name in list(places(original)):
         monkeypatch.setattr(module, name, broken)
 
 
 def wrong(value: Any) -> Any:
-    """Another value of the same kind."""
+    """Return another value of the same kind."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -48,7 +48,7 @@ def wrong(value: Any) -> Any:
     if isinstance(value, ModelShape):
         return replace(value, layers=value.layers + 1)
     if isinstance(value, dict):
-        return {key: wrong(one) for key, one in value.items()}
+        return {key: wrong(item) for key, item in value.items()}
     if isinstance(value, ExpectedCall):
         return replace(value, payload=value.payload + 1)
     if hasattr(value, "backward"):
@@ -64,7 +64,7 @@ def wrong(value: Any) -> Any:
 
 
 def wrong_list(value: list[Any]) -> list[Any]:
-    """Another size of the first message or number, another order, other buckets."""
+    """Return the list with another first size, another order or other buckets."""
     if not value:
         return [ExpectedCall("all_reduce", 3, "wrong")]
     first = value[0]
@@ -80,7 +80,7 @@ def wrong_list(value: list[Any]) -> list[Any]:
 
 
 def places(function: Callable[..., Any]) -> Iterator[tuple[Any, str]]:
-    """Every module of theory that knows the function, and its name there."""
+    """Yield every module of theory that contains the function, and its name there."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("commtrace.theory", "examples.gpt_neox.theory")):
-            yield from ((module, known_as) for known_as, one in vars(module).items() if one is function)
+            yield from ((module, attribute) for attribute, value in vars(module).items() if value is function)

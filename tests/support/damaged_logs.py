@@ -1,11 +1,12 @@
 """Damaged logs: recorded logs of five schemes, in both formats, with seeded damage, and every command on each of them.
 
-python tests/support/damaged_logs.py --count 100000 --seed 1     # prints what fails
+python tests/support/damaged_logs.py --count 100000 --seed 1     # prints failures
 
-Each log is opened by one command, reports less often than the others, which take far less time. `--every` runs all
-commands on each log; `--only NAME` some. A damaged log is a function of its seed, so a long run can be split.
+Each log is opened by one command, less often by `report`, which takes far more time than the others. `--every` runs all
+commands on each log, `--only NAME` some of them. A damaged log is a function of its seed, so a long run can be split.
 
-A command must end in time and memory, with a report or with one clear line; nothing but `commtrace: ...` on stderr.
+A command must end within limits of time and memory, with a report or one clear line; stderr may have only lines
+`commtrace: ...`.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from commtrace.errors import LogError
 from commtrace.schema import RECORD
 
 SECONDS: Final = 10
-"""Most CPU time of a command: other programs on the machine do not count."""
+"""Limit of a command's CPU time, which does not depend on other programs on the machine."""
 WAITING_SECONDS: Final = 200
 MEMORY: Final = 1 << 30
 ADDRESS_SPACE: Final = 8 << 30
-"""Beyond it a command fails, so that one bad log does not take the memory of the whole machine."""
+"""Limit at which allocation fails, so that one bad log does not use up the machine's memory."""
 SCHEMES: Final = ("ddp", "fsdp", "pipeline", "zero1", "zero3")
 
 _RECORDED: Final = Path(__file__).with_name("recorded") / "logs.zip"
@@ -54,13 +55,13 @@ _VALUES: Final[tuple[Any, ...]] = (
 
 
 def unpack(folder: Path) -> None:
-    """Write the logs of SCHEMES, of two ranks each, in version 1 of the format."""
+    """Write the logs of SCHEMES, with two ranks each, in version 1 of the format."""
     with zipfile.ZipFile(_RECORDED) as archive:
         archive.extractall(folder)
 
 
 def damage(log: Path, others: Path, chance: random.Random) -> list[str]:
-    """Damage one to three places of a log, and return what was done. `others`: logs whose parts may get into it."""
+    """Damage one to three places of a log, and return what was done. `others`: logs from which parts may be copied."""
     done = []
     for _ in range(chance.choice((1, 1, 2, 3))):
         files = _files(log)
@@ -186,7 +187,7 @@ _DAMAGES: Final[tuple[Callable[[Path, Path, random.Random], str], ...]] = (
 
 
 def _sibling(path: Path, suffix: str, chance: random.Random) -> Path:
-    """Return a file of this kind with contents, in the folder of another."""
+    """Return a file with this suffix, not empty, from the directory of another file."""
     files = [file for file in _files(path.parent) if file.suffix == suffix and file.stat().st_size]
     if not files:
         raise ValueError
@@ -203,20 +204,20 @@ def _split(path: Path) -> tuple[bytes, Any]:
     return data[:offset], records
 
 
-def commands(log: Path, whole: Path, reference: Path, out: Path) -> dict[str, Callable[[], None]]:
-    """Return every command that opens a log, by name; `whole` is the log before, `reference` one of more ranks."""
-    texts = {
+def commands(log: Path, undamaged: Path, reference: Path, out: Path) -> dict[str, Callable[[], None]]:
+    """Return every command that opens a log, by name; `reference` is a log of more ranks."""
+    arguments = {
         "report": ("report", log),
         "report all": ("report", log, "--sections", "all", "--sites", 0),
         "report json": ("report", log, "--json"),
         "report html": ("report", log, "--html", out / "page.html", "--force"),
-        "report several": ("report", log, whole),
+        "report several": ("report", log, undamaged),
         "check": ("check", log),
         "check strict": ("check", log, "--strict", "--tolerance", "0.1"),
-        "check against": ("check", whole, "--against", log),
+        "check against": ("check", undamaged, "--against", log),
         "baseline": ("check", log, "--update-baseline", out / "baseline"),
-        "diff": ("diff", log, whole),
-        "diff json": ("diff", whole, log, "--json"),
+        "diff": ("diff", log, undamaged),
+        "diff json": ("diff", undamaged, log, "--json"),
         "export csv": ("export", log, "--out", out / "events.csv", "--force"),
         "export parquet": ("export", log, "--out", out / "events.parquet", "--force"),
         "export perfetto": ("export", log, "--out", out / "events.pftrace", "--force"),
@@ -224,8 +225,8 @@ def commands(log: Path, whole: Path, reference: Path, out: Path) -> dict[str, Ca
         "scaling json": ("scaling", reference, log, "--json"),
         "recover": ("recover", log),
     }
-    made = {name: functools.partial(_run, tuple(map(str, words))) for name, words in texts.items()}
-    return {**made, "events": functools.partial(_events, log)}
+    runs = {name: functools.partial(_run, tuple(map(str, words))) for name, words in arguments.items()}
+    return {**runs, "events": functools.partial(_events, log)}
 
 
 def _weight(command: str) -> int:
@@ -309,7 +310,7 @@ def _peak() -> int:
 
 
 def _reference(folder: Path) -> None:
-    """Write a log of three ranks, for comparisons of scaling."""
+    """Write a log of three ranks, for the scaling report."""
     from factory import training
 
     training(folder, ranks=3, steps=6)

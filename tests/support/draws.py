@@ -1,4 +1,4 @@
-"""How many random programs an exhaustive test of real ranks draws: the variable DRAWS, or 20."""
+"""Number of random programs that an exhaustive test of real ranks draws: the variable DRAWS, or 20."""
 
 from __future__ import annotations
 

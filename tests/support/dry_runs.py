@@ -1,4 +1,4 @@
-"""Dry runs of the programs of the tests, and what it means that one did what the real run did."""
+"""Dry runs of test programs, and the assertion that they equal the real runs."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ SAME: Final = [
 
 
 def calls(run: Run) -> pd.DataFrame:
-    """All calls of a run, by rank and in their order."""
+    """Return all calls of a run, by rank and in their order."""
     events = run.events()
     flags = [
-        "|".join(flag for flag in str(some).split("|") if flag not in ("simulated", "")) for some in events["flags"]
+        "|".join(flag for flag in str(text).split("|") if flag not in ("simulated", "")) for text in events["flags"]
     ]
     return events[SAME].astype(object).assign(flags=flags).fillna("missing")
 
 
 def assert_same(real: Run, dry: Run) -> None:
-    """Rank by rank and call by call the same, and there are calls."""
+    """Assert that each rank made the same calls in both runs, and that there are calls."""
     expected, found = calls(real), calls(dry)
     assert sorted(set(found["rank"])) == sorted(set(expected["rank"]))
     assert len(expected)
-    for rank, part in expected.groupby("rank"):
-        other = found.loc[found["rank"] == rank]
-        for (_, one), (_, two) in zip(part.iterrows(), other.iterrows(), strict=False):
-            assert one.to_dict() == two.to_dict()
-        assert len(other) == len(part), f"rank {rank}"
+    for rank, real_calls in expected.groupby("rank"):
+        dry_calls = found.loc[found["rank"] == rank]
+        for (_, real_call), (_, dry_call) in zip(real_calls.iterrows(), dry_calls.iterrows(), strict=False):
+            assert real_call.to_dict() == dry_call.to_dict()
+        assert len(dry_calls) == len(real_calls), f"rank {rank}"
 
 
-def simulated(program: str, folder: Path, world: int, *arguments: object, small: int, log: Path | None = None) -> None:
+def simulated(program: str, folder: Path, world: int, *arguments: object, small: int) -> None:
     """Run a program of `tests/support/programs` as every rank of a dry run.
 
-    Tensors of up to `small` elements are computed. It begins its logs itself, or has one in `log`.
+    Tensors of up to `small` elements are computed. The program starts its logs itself.
     """
     mail = folder / "mail"
     mail.mkdir(parents=True)
@@ -57,9 +57,9 @@ def simulated(program: str, folder: Path, world: int, *arguments: object, small:
 
 
 def trained(wanted: dict[str, dict[str, Any]], folder: Path, world: int, small: int) -> dict[str, Run]:
-    """As `trainings.train`, dry."""
+    """Do dry runs of what `trainings.train` trains."""
     folder.mkdir(parents=True, exist_ok=True)
     orders = folder / "orders.json"
-    orders.write_text(json.dumps([trainings._order(folder, name, one) for name, one in wanted.items()]))
+    orders.write_text(json.dumps([trainings._order(folder, name, training) for name, training in wanted.items()]))
     simulated("theory", folder / "simulated", world, orders, small=small)
     return {name: open_run(folder / name) for name in wanted}

@@ -1,4 +1,4 @@
-"""Modes of the MPI encoder, what its ranks report, and the calls that the formulas expect of them."""
+"""Modes of the MPI encoder, what its ranks report, and the calls that the formulas expect."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ CASES = {
 
 
 def option(name: str, of: str, default: int = 1) -> int:
-    """A number among the options of a case."""
+    """Return the number that an option of a case has."""
     arguments = CASES[of]
     return int(arguments[arguments.index(name) + 1]) if name in arguments else default
 
 
 @functools.cache
 def found(ranks: int) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found of each case, all cases in one start."""
+    """Return what each rank reported for each case; all cases run in one start."""
     results = mpi_ranks.run_cases(
         ranks, [("mpi_encoder", [*COMMON, *arguments], False) for arguments in CASES.values()]
     )
@@ -60,7 +60,7 @@ def found(ranks: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def messages(case: str, ranks: int, rank: int) -> list[ExpectedCall]:
-    """Of one step."""
+    """Return the expected calls of one step of a rank."""
     backward, micro_batches = "--forward-only" not in CASES[case], option("--micro-batches", case)
     if "pipeline" in CASES[case]:
         return pipeline(BATCH, SEQUENCE, MODEL, ELEMENT, ranks, rank, backward, micro_batches)

@@ -1,4 +1,4 @@
-"""Logs of a small ZeRO-1 training, made from what theory expects, and changes that make them differ.
+"""Logs of a small ZeRO-1 training, made from the expected calls, and changes that make them differ.
 
 run = run_of(tmp_path, every_step(), ZERO_1)
 run = run_of(tmp_path, cut(every_step()), ZERO_1)
@@ -60,7 +60,7 @@ ZERO_1: Final[dict[str, Any]] = {
 
 
 def call(message: ExpectedCall, step: int, **fields: int) -> Records:
-    """A record of one call of a message."""
+    """Return a record of an expected call."""
     phase = Phase.INIT if step < 0 else Phase.OPTIMIZER
     local = message.payload // RANKS if message.op == "all_gather" else 0
     known = {"site": DEEPSPEED_LINE, "phase": phase, "local": local}
@@ -68,9 +68,9 @@ def call(message: ExpectedCall, step: int, **fields: int) -> Records:
 
 
 def calls(job: dict[str, Any], steps: Iterable[int]) -> list[Records]:
-    """What theory expects, as records."""
+    """Return the expected calls as records."""
     prediction = predict(job)
-    return [call(one, step) for step in steps for one in prediction.step(step) for _ in range(one.calls)]
+    return [call(message, step) for step in steps for message in prediction.step(step) for _ in range(message.calls)]
 
 
 def run_of(
@@ -83,25 +83,25 @@ def run_of(
     others: Mapping[int, list[Records]] | None = None,
     **stats: int,
 ) -> Run:
-    """A log of which every rank has these records, but for those of `others`."""
+    """Write a log with the records `rows` on every rank, except on the ranks in `others`; return its run."""
     log = LogFactory(directory)
     for rank in range(ranks):
-        one = log.process(rank, pid=4711 + rank, world_size=RANKS)
-        one.known({WORLD: [*range(RANKS)], PAIR: [0, 1], ALONE: [rank]}, {WORLD: "data"})
+        process = log.process(rank, pid=4711 + rank, world_size=RANKS)
+        process.known({WORLD: [*range(RANKS)], PAIR: [0, 1], ALONE: [rank]}, {WORLD: "data"})
         for op, number in OPS.items():
-            one.add("kinds", id=number, op=op, variant=op, api="torch", dtype="float16", reduce_op=None)
+            process.add("kinds", id=number, op=op, variant=op, api="torch", dtype="float16", reduce_op=None)
         packages = "/opt/site-packages/deepspeed/runtime"
-        one.add("sites", id=PROGRAM, file="/home/user/project/train.py", line=9, function="main")
-        one.add("sites", id=DEEPSPEED_LINE, file=f"{packages}/zero/stage_1_and_2.py", line=5, function="step")
-        one.add(
+        process.add("sites", id=PROGRAM, file="/home/user/project/train.py", line=9, function="main")
+        process.add("sites", id=DEEPSPEED_LINE, file=f"{packages}/zero/stage_1_and_2.py", line=5, function="step")
+        process.add(
             "sites", id=CHECKPOINT, file=f"{packages}/engine.py", line=5, function="DeepSpeedEngine.save_checkpoint"
         )
         if job is not None:
-            one.add("job", id=1, **job)
-        one.write((others or {}).get(rank, rows))
-        one.stats(**stats)
+            process.add("job", id=1, **job)
+        process.write((others or {}).get(rank, rows))
+        process.stats(**stats)
         if end:
-            one.add("end", mono_ns=10_000_001_000, unix_ns=1, reason="exit")
+            process.add("end", mono_ns=10_000_001_000, unix_ns=1, reason="exit")
     return open_run(directory)
 
 
@@ -110,28 +110,28 @@ def every_step() -> list[Records]:
 
 
 def cut(rows: list[Records]) -> list[Records]:
-    """Without the last call of the last step."""
+    """Return the records without the last call of the last step."""
     return rows[:-1]
 
 
 def without_optimizer(rows: list[Records]) -> list[Records]:
-    """The last step's norms and parameters are not there."""
-    kept = [one for one in predict(ZERO_1).step(0) if one.cause in ("gradients", "overflow check")]
-    return [*(row for row in rows if row["step"][0] < STEPS - 1), *(call(one, STEPS - 1) for one in kept)]
+    """Return the records without the last step's norms and parameters."""
+    kept = [message for message in predict(ZERO_1).step(0) if message.cause in ("gradients", "overflow check")]
+    return [*(row for row in rows if row["step"][0] < STEPS - 1), *(call(message, STEPS - 1) for message in kept)]
 
 
 def without_a_check(rows: list[Records]) -> list[Records]:
-    """The last step's overflow check is not there."""
+    """Return the records without the last step's overflow check."""
     return [row for row in rows if row["step"][0] < STEPS - 1 or row["payload"][0] != 1]
 
 
 def with_call(op: str, payload: int, **fields: int) -> Callable[[list[Records]], list[Records]]:
-    """One more in step 1."""
+    """Return a change that adds a call to step 1."""
     return lambda rows: [*rows, call(ExpectedCall(op, payload, ""), 1, **fields)]
 
 
 def in_other_pieces(rows: list[Records]) -> list[Records]:
-    """The last step's first two buckets, the second 2 bytes larger and the first 2 bytes smaller."""
+    """Return the records with the last step's first bucket 2 bytes smaller, and the second 2 bytes larger."""
     changed = [row.copy() for row in rows]
     large = [
         row for row in changed if row["step"][0] == 2 and row["kind"][0] == OPS["all_reduce"] and row["payload"][0] > 8

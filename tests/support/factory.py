@@ -1,4 +1,4 @@
-"""Logs on disk, built from what a test says, by docs/reference/log-format.md and not by the recorder.
+"""Logs on disk, written as docs/reference/log-format.md describes them and without the recorder.
 
 log = LogFactory(tmp_path)
 log.process(rank=0).write([record(payload=1024, step=0)])
@@ -57,8 +57,8 @@ SITES: Sequence[dict[str, Any]] = (
 
 
 def record(**fields: int) -> Records:
-    """One record, shape (1,). Unsaid: a float32 all_reduce of 1 KiB over the world, in backward, complete by a wait."""
-    one = np.zeros(1, RECORD)
+    """Return one record, shape (1,). Default: a float32 all_reduce of 1 KiB over the world, in backward, waited for."""
+    row = np.zeros(1, RECORD)
     known = {
         "t_begin": 1_000,
         "t_return": 3_000,
@@ -71,17 +71,17 @@ def record(**fields: int) -> Records:
     codes = {"kind": ALL_REDUCE, "thread": 1, "phase": Phase.BACKWARD, "clock": Clock.WAIT, "state": State.COMPLETE}
     none = {"step": 0, "micro_batch": 0, "peer": -1, "tag": -1}
     for name, value in {**known, **codes, **none, **fields}.items():
-        one[name] = value
-    return one
+        row[name] = value
+    return row
 
 
 def records(rows: Iterable[Records]) -> Records:
-    """Records one after the other."""
+    """Return the records as one array."""
     return np.concatenate([np.zeros(0, RECORD), *rows])
 
 
 def open_segment(rows: Records) -> bytes:
-    """A segment that is being written: a header of 1,024 bytes that promises nothing, then the records."""
+    """Return a segment that is being written: a header of 1,024 bytes with shape (0,), then the records."""
     text = repr({"descr": RECORD.descr, "fortran_order": False, "shape": (0,)})
     return b"\x93NUMPY\x01\x00" + (1014).to_bytes(2, "little") + text.ljust(1013).encode() + b"\n" + rows.tobytes()
 
@@ -110,7 +110,7 @@ class ProcessFactory:
         self.add("process", **{**facts, **moments, "recorder": "python", "blind_spots": blind, **process})
 
     def add(self, table: str, **row: Any) -> ProcessFactory:
-        """Append a row to a table. Lists of ranks become the text that version 2 of the format has for them."""
+        """Append a row to a table. Lists of ranks become text, as in version 2 of the format."""
         if self.version > 1 and isinstance(row.get("ranks"), Sequence) and not isinstance(row["ranks"], str):
             row["ranks"] = ",".join(map(str, row["ranks"]))
         with open(self.tables, "a") as file:
@@ -120,7 +120,7 @@ class ProcessFactory:
     def known(
         self, groups: dict[int, Sequence[int]] | None = None, roles: dict[int, str] | None = None
     ) -> ProcessFactory:
-        """Add KINDS, SITES, groups by number (unsaid: WORLD of 0 and 1, ALONE), and roles by group number."""
+        """Add KINDS, SITES, groups by number (default: WORLD of ranks 0 and 1, ALONE), and roles by group number."""
         for table, rows in (("kinds", KINDS), ("sites", SITES)):
             for row in rows:
                 self.add(table, **row)
@@ -146,7 +146,7 @@ class ProcessFactory:
         return self
 
     def stats(self, **row: Any) -> ProcessFactory:
-        """Add counters, those of what was written where unsaid."""
+        """Add counters, by default those of the written records."""
         counts = {
             "calls": self.calls,
             "dropped": 0,
@@ -167,32 +167,32 @@ class ProcessFactory:
         return self.add("stats", **{**counts, **cost, **row})
 
     def end(self, reason: str = "exit") -> ProcessFactory:
-        """Add counters and the end."""
+        """Add counters and the row `end`."""
         return self.stats().add("end", mono_ns=10_000_001_000, unix_ns=UNIX_NS + 10_000_000_000, reason=reason)
 
 
 class LogFactory:
-    """A directory as COMMTRACE names it."""
+    """A log directory, as the variable COMMTRACE names it."""
 
     def __init__(self, directory: Path, run: str = RUN) -> None:
         self.directory, self.run = directory, run
         directory.mkdir(parents=True, exist_ok=True)
 
     def process(self, rank: int = 0, *, pid: int = 4711, host: str = "node17", **process: Any) -> ProcessFactory:
-        """A process whose only row is `process`."""
+        """Return a process whose only row is `process`."""
         return ProcessFactory(self.directory / self.run / host, rank, pid, **{"run": self.run, **process})
 
 
 def training(directory: Path, *, ranks: int = 2, steps: int = 3, run: str = RUN, **process: Any) -> LogFactory:
-    """A small data-parallel run: a barrier before the first step, then each step an all_reduce and an all_gather."""
+    """Write a small data-parallel run: a barrier before the first step, an all_reduce and an all_gather per step."""
     log = LogFactory(directory, run)
     for rank in range(ranks):
-        one = log.process(rank, pid=4711 + rank, world_size=ranks, **process)
-        one.known({WORLD: list(range(ranks)), ALONE: [rank]}, {WORLD: "data"})
+        files = log.process(rank, pid=4711 + rank, world_size=ranks, **process)
+        files.known({WORLD: list(range(ranks)), ALONE: [rank]}, {WORLD: "data"})
         rows = [record(kind=BARRIER, payload=0, step=-1, micro_batch=-1, phase=Phase.INIT, site=2)]
         for step in range(steps):
-            at = (step + 1) * 1_000_000
-            times = {"t_begin": at, "t_return": at + 2_000, "t_wait": at + 5_000, "t_end": at + 50_000}
+            begin = (step + 1) * 1_000_000
+            times = {"t_begin": begin, "t_return": begin + 2_000, "t_wait": begin + 5_000, "t_end": begin + 50_000}
             rows.append(record(payload=4096, seq=1 + 2 * step, step=step, **times))
             rows.append(
                 record(
@@ -206,5 +206,5 @@ def training(directory: Path, *, ranks: int = 2, steps: int = 3, run: str = RUN,
                     **times,
                 )
             )
-        one.write(rows).end()
+        files.write(rows).end()
     return log

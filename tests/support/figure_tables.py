@@ -11,7 +11,7 @@ EVIL = "<script>alert(1)</script><a href='javascript:alert(2)'>x</a>&amp;\u202e%
 
 
 def waterfall_table() -> pd.DataFrame:
-    """18 bytes expected, 9 more for one cause, 2 less for another, 1 unexplained."""
+    """Return a waterfall: 18 MiB expected, 9 more for one cause, 2 less for another, 1 unexplained."""
     return pd.DataFrame(
         [
             ("2P(d-1)/d", 18 * MIB, "closed form"),
@@ -25,12 +25,12 @@ def waterfall_table() -> pd.DataFrame:
 
 
 def two_roles_table() -> pd.DataFrame:
-    """The waterfall twice, as of two dimensions."""
+    """Return the waterfall twice, as for two parallel dimensions."""
     return pd.concat([waterfall_table().assign(role=role) for role in ("data", "pipeline")], ignore_index=True)
 
 
 def reconciliation_table() -> pd.DataFrame:
-    """Two ranks, two steps: an all_reduce in place of a reduce_scatter; start-up does not count."""
+    """Return the cells of two ranks, start-up and two steps, with an all_reduce in place of a reduce_scatter."""
     cells = [
         (rank, step, "data", op, 1, 1, expected, measured, measured - expected, cause, "train.py:1 main")
         for rank in (0, 1)

@@ -1,4 +1,4 @@
-"""Logs of version 1 of the format as logs of version 2."""
+"""Conversion of logs from version 1 of the format to version 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commtrace.rank_ranges import format_rank_list
 
 
 def to_version_2(log: Path) -> None:
-    """Rewrite the tables of a log of version 1."""
+    """Rewrite the tables of a log of version 1 in version 2."""
     for path in log.rglob("*.jsonl"):
         rows = [_row(json.loads(line)) for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Running programs of mpi4py under each MPI that is installed, with a time limit."""
+"""Run programs that use mpi4py under each installed MPI, with a time limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRAMS = Path(__file__).with_name("mpi_programs")
 
 
 class Mpi(NamedTuple):
-    """One MPI from PyPI: how it is started, and where its library is, below the environment's folder."""
+    """An MPI from PyPI: how to start it, and where its library is in the environment's directory."""
 
     name: str
     launcher: str
@@ -60,7 +60,7 @@ NAMES = tuple(mpi.name for mpi in MPIS)
 
 
 def obstacle(name: str) -> str:
-    """Why this MPI cannot be used here; "" where it can."""
+    """Return why this MPI cannot be used here; "" if it can."""
     mpi = _mpi(name)
     if find_spec("mpi4py") is None:
         return "mpi4py is not installed"
@@ -70,7 +70,7 @@ def obstacle(name: str) -> str:
 
 
 def needs(name: str) -> None:
-    """Skip the test where this MPI is not installed."""
+    """Skip the test if this MPI is not installed."""
     if obstacle(name):
         pytest.skip(obstacle(name))
 
@@ -88,16 +88,16 @@ def run(
     name: str, program: str | Path, *arguments: object, ranks: int = 3, log: Path | None = None, limit: float = 60,
     **variables: Any,
 ) -> processes.Result:  # fmt: skip
-    """A program of `tests/support/mpi_programs` (or a file), on some ranks, traced into `log` if that is given."""
-    command, known = _command(name, program, arguments, ranks, log)
-    return processes.run(command, limit=limit, **{**known, **variables})
+    """Run a program of `tests/support/mpi_programs` (or a file) on some ranks, traced into `log` if that is given."""
+    command, mpi_variables = _command(name, program, arguments, ranks, log)
+    return processes.run(command, limit=limit, **{**mpi_variables, **variables})
 
 
 @contextlib.contextmanager
 def started(name: str, program: str, *arguments: object, ranks: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """As `run`, of a program that does not end: it is killed with its launcher."""
-    command, known = _command(name, program, arguments, ranks, log)
-    environment = processes.environment(**known)
+    """Start a program that does not end, as `run` does; it is killed with its launcher."""
+    command, mpi_variables = _command(name, program, arguments, ranks, log)
+    environment = processes.environment(**mpi_variables)
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:
@@ -110,7 +110,7 @@ def started(name: str, program: str, *arguments: object, ranks: int, log: Path) 
 def _command(
     name: str, program: str | Path, arguments: Sequence[object], ranks: int, log: Path | None
 ) -> tuple[list[str], dict[str, Any]]:
-    """The command that starts a program, and the variables that it needs."""
+    """Return the command that starts a program, and the environment variables that it needs."""
     mpi = _mpi(name)
     path = PROGRAMS / f"{program}.py" if isinstance(program, str) else program
     launcher = [_root() / "bin" / mpi.launcher, *mpi.options, "-n", ranks]
@@ -120,7 +120,7 @@ def _command(
 
 
 def succeeds(name: str, program: str | Path, *arguments: object, **options: Any) -> processes.Result:
-    """As `run`, of a program that ends well."""
+    """Run a program as `run` does, and assert that it succeeds."""
     result = run(name, program, *arguments, **options)
     assert result.status == 0, f"status {result.status}\n{result.out[-4000:]}\n{result.err[-8000:]}"
     return result

@@ -1,4 +1,4 @@
-"""Starting ranks of MPI workloads, with a time limit."""
+"""Run ranks of MPI workloads with a time limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT_S = 120
 
 
 def has_mpiexec() -> bool:
-    """Whether ranks can be started here."""
+    """Return whether ranks can be started here."""
     try:
         launch.find_mpiexec()
     except CommtraceError:
@@ -30,16 +30,16 @@ needs_mpiexec = pytest.mark.skipif(not has_mpiexec(), reason="there is no mpiexe
 
 
 def mpiexec(ranks: int, *program: str | Path, **variables: Any) -> processes.Result:
-    """Run Python on so many ranks."""
+    """Run Python on `ranks` ranks."""
     command = launch.mpiexec_command(ranks, [sys.executable, *map(str, program)])
     variables |= launch.mpiexec_variables(ranks)
     return processes.run(command, limit=LIMIT_S, **variables)
 
 
 def run_cases(ranks: int, cases: list[tuple[str, list[str], bool]]) -> list[list[dict[str, Any]]]:
-    """What each rank found of each case (workload, options, whether tensors are copied as those of a GPU are)."""
+    """Return what each rank reported for each case (workload, options, whether tensors are staged as for a GPU)."""
     result = mpiexec(ranks, PROGRAM, json.dumps(cases))
     assert result.status == 0, result.out + result.err
-    found = [json.loads(line) for line in result.out.splitlines() if line.startswith("[")]
-    assert len(found) == len(cases), result.out + result.err
-    return found
+    by_case = [json.loads(line) for line in result.out.splitlines() if line.startswith("[")]
+    assert len(by_case) == len(cases), result.out + result.err
+    return by_case

@@ -1,4 +1,4 @@
-"""How the tests of another library's suite end."""
+"""Outcomes of the tests in another library's suite."""
 
 from __future__ import annotations
 

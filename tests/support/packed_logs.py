@@ -1,4 +1,4 @@
-"""Packed logs, and that commands find in them what they find in the log."""
+"""Packed logs, and the assertion that commands give the same results for them as for the log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commtrace.cli import main
 
 
 def pack(log: Path, *options: str) -> Path:
-    """The log, packed in a directory of the same name, which reports have as the name of the run."""
+    """Pack a log into a directory of the same name, because reports name the run after it."""
     out = log.parent / "packed" / log.name
     out.parent.mkdir(exist_ok=True)
     assert main(["pack", str(log), "--out", str(out), *options]) == 0
@@ -19,7 +19,7 @@ def pack(log: Path, *options: str) -> Path:
 
 
 def results(command: Sequence[str | Path], capsys: pytest.CaptureFixture[str], log: Path) -> tuple[object, ...]:
-    """Exit status, output and errors of a command; the directory that it reads is LOG in all of them."""
+    """Return the exit status, output and errors of a command, with LOG in place of the directory that it reads."""
     capsys.readouterr()
     status = main([str(word) for word in command])
     printed = capsys.readouterr()
@@ -27,7 +27,7 @@ def results(command: Sequence[str | Path], capsys: pytest.CaptureFixture[str], l
 
 
 def assert_equal(log: Path, packed: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Assert that the commands give equal results, in all bytes."""
+    """Assert that commands give equal results for both, to the byte."""
     for command in (
         ("report", "LOG", "--json"), ("check", "LOG", "--width", "9999"), ("diff", "LOG", other, "--json"),
         ("scaling", "LOG", other, "--json"), ("export", "LOG", "--out", log.parent / "events.csv", "--force"),
@@ -35,7 +35,7 @@ def assert_equal(log: Path, packed: Path, other: Path, capsys: pytest.CaptureFix
         found, files = [], []
         for directory in (log, packed):
             words = [directory if word == "LOG" else word for word in command]
-            # Notes name the files of the log, also where it is packed.
+            # Notes name the files of the log, also for a packed one.
             found.append([str(part).replace(str(log), "LOG") for part in results(words, capsys, directory)])
             files.append((log.parent / "events.csv").read_bytes() if command[0] == "export" else b"")
         assert found[0] == found[1], command

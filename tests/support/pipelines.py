@@ -1,4 +1,4 @@
-"""Trainings in stages, and in stages of tensor-parallel models: many in one start of two, four or eight processes."""
+"""Trainings with pipeline stages, some also tensor-parallel: many in one start of two, four or eight processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _piped(
     tensor: int = 1,
     **keys: Any,
 ) -> dict[str, Any]:
-    """A model over stages of `tensor` ranks each, in so many micro-batches; `keys` are GPT-NeoX's."""
+    """Return a model in stages of `tensor` ranks each, with `parts` micro-batches; `keys` are GPT-NeoX's."""
     options = ("--zero-stage", str(zero), "--precision", precision, "--gradient-accumulation", str(parts))
     if "checkpoint_num_layers" in keys or "checkpoint_reentrant" in keys:
         keys = {"checkpoint_activations": True, **keys}
@@ -93,23 +93,23 @@ MORE_OF_EIGHT: Final = {
 
 
 def draw(chance: random.Random, ranks: int) -> dict[str, Any]:
-    """A model in stages, on so many ranks."""
-    stages = chance.choice([one for one in (2, 4) if one <= ranks])
-    tensor = chance.choice([one for one in (1, 2, 4) if stages * one <= ranks])
+    """Draw a model in stages for `ranks` ranks."""
+    stages = chance.choice([number for number in (2, 4) if number <= ranks])
+    tensor = chance.choice([number for number in (1, 2, 4) if stages * number <= ranks])
     keys = trainings.draw_cut(chance, tensor, (stages, stages + 4)) | chance.choice(({}, _summed_in_fp32()))
     zero, precision = chance.choice((0, 1)), chance.choice(("fp32", "bf16"))
-    if precision == "fp32" or zero == 0:  # DeepSpeed refuses to sum in another type there
+    if precision == "fp32" or zero == 0:  # DeepSpeed refuses another accumulation type there
         keys.pop("data_types", None)
     return _piped(stages, zero, precision, chance.choice((1, 2, 4)), tensor, **keys)
 
 
 def drawn(ranks: int, count: int) -> dict[str, dict[str, Any]]:
-    """Models that the seed decides."""
+    """Return the models drawn from the seed."""
     chance = random.Random(trainings.seed() + ranks)
     return {f"drawn-{ranks}-{number}": draw(chance, ranks) for number in range(count)}
 
 
-# The same models without stages, whose losses must be the same.
+# The same models without stages, which must have the same losses.
 WHOLE: Final[dict[int, dict[str, dict[str, Any]]]] = {
     2: {"tp2-tied": _piped(1, tensor=2, **TIED), "tp2-four": _piped(1, parts=4, tensor=2, **ODD)},
     4: {"tp2dp2": _piped(1, 1, tensor=2), "tp4": _piped(1, 1, tensor=4, make_vocab_size_divisible_by=64)},
@@ -126,22 +126,22 @@ MORE: Final = {
     4: {**MORE_OF_FOUR, **drawn(4, 12)},
     8: {**MORE_OF_EIGHT, **drawn(8, 6)},
 }
-"""Those that take minutes."""
+"""Trainings that take minutes."""
 NAMES: Final = {name: ranks for ranks, wanted in WANTED.items() for name in wanted}
 MORE_NAMES: Final = {name: ranks for ranks, wanted in MORE.items() for name in wanted}
 STAGED: Final = [name for name in NAMES if name not in {**WHOLE[2], **WHOLE[4]}]
 
-_folders: list[tempfile.TemporaryDirectory[str]] = []  # until the tests end
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # kept until the tests end
 
 
 def _trained(wanted: dict[str, dict[str, Any]], ranks: int) -> dict[str, Run]:
     _folders.append(tempfile.TemporaryDirectory())
     folder = Path(_folders[-1].name)
-    told = {
-        name: {**one, "options": (*one["options"], "--losses-out", str(folder / f"{name}-losses.json"))}
-        for name, one in wanted.items()
+    with_losses = {
+        name: {**training, "options": (*training["options"], "--losses-out", str(folder / f"{name}-losses.json"))}
+        for name, training in wanted.items()
     }
-    return trainings.train(told, folder, ranks)
+    return trainings.train(with_losses, folder, ranks)
 
 
 OF_EACH_SCHEME: Final = ("pp2", *SAME_LOSSES, *SAME_LOSSES.values())
@@ -158,21 +158,21 @@ MORE_RUNS: Final = {ranks: trainings.once(partial(_trained, MORE[ranks], ranks))
 
 
 def run(name: str) -> Run:
-    """The run of a training of WANTED."""
+    """Return the run of a training of WANTED."""
     return RUNS[NAMES[name]]()[name]
 
 
 def more(name: str) -> Run:
-    """The run of a training of MORE."""
+    """Return the run of a training of MORE."""
     return MORE_RUNS[MORE_NAMES[name]]()[name]
 
 
 def losses(name: str) -> list[float]:
-    """Rank 0's own, of every step."""
+    """Return rank 0's own loss of every step."""
     path = run(name).log.path.parent / f"{name}-losses.json"
     return [float.fromhex(loss) for loss in json.loads(path.read_text())["losses"]]
 
 
-def described(one: dict[str, Any], ranks: int, folder: Path) -> tuple[dict[str, Any], ...]:
-    """The job rows of a training's stages, told from its configuration alone."""
-    return tuple(dict(row) for row in trainings.planned(one, ranks, folder).rows)
+def described(training: dict[str, Any], ranks: int, folder: Path) -> tuple[dict[str, Any], ...]:
+    """Return the job rows of a training's stages, derived from its configuration alone."""
+    return tuple(dict(row) for row in trainings.planned(training, ranks, folder).rows)

@@ -12,10 +12,10 @@ _reserved: Final[deque[socket.socket]] = deque(maxlen=100)
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, below those that the kernel gives to connections.
+    """Return a TCP port that no process listens on, below those that the kernel assigns to connections.
 
-    A program may take seconds before it listens. Until then the port is bound here, so that no other test is given it;
-    stores set SO_REUSEADDR, with which they can bind it, too.
+    A program may take seconds before it listens. Until then the port is bound here, so that no other test gets it;
+    stores set SO_REUSEADDR, and can therefore bind it, too.
     """
     while True:
         probe = socket.socket()

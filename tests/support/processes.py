@@ -1,6 +1,6 @@
-"""Starting real programs, with a time limit, and reading what they left, without commtrace's own reader.
+"""Start real programs with a time limit, and read what they left without commtrace's own reader.
 
-Whatever a test starts is in a process group of its own and is gone when the test ends.
+Everything that a test starts is in its own session, and is killed when the test ends.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SHM = Path("/dev/shm")
 
 Records = npt.NDArray[np.void]
 
-# Names of variables that a launcher of the tests may have set, and that would make their programs ranks of it.
+# Prefixes of variables by which the tests' own launcher would make their programs its ranks.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "COMMTRACE")
 
 
 def environment(**changes: object) -> dict[str, str]:
-    """The environment for a program: none of a launcher, one thread, no accelerator, the portable recorder."""
+    """Return a program's environment: no launcher's variables, one thread, no accelerator, the Python recorder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     quiet = {
         "OMP_NUM_THREADS": "1",
@@ -66,7 +66,7 @@ class Result(NamedTuple):
 def run(
     arguments: Sequence[str | Path], *, limit: float = LIMIT_SECONDS, cwd: Path | None = None, **variables: Any
 ) -> Result:
-    """A program and everything that it starts, to its end. Fails the test after `limit` seconds."""
+    """Run a program and everything that it starts to the end. Fail the test after `limit` seconds."""
     with subprocess.Popen(
         [str(argument) for argument in arguments],
         env=environment(**variables),
@@ -88,33 +88,33 @@ def run(
 
 
 def python(code: str, *, limit: float = LIMIT_SECONDS, cwd: Path | None = None, **variables: Any) -> Result:
-    """Run a piece of Python."""
+    """Run Python code."""
     return run([sys.executable, "-c", code], limit=limit, cwd=cwd, **variables)
 
 
 def members(session: int, known: Iterable[int] = ()) -> set[int]:
-    """Processes of a session, known ones, and their descendants, as far as they have not ended.
+    """Return the processes of a session, the `known` ones, and their descendants, unless they have ended.
 
-    Launchers of MPI give ranks sessions of their own.
+    MPI launchers start ranks in their own sessions.
     """
     parents: dict[int, int] = {}
-    found = set()
+    pids = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent, _, its_session, *fields = stat.read_text().rpartition(")")[2].split()
-            threads = int(fields[13])  # a zombie's other threads may still be there, and hold its files
+            threads = int(fields[13])  # a zombie's other threads may still run, and keep its files open
             if state != "Z" or threads > 1:
                 number = int(stat.parent.name)
                 parents[number] = int(parent)
                 if int(its_session) == session or number in known:
-                    found.add(number)
-    while more := {number for number, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+                    pids.add(number)
+    while more := {number for number, parent in parents.items() if parent in pids} - pids:
+        pids |= more
+    return pids
 
 
 def kill_group(session: int) -> None:
-    """Kill what is left of a session of ours. They are stopped first: none sees that another is gone."""
+    """Kill what is left of a session. All processes are stopped first, so that none observes the end of another."""
     left: set[int] = set()
     while left := members(session, left):
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -125,7 +125,7 @@ def kill_group(session: int) -> None:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
-    """Until it is true; fails the test if it never is."""
+    """Wait until the condition is true. Fail the test after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not so after {seconds} s"
@@ -136,30 +136,30 @@ def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
 
 
 def recorder(directory: Path, rank: int = 0, **settings: object) -> Recorder:
-    """A recorder of its own, with a ring and a log."""
+    """Return a Python recorder with its own ring and log."""
     return recorder_of("python", directory, rank, **settings)
 
 
 def recorder_of(kind: str, directory: Path, rank: int = 0, **settings: object) -> Recorder:
-    """As `recorder`; of the native one, what it has between a call and the log."""
+    """Return a recorder as `recorder` does; if `kind` is "native", with the slots of the native recorder."""
     make_slots = Slots if kind == "python" else native_slots
-    member = RankIdentity(rank, 1)
-    return Recorder(Settings(str(directory), **settings), member, blind_spots=[], make_slots=make_slots)
+    rank_identity = RankIdentity(rank, 1)
+    return Recorder(Settings(str(directory), **settings), rank_identity, blind_spots=[], make_slots=make_slots)
 
 
 NewRecorder = Callable[..., Recorder]
-"""As `recorder`, of one kind."""
+"""A function like `recorder`, for one kind of recorder."""
 
 
 def native_slots(ring: Ring) -> Slots:
-    """The native recorder's slots; Python takes them as its own hooks do beside those in C++."""
+    """Return the native recorder's slots, for use from Python, as by the hooks that are not in C++."""
     from commtrace.hooks.native.slots import NativeSlots
 
     return NativeSlots(ring, recorders.library(), sites=True, device_times=False)
 
 
 def call(recorder: Recorder, number: int = 0, **fields: int) -> int:
-    """Begin a call whose fields tell its number, so that a mixed-up record shows."""
+    """Begin a call whose fields follow from its number, so that a mixed-up record is detected."""
     known = {
         "kind": 1, "group": 1, "seq": number, "payload": 8 * number, "local": number, "peer": -1, "tag": -1,
         "site": number % 1000, "step": -1, "micro_batch": -1, "batch": 0, "phase": 0, "flags": 0,
@@ -168,7 +168,7 @@ def call(recorder: Recorder, number: int = 0, **fields: int) -> int:
 
 
 def assert_whole(records: Records) -> None:
-    """Every record is one that `call` made."""
+    """Assert that `call` made every record."""
     assert (records["payload"] == 8 * records["seq"].astype(np.int64)).all()
     assert (records["local"] == records["seq"]).all()
     assert (records["site"] == records["seq"] % 1000).all()
@@ -176,7 +176,7 @@ def assert_whole(records: Records) -> None:
 
 
 def in_child(work: Callable[[], object], limit: float = 20) -> int:
-    """Do this in a forked child, which then ends by os._exit: its status, or the negative number of a signal."""
+    """Call `work` in a forked child, which ends by os._exit. Return its status, or a signal's negative number."""
     pid = os.fork()
     if pid == 0:
         status = 70
@@ -191,7 +191,7 @@ def in_child(work: Callable[[], object], limit: float = 20) -> int:
 
 
 def wait_pid(pid: int, limit: float = 20) -> int:
-    """Status of a child of ours, killed when the time is over."""
+    """Return the status of a child. Kill it and fail the test after `limit` seconds."""
     deadline = time.monotonic() + limit
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -208,7 +208,7 @@ def wait_pid(pid: int, limit: float = 20) -> int:
 
 
 class Left(NamedTuple):
-    """Tables by name and all records of one process."""
+    """What a process left: its tables by name, and all its records."""
 
     stem: str
     tables: dict[str, list[dict[str, Any]]]
@@ -216,57 +216,57 @@ class Left(NamedTuple):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """The counters that count."""
+        """The last counters."""
         return self.tables["stats"][-1]
 
     @property
     def ended(self) -> bool:
-        """The process came to the end of its log."""
+        """Whether the process finished its log."""
         return "end" in self.tables
 
 
 def rows(data: bytes) -> Iterator[dict[str, Any]]:
-    """Rows of a tables file; its last line may be cut."""
+    """Yield the rows of a tables file, whose last line may be incomplete."""
     for line in data.split(b"\n")[:-1]:
         yield json.loads(line)
 
 
 def segment(path: Path) -> Records:
-    """Records of one segment, by docs/reference/log-format.md."""
+    """Return the records of a segment, read as docs/reference/log-format.md describes it."""
     body = path.read_bytes()[1024:]
     return np.frombuffer(body[: len(body) // RECORD.itemsize * RECORD.itemsize], RECORD)
 
 
 def read(path: Path) -> Left:
-    """The process whose tables file is given."""
+    """Return what the process with this tables file left."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for row in rows(path.read_bytes()):
         tables.setdefault(row.pop("table"), []).append(row)
-    found = [segment(file) for file in sorted(path.parent.glob(path.stem + ".*.npy*"))]
-    return Left(path.stem, tables, np.concatenate([np.zeros(0, RECORD), *found]))
+    segments = [segment(file) for file in sorted(path.parent.glob(path.stem + ".*.npy*"))]
+    return Left(path.stem, tables, np.concatenate([np.zeros(0, RECORD), *segments]))
 
 
 def read_all(directory: Path) -> list[Left]:
-    """Every process below a log directory, by rank and number."""
+    """Return what every process in a log directory left, by rank and pid."""
     return [read(path) for path in sorted(directory.glob("*/*/*.jsonl"), key=lambda path: path.stem)]
 
 
 def read_one(directory: Path) -> Left:
-    """The only process below a log directory."""
+    """Return what the only process in a log directory left."""
     (left,) = read_all(directory)
     return left
 
 
 def salvaged(directory: Path) -> list[Left]:
-    """As `read_all`, after what killed processes left has been brought home."""
+    """Recover the records of killed processes, and read as `read_all` does."""
     recover_records(directory)
     return read_all(directory)
 
 
 def rings(directory: Path) -> list[Path]:
-    """Rings in shared memory that belong to this log directory, or to one below it."""
-    whose = json.dumps(str(directory)).encode()[:-1]
-    return [path for path in SHM.glob("commtrace-*.ring") if re.search(re.escape(whose) + b'["/]', _head(path))]
+    """Return the rings in shared memory that belong to this log directory or to one below it."""
+    prefix = json.dumps(str(directory)).encode()[:-1]
+    return [path for path in SHM.glob("commtrace-*.ring") if re.search(re.escape(prefix) + b'["/]', _head(path))]
 
 
 def _head(path: Path) -> bytes:

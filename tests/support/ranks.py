@@ -1,4 +1,4 @@
-"""Ranks of small programs, forked from a process that has imported torch: an import costs seconds."""
+"""Ranks of small programs, forked from a process that has imported torch, because an import takes seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ranks:
         self._nursery, self.pids, self._output = nursery, pids, output
 
     def kill(self, *ranks: int, signal_: int = signal.SIGKILL) -> None:
-        """Send a signal to these ranks. SIGKILL ends all of them before one can see that another is gone."""
+        """Send a signal to these ranks. SIGKILL ends all of them before one can observe the end of another."""
         if signal_ == signal.SIGKILL and len(ranks) > 1:
             self.kill(*ranks, signal_=signal.SIGSTOP)
             while not all(self._state(rank) in "TZ" for rank in ranks):
@@ -35,29 +35,29 @@ class Ranks:
                 os.kill(self.pids[rank], signal_)
 
     def _state(self, rank: int) -> str:
-        """The letter of the process's state, as proc(5) has it."""
+        """Return the letter of the process's state, as in proc(5)."""
         return Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
 
     def wait(self, limit: float = processes.LIMIT_SECONDS) -> list[int]:
-        """The statuses with which they ended. Fails the test after `limit` seconds."""
+        """Return their exit statuses. Fail the test after `limit` seconds."""
         statuses: list[int | None] = self._nursery.ask({"wait": self.pids, "limit": limit})
         assert None not in statuses, f"no end after {limit} s\n{self.output(0)}\n{self.output(1)}"
         return [status for status in statuses if status is not None]
 
     def ended(self) -> bool:
-        """None of them runs any more."""
+        """Return whether all of them have ended."""
         return all(self._state(rank) == "Z" for rank in range(len(self.pids)))
 
     def output(self, rank: int) -> str:
-        """What a rank wrote, to both of its streams."""
+        """Return what a rank wrote to stdout and stderr."""
         path = self._output / f"output{rank}"
         return path.read_text() if path.exists() else ""
 
 
 class Nursery:
-    """A process that has imported torch with tracing on, and forks the ranks of programs: an import costs seconds.
+    """A process that imports torch with tracing on, and forks the ranks of programs.
 
-    It imports the given modules as well, with the given variables in its environment.
+    It also imports the given modules, with the given variables in its environment.
     """
 
     def __init__(self, recorder: str, *modules: str, **variables: object) -> None:
@@ -66,7 +66,7 @@ class Nursery:
     def __enter__(self) -> Nursery:
         self._process = subprocess.Popen(
             [sys.executable, str(processes.PROGRAMS / "nursery.py"), *self._modules],
-            # No process of it ever records here: each program is given a directory of its own.
+            # No process ever records in this directory: each program gets its own.
             env=processes.environment(
                 **{
                     "COMMTRACE": Path(tempfile.gettempdir()) / "commtrace-nursery",
@@ -102,13 +102,13 @@ class Nursery:
         return Ranks(self, self.ask(order), output)
 
     def run(self, program: str, directory: Path, *arguments: object, **options: Any) -> tuple[list[int], list[str]]:
-        """Statuses and outputs of a program that ends by itself."""
+        """Run a program that ends by itself, and return its statuses and outputs."""
         started = self.start(program, directory, *arguments, **options)
         statuses = started.wait()
         return statuses, [started.output(rank) for rank in range(len(statuses))]
 
     def ask(self, order: dict[str, Any]) -> Any:
-        """One order, one answer, both a line of JSON."""
+        """Send an order and return the answer, both a line of JSON."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Records of a process as a block."""
+"""Blocks of records for tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from commtrace.schema import RECORD, Records
 
 
 def block_of(run: RecordedRun, records: Records, process: int = 0) -> RecordBlock:
-    """A block of records of the process at some position of the log."""
+    """Return records as a block of the process at position `process` of the log."""
     columns = RecordColumns.of(RECORD.names or (), len(records))
     return RecordBlock(columns.fill(records, run.labels.processes[process]), run.labels)

@@ -13,4 +13,4 @@ LONG_AND_EXHAUSTIVE = [
     pytest.param(scheme, marks=pytest.mark.long if scheme == "zero3" else pytest.mark.exhaustive)
     for scheme in damaged_logs.SCHEMES
 ]
-"""For tests of seconds a scheme."""
+"""For tests that take seconds per scheme."""

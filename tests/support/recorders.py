@@ -1,4 +1,4 @@
-"""The two recorders, and what docs/explanation/recorders.md says of them: tests expect exactly that."""
+"""The two recorders, and what docs/explanation/recorders.md says about them; tests expect exactly that."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ End = tuple[State, Clock]
 
 @functools.cache
 def obstacle() -> str:
-    """Why there can be no native recorder here; "" where there is one, in the user's cache, built by now."""
+    """Return why the native recorder cannot be used here; "" if it can. It is built in the user's cache."""
     from commtrace.hooks.native.libraries import TORCH
 
     try:
@@ -37,14 +37,14 @@ def obstacle() -> str:
 
 @functools.cache
 def library() -> Any:
-    """The native recorder's library, in this process."""
+    """Return the native recorder's library, loaded into this process."""
     from commtrace.hooks.native.libraries import TORCH
 
     return TORCH.load()
 
 
 def needs(recorder: str) -> None:
-    """Skip the test where a program cannot be recorded so."""
+    """Skip the test if this recorder cannot be used."""
     if find_spec("torch") is None:
         pytest.skip("torch is not installed")
     if recorder == "native" and obstacle():
@@ -52,10 +52,10 @@ def needs(recorder: str) -> None:
 
 
 def table(heading: str) -> list[list[str]]:
-    """Cells of the page's table whose header begins with this, without the header."""
-    found = re.search(rf"^\| {re.escape(heading)} \|.*\n\|[- |]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
-    assert found, heading
-    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in found[1].splitlines()]
+    """Return the cells of the page's table whose header begins with `heading`, without the header."""
+    match = re.search(rf"^\| {re.escape(heading)} \|.*\n\|[- |]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    assert match, heading
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in match[1].splitlines()]
 
 
 def _end(cell: str) -> End:
@@ -93,7 +93,7 @@ def _operators(rows: str) -> frozenset[str]:
 
 
 def names(text: str) -> list[str]:
-    """What is quoted in it."""
+    """Return the names in backquotes."""
     return re.findall(r"`(\w+)`", text)
 
 
@@ -107,7 +107,7 @@ for _where, _what in table("where"):
 
 
 def end(how: str, variant: str, recorder: str) -> End:
-    """What a record says of the end of an operator's call on gloo to which this happened."""
+    """Return what a record says about the end of an operator's call on gloo to which `how` happened."""
     if variant in BLOCKING and how == WAITED:
         how = BLOCKS
     if variant in FUTURELESS:
@@ -116,7 +116,7 @@ def end(how: str, variant: str, recorder: str) -> End:
 
 
 def pairs(variant: str, *, gloo: bool = True) -> set[tuple[End, ...]]:
-    """What the two records of one call may say, in the order of RECORDERS. `gloo`: its operators have futures."""
+    """Return what the two records of a call may say, in the order of RECORDERS. `gloo`: whether Works have futures."""
     hows = {REFUSED, FAILED}
     if variant in BLOCKING:
         hows |= {BLOCKS}

@@ -1,4 +1,4 @@
-"""Modes of the sequence-parallel layer, what its ranks report, and the calls that the formulas expect of them."""
+"""Modes of the sequence-parallel layer, what its ranks report, and the calls that the formulas expect."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Case = tuple[str, bool, str]
 
 @functools.cache
 def found(ranks: int) -> dict[Case, list[dict[str, Any]]]:
-    """What each rank found of each case, all cases in one start."""
+    """Return what each rank reported for each case; all cases run in one start."""
     cases = [("mpi_sequence_parallel", arguments, "staged" in case[2]) for case, arguments in CASES.items()]
     results = mpi_ranks.run_cases(ranks, cases)
     return dict(zip(CASES, results, strict=True))
 
 
 def expected(case: Case, ranks: int) -> list[tuple[str, int, int]]:
-    """Of one iteration."""
+    """Return the expected calls of one iteration."""
     attention, backward, _ = case
     return sorted_calls(
         sequence_parallel(attention, BATCH, SEQUENCE, HIDDEN, FEED_FORWARD, 8, ranks, backward)

@@ -1,4 +1,4 @@
-"""Real trainings of models whose sequence, or whose experts, are shared among ranks; four ranks, all in one start."""
+"""Real trainings of models that distribute sequences or experts over ranks: four ranks, all in one start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MANY: Final = 8
 
 
 def one(which: str, precision: str = "fp32", accumulation: int = 2, **keys: Any) -> dict[str, Any]:
-    """A training: "ddp" or ZeRO's stage; `keys` are GPT-NeoX's."""
+    """Return a training with the engine `which`, "ddp" or ZeRO's stage; `keys` are GPT-NeoX's."""
     engine = ("--engine", "ddp") if which == "ddp" else ("--zero-stage", which)
     options = (*engine, "--precision", precision, "--gradient-accumulation", str(accumulation))
     if "checkpoint_num_layers" in keys or "checkpoint_reentrant" in keys:
@@ -25,7 +25,7 @@ def one(which: str, precision: str = "fp32", accumulation: int = 2, **keys: Any)
 
 
 def megatron(ranks: int, which: str, precision: str = "fp32", **keys: Any) -> dict[str, Any]:
-    """Megatron's sequence parallelism."""
+    """Return a training with Megatron's sequence parallelism."""
     return one(which, precision, model_parallel_size=ranks, sequence_parallel=True, **keys)
 
 
@@ -42,7 +42,7 @@ MEGATRON: Final[dict[str, dict[str, Any]]] = {
 
 
 def ulysses(ranks: int, which: str, precision: str = "fp32", **keys: Any) -> dict[str, Any]:
-    """DeepSpeed's sequence parallelism."""
+    """Return a training with DeepSpeed's sequence parallelism."""
     return one(which, precision, sequence_parallel_size=ranks, **keys)
 
 
@@ -50,8 +50,8 @@ ULYSSES: Final[dict[str, dict[str, Any]]] = {
     "ulysses2-zero0": ulysses(2, "0"),
     "ulysses2-zero0-bf16": ulysses(2, "0", "bf16", gradient_clipping=0.0),
     "ulysses2-zero1-again": ulysses(2, "1", "bf16", checkpoint_reentrant=True),
-    # In fp32 all the same: ZeRO takes no other type where ranks share sequences. A bucket ends between the weight and
-    # the bias of a norm, which belong to two ranks: the order of the two decides sizes.
+    # Reduced in fp32 nevertheless: ZeRO accepts no other type with sequence parallelism. A bucket ends between the
+    # weight and the bias of a norm, which belong to two ranks: their order determines sizes.
     "ulysses2-zero2-owners": ulysses(
         2,
         "2",
@@ -65,7 +65,7 @@ ULYSSES: Final[dict[str, dict[str, Any]]] = {
 
 
 def ring(ranks: int, which: str, precision: str = "fp32", **keys: Any) -> dict[str, Any]:
-    """Context parallelism."""
+    """Return a training with context parallelism."""
     return one(which, precision, context_parallel_size=ranks, **keys)
 
 
@@ -76,7 +76,7 @@ RING: Final[dict[str, dict[str, Any]]] = {
     "ring4-zero1": ring(4, "1", "bf16", num_layers=3, checkpoint_num_layers=2, checkpoint_reentrant=False),
     "ring2-zero2": ring(2, "2", gpt_j_residual=True),
     "ring2-zero3": ring(2, "3", "bf16", zero_optimization={"stage3_param_persistence_threshold": 500}),
-    # A bucket ends between a matrix and its bias: the order of the two decides sizes. Behind ZeRO-3, which changes it.
+    # A bucket ends between a matrix and its bias: their order determines sizes. After ZeRO-3, which changes the order.
     "ring2-zero2-cut": ring(
         2,
         "2",
@@ -91,11 +91,11 @@ RING: Final[dict[str, dict[str, Any]]] = {
 
 
 BOUNDED: Final = ("moe4x2-kept", "moe4x4-kept")
-"""Whose sizes depend on the data."""
+"""Trainings whose sizes depend on the data."""
 
 
 def mixture(experts: int, ranks: int, which: str, precision: str = "fp32", **keys: Any) -> dict[str, Any]:
-    """Experts over so many ranks, that drop tokens beyond their capacity."""
+    """Return a training with experts over `ranks` ranks, which drop tokens beyond their capacity."""
     sizes = {"moe_num_experts": experts, "moe_expert_parallel_size": ranks}
     return one(which, precision, **{**sizes, "moe_token_dropping": True, **keys})
 
@@ -115,17 +115,17 @@ EXPERTS: Final[dict[str, dict[str, Any]]] = {
 
 
 def draw_megatron(chance: random.Random) -> dict[str, Any]:
-    """A tensor-parallel model of another shape, whose sequence is shared."""
-    found = trainings.draw_shared(chance)
-    model = found["model"]
+    """Draw a tensor-parallel model that uses Megatron's sequence parallelism."""
+    training = trainings.draw_shared(chance)
+    model = training["model"]
     ranks = model["model_parallel_size"]
     length = ranks * chance.randint(1, 4)
     model.update(sequence_parallel=True, seq_length=length, max_position_embeddings=length)
-    return found
+    return training
 
 
 def draw_mixture(chance: random.Random) -> dict[str, Any]:
-    """Experts of another shape."""
+    """Draw a model with experts."""
     ranks = chance.choice((1, 2, 4))
     heads = chance.randint(1, 3)
     return mixture(
@@ -154,7 +154,7 @@ def draw_mixture(chance: random.Random) -> dict[str, Any]:
 
 
 def draw_parts(chance: random.Random) -> dict[str, Any]:
-    """Shared sequences of another shape, in either way."""
+    """Draw a model with DeepSpeed's sequence parallelism or context parallelism."""
     ranks = chance.choice((2, 4))
     heads = ranks * chance.randint(1, 2)
     way, stages = chance.choice(((ulysses, "012"), (ring, ("ddp", "0", "1", "2"))))
@@ -176,7 +176,7 @@ def draw_parts(chance: random.Random) -> dict[str, Any]:
 
 
 def drawn() -> dict[str, dict[str, Any]]:
-    """Models that the seed decides."""
+    """Return the models drawn from the seed."""
     chance = random.Random(trainings.seed() + 2)
     kinds = {"sp": draw_megatron, "parts": draw_parts, "moe": draw_mixture}
     return {f"drawn-{kind}-{number}": draw(chance) for kind, draw in kinds.items() for number in range(2)}
@@ -188,8 +188,8 @@ _LONG: Final = (
 )
 _ALL: Final = {**MEGATRON, **ULYSSES, **RING, **EXPERTS}
 
-FIXED: Final = {name: one for name, one in _ALL.items() if name not in _LONG}
-"""Those of every run of the tests; they break every rule that is broken."""
+FIXED: Final = {name: training for name, training in _ALL.items() if name not in _LONG}
+"""Trainings of every test run; tests/ranks/theory/test_rules.py compares them with broken rules."""
 DRAWN: Final = ("drawn-sp-0", "drawn-sp-1", "drawn-parts-0", "drawn-parts-1", "drawn-moe-0", "drawn-moe-1")
 MORE: Final = (*_LONG, *DRAWN)
 EIGHT: Final[dict[str, dict[str, Any]]] = {
@@ -201,7 +201,7 @@ EIGHT: Final[dict[str, dict[str, Any]]] = {
 
 
 def wanted(name: str) -> dict[str, Any]:
-    """The training of a name."""
+    """Return the training of this name."""
     return {**_ALL, **EIGHT, **drawn()}[name]
 
 
@@ -210,17 +210,17 @@ OF_EACH_SCHEME: Final = ("sp2-zero0", "ulysses2-zero0", "ring2-zero3", "moe4x2-z
 
 @functools.cache
 def runs() -> Mapping[str, Run]:
-    """Runs of FIXED by name."""
+    """Return the runs of FIXED by name."""
     return trainings.TwoStarts(FIXED, OF_EACH_SCHEME, functools.partial(trainings.trained, processes=RANKS))
 
 
 @trainings.once
 def more() -> dict[str, Run]:
-    """Runs of MORE by name."""
+    """Return the runs of MORE by name."""
     return trainings.trained({name: wanted(name) for name in MORE}, processes=RANKS)
 
 
 @trainings.once
 def eight() -> dict[str, Run]:
-    """Runs of EIGHT by name."""
+    """Return the runs of EIGHT by name."""
     return trainings.trained(EIGHT, processes=MANY)

@@ -1,4 +1,4 @@
-"""Real trainings with sharded parameters, beside those of `trainings`: FSDP2, HSDP, hpZ, ZeRO-3 that recomputes."""
+"""Real trainings with sharded parameters, in addition to `trainings`: FSDP2, HSDP, hpZ, ZeRO-3 with recomputation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ MORE: Final[dict[str, dict[str, Any]]] = {
     "zero3-hpz": _zero(zero_hpz_partition_size=2),
     "zero3-hpz-all": _zero(zero_hpz_partition_size=4, stage3_param_persistence_threshold=0),
 }
-"""For those who have minutes."""
+"""Trainings that take minutes."""
 
 WIDE: Final[dict[str, dict[str, Any]]] = {
     "8-fsdp": _fsdp("bf16", 2),
@@ -81,11 +81,11 @@ WIDE: Final[dict[str, dict[str, Any]]] = {
     "8-tp": _fsdp(top={"model_parallel_size": 8, "num_attention_heads": 8, "hidden_size": 128}),
     "8-zero3-hpz": _zero(zero_hpz_partition_size=4),
 }
-"""On eight ranks."""
+"""Trainings on eight ranks."""
 
 
 def draw(chance: random.Random) -> dict[str, Any]:
-    """A model, and how it is sharded."""
+    """Draw a model, and return it sharded by FSDP and by ZeRO-3."""
     model = trainings.draw(chance)
     model |= {
         "gpt_j_residual": chance.random() < 0.5,
@@ -111,10 +111,10 @@ def _drawn_zero(chance: random.Random, model: dict[str, Any], precision: str, pa
 
 
 def drawn() -> dict[str, dict[str, Any]]:
-    """What the seed decides."""
+    """Return the models drawn from the seed."""
     chance = random.Random(trainings.seed() + 2)
-    found = [draw(chance) for _ in range(3)]
-    return {f"drawn-{kind}-{number}": one[kind] for kind in ("fsdp", "zero") for number, one in enumerate(found)}
+    models = [draw(chance) for _ in range(3)]
+    return {f"drawn-{kind}-{number}": model[kind] for kind in ("fsdp", "zero") for number, model in enumerate(models)}
 
 
 DRAWN: Final = tuple(f"drawn-{kind}-{number}" for kind in ("fsdp", "zero") for number in range(3))
@@ -125,7 +125,7 @@ MORE_NAMES: Final = (*MORE, *MANY)
 
 
 def wanted(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """These."""
+    """Return the trainings with these names."""
     every = {**SHARDED, **MORE, **WIDE, **drawn()}
     return {name: every[name] for name in names}
 
@@ -135,17 +135,17 @@ OF_EACH_SCHEME: Final = ("fsdp-kept", "hsdp-bf16", "fsdp-tp-bf16", "tp-sequence-
 
 @functools.cache
 def sharded() -> Mapping[str, Run]:
-    """Runs of NAMES, on four ranks."""
+    """Return the runs of NAMES, on four ranks."""
     return trainings.TwoStarts(wanted(NAMES), OF_EACH_SCHEME, functools.partial(trainings.trained, processes=RANKS))
 
 
 @trainings.once
 def more() -> dict[str, Run]:
-    """Runs of MORE_NAMES, on four ranks."""
+    """Return the runs of MORE_NAMES, on four ranks."""
     return trainings.trained(wanted(MORE_NAMES), processes=RANKS)
 
 
 @trainings.once
 def wide() -> dict[str, Run]:
-    """Runs of WIDE, on eight."""
+    """Return the runs of WIDE, on eight ranks."""
     return trainings.trained(wanted(WIDE), processes=2 * RANKS)

@@ -1,7 +1,7 @@
-"""Logs of simulated ranks on simulated hosts, whose schedule and clocks are known.
+"""Logs of simulated ranks on simulated hosts, with a known schedule and known clocks.
 
-Ranks compute, and make collectives and messages in one order; what a call waits for is what the operation needs. Each
-host's clock has an offset and a drift, and may be stepped. `Schedule` has the truth, in true time.
+Ranks compute and communicate in one common order; a call waits for the ranks that its operation depends on. Each host's
+clock has an offset and a drift, and may be stepped. `Schedule` contains the calls in true time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Times = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HostClock:
-    """A clock: reading = t + offset + drift * t, and after each of the true times `steps` further nanoseconds."""
+    """A clock that reads t + offset + drift * t, plus the ns of each past step in `steps`, (true time, ns)."""
 
     offset: int
     drift: float
     steps: Sequence[tuple[int, int]] = ()
 
     def read(self, times: Times) -> Times:
-        """Return what it shows at true times."""
+        """Return its readings at true times."""
         jumps = sum((np.where(times >= at, by, 0) for at, by in self.steps), np.zeros(len(times), np.int64))
         shown: Times = times + self.offset + np.round(self.drift * times).astype(np.int64) + jumps
         return shown
@@ -44,10 +44,10 @@ class Schedule:
     """A program of ranks, and when its calls began and ended in true time.
 
     Attributes:
-        clocks: Of the hosts.
+        clocks: Clock of each host.
         host_of: Host of each rank.
         groups: Ranks of each group.
-        calls: (rank, operation, group, peer, seq, tag, begin, end, clock that saw the end, time at which the last
+        calls: (rank, operation, group, peer, seq, tag, begin, end, clock that observed the end, time at which the last
             rank that it waits for began) of each call.
     """
 
@@ -88,15 +88,15 @@ class Schedule:
 def random_schedule(
     random: np.random.Generator, *, hosts: int, ranks: int, operations: int, stepped: bool = False, gap_ns: int = 10**7
 ) -> Schedule:
-    """Return a random program; every rank is in a group with the next one, and all are in one group.
+    """Return a random program; ranks are grouped in neighbouring pairs and at random, and all are in one group.
 
     Args:
-        random: The source of randomness.
+        random: Source of randomness.
         hosts: Number of hosts.
-        ranks: Number of ranks, as many as hosts or more.
+        ranks: Number of ranks, at least `hosts`.
         operations: Number of collectives and messages.
         stepped: Whether a clock is stepped forward in the middle; none ever runs backwards.
-        gap_ns: Mean time that a rank computes between its calls.
+        gap_ns: Mean time for which a rank computes between its calls.
     """
     host_of = [rank * hosts // ranks for rank in range(ranks)]
     clocks = [

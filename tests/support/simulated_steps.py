@@ -1,4 +1,4 @@
-"""Logs of simulated training steps whose schedule is known: computation, collectives, and messages along a pipeline."""
+"""Logs of simulated training steps with a known schedule: computation, collectives, and messages along a pipeline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def none(rank: int, step: int, phase: Phase) -> int:
 
 @dataclass
 class Simulation:
-    """Ranks that compute and communicate; every one has its own time."""
+    """Ranks that compute and communicate, each with its own time."""
 
     ranks: int
     seed: int = 0
@@ -40,11 +40,11 @@ class Simulation:
         self._random = np.random.default_rng(self.seed)
 
     def compute(self, rank: int, ns: int, phase: Phase) -> None:
-        """A rank computes, for up to 2 % longer than it should."""
+        """Let a rank compute for `ns`, up to 2 % longer, plus its delay."""
         self.now[rank] += round(ns * (1 + 0.02 * self._random.random())) + self.delay(rank, self.step, phase)
 
     def all_reduce(self, phase: Phase, *, asynchronous: bool = False) -> None:
-        """An all_reduce of all ranks, which a callback sees the end of if it is asynchronous, and nothing waits for."""
+        """Add an all_reduce of all ranks. If it is asynchronous, a callback observes its end, and no rank waits."""
         last = max(self.now)
         for rank in range(self.ranks):
             begin, end = self.now[rank], last + TRANSFER + rank
@@ -59,19 +59,19 @@ class Simulation:
         self.collectives += 1
 
     def wait(self) -> None:
-        """Every rank waits for its asynchronous operations, which is not recorded."""
+        """Let every rank wait for its asynchronous operations, without recording it."""
         self.now = [max(now, self.pending.get(rank, 0)) for rank, now in enumerate(self.now)]
 
     pending: dict[int, int] = field(default_factory=dict)
 
     def message(self, source: int, destination: int, phase: Phase) -> None:
-        """A message whose send returns at once."""
+        """Add a message whose send returns at once."""
         number = self.messages[source, destination] = self.messages.get((source, destination), -1) + 1
-        sent, asked = self.now[source], self.now[destination]
-        end = max(sent, asked) + TRANSFER
+        sent, posted = self.now[source], self.now[destination]
+        end = max(sent, posted) + TRANSFER
         for rank, kind, peer, begin, returned in (
             (source, SEND, destination, sent, sent + 1_000),
-            (destination, RECV, source, asked, end),
+            (destination, RECV, source, posted, end),
         ):
             times = {"t_begin": begin, "t_return": returned, "t_wait": 0, "t_end": returned}
             self._add(rank, phase, kind=kind, peer=peer, tag=0, seq=number, clock=Clock.RETURN, **times)
@@ -88,7 +88,7 @@ class Simulation:
 
 
 def data_parallel(simulation: Simulation, steps: int) -> Simulation:
-    """DDP: the gradients of a step in two asynchronous all_reduces, waited for in C++ at the end of backward."""
+    """Simulate DDP: two asynchronous all_reduces of gradients, waited for in C++ at the end of backward."""
     for simulation.step in range(steps):
         for part in range(2):
             for rank in range(simulation.ranks):
@@ -104,7 +104,7 @@ def data_parallel(simulation: Simulation, steps: int) -> Simulation:
 
 
 def sharded(simulation: Simulation, steps: int) -> Simulation:
-    """ZeRO-3-like: blocking collectives within forward and backward."""
+    """Simulate steps like ZeRO-3's, with blocking collectives within forward and backward."""
     for simulation.step in range(steps):
         for phase in (Phase.FORWARD, Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD, Phase.OPTIMIZER):
             simulation.all_reduce(phase)
@@ -115,7 +115,7 @@ def sharded(simulation: Simulation, steps: int) -> Simulation:
 
 
 def pipeline(simulation: Simulation, steps: int, micro_batches: int = 3) -> Simulation:
-    """A pipeline: all forward passes, then all backward passes, then an all_reduce."""
+    """Simulate a pipeline: all forward passes, then all backward passes, then an all_reduce."""
     last = simulation.ranks - 1
     for simulation.step in range(steps):
         for _ in range(micro_batches):

@@ -1,4 +1,4 @@
-"""What tests of jobs that hang share; the fixture `short_waits` belongs to it."""
+"""Helpers for tests of jobs that hang, which also use the fixture `short_waits`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commtrace.run import open_run
 
 
 def stuck_calls_of(log: Path) -> pd.DataFrame:
-    """The diagnosis; empty where there is none, and before there is a log."""
+    """Return the stuck calls; none before there is a log."""
     try:
         return open_run(log).table("stuck_calls")
     except LogError:
@@ -21,7 +21,7 @@ def stuck_calls_of(log: Path) -> pd.DataFrame:
 
 
 def wait_for_stuck_calls(log: Path, limit: float = 60) -> pd.DataFrame:
-    """The diagnosis as soon as there is one."""
+    """Return the stuck calls as soon as there are any. Fail the test after `limit` seconds."""
     deadline = time.monotonic() + limit
     while not len(calls := stuck_calls_of(log)):
         assert time.monotonic() < deadline, f"no diagnosis after {limit} s"
@@ -30,5 +30,5 @@ def wait_for_stuck_calls(log: Path, limit: float = 60) -> pd.DataFrame:
 
 
 def others(size: int) -> str:
-    """All ranks but rank 1, as tables have them."""
+    """Return all ranks but rank 1, as tables show them."""
     return "0" if size == 2 else "0,2" if size == 3 else f"0,2-{size - 1}"

@@ -1,4 +1,4 @@
-"""Tables of a summary against those of a full log: of the same program, or of the very same calls."""
+"""Comparison of a summary's tables with a full log's, of the same program or of the same calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EXACT: Final = (
 
 
 def counted(run: Run) -> dict[str, pd.DataFrame]:
-    """The tables of EXACT, in an order that does not depend on the log, and the numbers of calls in `host_time`."""
+    """Return the tables of EXACT, in an order that does not depend on the log, and the call counts of `host_time`."""
     tables = {name: run.table(name) for name in EXACT}
     times = run.table("host_time")
     tables["host_time"] = times.assign(calls=times["calls_known"] + times["calls_unknown"])[["op", "measure", "calls"]]
@@ -49,7 +49,7 @@ def counted(run: Run) -> dict[str, pd.DataFrame]:
 
 
 def assert_equal(full: Run, summary: Run) -> None:
-    """All counts and sizes are equal, and the summary has every call."""
+    """Assert that all counts and sizes are equal, and that the summary has every call."""
     assert (summary.is_summary, full.is_summary) == (True, False)
     expected, found = counted(full), counted(summary)
     for name, table in expected.items():
@@ -60,21 +60,21 @@ def assert_equal(full: Run, summary: Run) -> None:
 
 
 def summarized(full: Path, folder: Path, chance: random.Random) -> Run:
-    """A full log whose records are folded into summaries: in random parts, each in an order of its own."""
+    """Fold the records of a full log into summaries, in random parts and in random order; return the run."""
     shutil.copytree(full, folder)
     for tables in folder.glob("*/*/*.jsonl"):
         left = processes.read(tables)
         for segment in tables.parent.glob(f"{tables.stem}.*.npy"):
             segment.unlink()
         summary = Summary(left.tables["process"][0]["rank"], 10_000_000, 0.0)
-        at = 0
-        while at < len(left.records):
-            part = left.records[at : at + chance.randint(1, 200)]
-            at += len(part)
+        begin = 0
+        while begin < len(left.records):
+            part = left.records[begin : begin + chance.randint(1, 200)]
+            begin += len(part)
             summary.add(part[chance.sample(range(len(part)), len(part))])
             summary.close_steps(summary.last_step - chance.randint(0, 3))
             if chance.random() < 0.2:
-                summary.flush(float(at))
+                summary.flush(float(begin))
         summary.finish()
         for name, dtype in TABLES.items():
             append_rows(table_path(tables.parent, tables.stem, name), dtype, 0, b"".join(summary.rows[name]))
@@ -84,7 +84,7 @@ def summarized(full: Path, folder: Path, chance: random.Random) -> Run:
 
 
 def assert_times_are_equal(full: Run, summary: Run) -> None:
-    """Of the same calls: numbers, sums and bandwidths are equal, and quantiles within their error."""
+    """Assert, for the same calls, that counts, sums and bandwidths are equal, and quantiles within their error."""
     pd.testing.assert_frame_equal(full.table("bandwidth"), summary.table("bandwidth"))
     same = ["op", "measure", "calls_known", "calls_unknown", "max_ns", "sum_ns"]
     expected, found = full.table("host_time"), summary.table("host_time")

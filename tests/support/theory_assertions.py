@@ -1,4 +1,4 @@
-"""What it means that theory and the log of a training agree."""
+"""Assertions that theory and the log of a training agree."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Runs = Callable[[], Mapping[str, Run]]
 
 @functools.cache
 def tables(of: Runs, name: str) -> NamedTables:
-    """The tables of theory of one training."""
+    """Return the theory tables of one training."""
     return fold(of()[name], [reconciliation.ANALYSIS])
 
 
-def assert_exact(found: NamedTables, seen: Run) -> None:
-    """Nothing is left over on any rank in any step, and the sum from the formula to the log is exact."""
-    told, cells, bars = found["theory"], found["reconciliation"], found["waterfall"]
-    assert told["not_predicted"].isna().all(), told["not_predicted"].tolist()
-    assert sorted(told["rank"]) == seen.ranks
+def assert_exact(found: NamedTables, run: Run) -> None:
+    """Assert that every call is expected on each rank in each step, and that the waterfall adds up exactly."""
+    by_rank, cells, bars = found["theory"], found["reconciliation"], found["waterfall"]
+    assert by_rank["not_predicted"].isna().all(), by_rank["not_predicted"].tolist()
+    assert sorted(by_rank["rank"]) == run.ranks
     starts = {-1} if (found["expected"]["step"] == -1).any() else set()  # FSDP sends nothing before its first step
     assert {*starts, 0, 1, 2} <= set(cells["step"])
     assert set(cells["cause"]) == {"expected"}, cells.loc[cells["cause"] != "expected"].to_string()
-    events = seen.events()
-    by_rank = events.groupby("rank")["payload_bytes"].sum()
-    assert told.set_index("rank")["matched_bytes"].to_dict() == by_rank.to_dict()
-    assert (told["expected_bytes"] == told["measured_bytes"]).all()
-    assert (told["matched_share"] == 1).all()
+    events = run.events()
+    recorded_bytes = events.groupby("rank")["payload_bytes"].sum()
+    assert by_rank.set_index("rank")["matched_bytes"].to_dict() == recorded_bytes.to_dict()
+    assert (by_rank["expected_bytes"] == by_rank["measured_bytes"]).all()
+    assert (by_rank["matched_share"] == 1).all()
     assert [*bars["kind"]][0 :: len(bars) - 1] == ["closed form", "measured"]
     assert set(bars["kind"][1:-1]) <= {"cause"}
     assert bars["bytes"][:-1].sum() == bars["bytes"].iloc[-1]
@@ -43,12 +43,12 @@ def assert_exact(found: NamedTables, seen: Run) -> None:
     assert bars["bytes"].iloc[-1] == round(step["wire_bytes"].sum())
 
 
-def assert_described(one: dict[str, Any], run: Run, folder: Path) -> None:
-    """Theory has from a training's configuration what it has from the training."""
-    told, captured = trainings.described(one, len(run.ranks), folder), dict(run.job or {})
-    assert predict(told) == predict(captured)
-    if told.get("zero_stage") == 0:
-        del told["optimizer"]  # whatever is around it communicates nothing
-    zero, known = told.pop("zero", {}), captured.pop("zero", {})
-    assert zero == {key: value for key, value in known.items() if key in zero}
-    assert told == {key: value for key, value in captured.items() if key in told}
+def assert_described(training: dict[str, Any], run: Run, folder: Path) -> None:
+    """Assert that theory predicts the same from a training's configuration as from its run."""
+    planned, captured = trainings.described(training, len(run.ranks), folder), dict(run.job or {})
+    assert predict(planned) == predict(captured)
+    if planned.get("zero_stage") == 0:
+        del planned["optimizer"]  # its wrapper communicates nothing
+    zero, captured_zero = planned.pop("zero", {}), captured.pop("zero", {})
+    assert zero == {key: value for key, value in captured_zero.items() if key in zero}
+    assert planned == {key: value for key, value in captured.items() if key in planned}

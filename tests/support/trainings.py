@@ -1,9 +1,9 @@
-"""Real trainings to hold theory against: many in one start of two or three processes, each with a log of its own.
+"""Real trainings to compare theory with: many in one start of two to four processes, each with its own log.
 
-`shapes()`: three models drawn at random (THEORY_SEED draws them again), each under DDP and ZeRO-0 to 3, in fp32 and
-bf16, with one and four micro-batches; `more_shapes()`: the other pairs of precision and micro-batches. `variants()`:
-settings that change what DDP and DeepSpeed communicate, on three ranks, whose number divides few sizes. `shared()`:
-tensor-parallel models, on four ranks.
+`shapes()`: three models drawn at random (THEORY_SEED draws others), each under DDP and ZeRO-0 to 3, in fp32 and bf16,
+with one and four micro-batches; `more_shapes()`: the other pairs of precision and micro-batches. `variants()`: settings
+that change what DDP and DeepSpeed communicate, on three ranks, because few sizes are divisible by three. `shared()`:
+tensor-parallel models on four ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ register()
 
 ENGINES: Final = ("ddp", "0", "1", "2", "3")
 SECONDS_A_RANK: Final = 150
-"""That a start has for all of its trainings: ranks share two cores."""
+"""Time limit of a start for all its trainings, per rank, because ranks share two cores."""
 TIMEOUT: Final = pytest.mark.timeout(8 * SECONDS_A_RANK + 100)
-"""Of the test that comes first and waits for such a start."""
+"""For the first test, which waits for such a start."""
 
-# What a rank would otherwise import at its first optimizer: seconds for each of them.
+# Modules that each rank would otherwise import at its first optimizer, which takes seconds.
 _IMPORTS: Final = (
     "deepspeed",
     "deepspeed.runtime.zero.stage3",
@@ -49,16 +49,16 @@ _IMPORTS: Final = (
 )
 _VARIABLES: Final = {"DS_ACCELERATOR": "cpu", "TORCHINDUCTOR_COMPILE_THREADS": 1, "COMMTRACE": ""}
 
-_folders: list[tempfile.TemporaryDirectory[str]] = []  # until the tests end
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # kept until the tests end
 
 
 def seed() -> int:
-    """Return the number that decides which models are drawn: always the same one, unless THEORY_SEED is set."""
+    """Return the seed that decides which models are drawn: always the same, unless THEORY_SEED is set."""
     return int(os.environ.get("THEORY_SEED") or 1)
 
 
 def draw(chance: random.Random) -> dict[str, Any]:
-    """Keys of a small GPT-NeoX model and of DeepSpeed's buckets."""
+    """Draw keys of a small GPT-NeoX model and of DeepSpeed's buckets."""
     heads = chance.randint(1, 4)
     return {
         "num_layers": chance.randint(1, 3),
@@ -81,7 +81,7 @@ def draw(chance: random.Random) -> dict[str, Any]:
 
 
 def once(train_all: Callable[[], dict[str, Run]]) -> Callable[[], dict[str, Run]]:
-    """The same runs for every test; where they failed, the same failure, and no second attempt."""
+    """Return a function that trains once, and then returns the same runs or raises the same failure again."""
     kept: list[dict[str, Run] | BaseException] = []
 
     @functools.wraps(train_all)
@@ -99,7 +99,7 @@ def once(train_all: Callable[[], dict[str, Run]]) -> Callable[[], dict[str, Run]
 
 
 class TwoStarts(Mapping[str, Run]):
-    """Runs by name. The representatives are trained in one start, all others in a second; each when first asked for."""
+    """Runs by name. One start trains the representatives, a second one all others, each when first needed."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class TwoStarts(Mapping[str, Run]):
         train_all: Callable[[dict[str, dict[str, Any]]], dict[str, Run]],
     ) -> None:
         kept = {name: wanted[name] for name in representatives}
-        others = {name: one for name, one in wanted.items() if name not in kept}
+        others = {name: training for name, training in wanted.items() if name not in kept}
         starts = [(names, once(functools.partial(train_all, names))) for names in (kept, others)]
         self._start_of = {name: start for names, start in starts for name in names}
 
@@ -123,13 +123,13 @@ class TwoStarts(Mapping[str, Run]):
 
 
 def parameters(names: Iterable[str], representatives: Iterable[str], *before: object) -> list[Any]:
-    """Return names as parameters of a test (behind `before`); those that do not represent others are exhaustive."""
+    """Return names as test parameters (after `before`); those that are not representatives are exhaustive."""
     kept = set(representatives)
     return [pytest.param(*before, name, marks=() if name in kept else pytest.mark.exhaustive) for name in names]
 
 
 def wanted_shapes() -> dict[str, dict[str, Any]]:
-    """Three models, each with every engine, precision and number of micro-batches: "0-zero3-bf16-4"."""
+    """Return three models with each engine, precision and number of micro-batches, named as "0-zero3-bf16-4"."""
     chance = random.Random(seed())
     models = [draw(chance) for _ in range(3)]
     wanted: dict[str, dict[str, Any]] = {}
@@ -150,19 +150,19 @@ SHAPES: Final = tuple(
     for engine, number, precision, parts in _SHAPES
     if ((precision, parts) in (("fp32", 1), ("bf16", 4))) == (number != 1)
 )
-"""Those of every run of the tests: each model with each engine, in both precisions, with one and four micro-batches."""
-MORE_SHAPES: Final = tuple(_shape(*one) for one in _SHAPES if _shape(*one) not in SHAPES)
+"""Trainings of every test run: each model with each engine, in both precisions, with one and four micro-batches."""
+MORE_SHAPES: Final = tuple(_shape(*values) for values in _SHAPES if _shape(*values) not in SHAPES)
 
 
 @once
 def shapes() -> dict[str, Run]:
-    """Runs of SHAPES by name."""
+    """Return the runs of SHAPES by name."""
     return trained({name: wanted_shapes()[name] for name in SHAPES}, processes=2)
 
 
 @once
 def more_shapes() -> dict[str, Run]:
-    """Runs of MORE_SHAPES by name."""
+    """Return the runs of MORE_SHAPES by name."""
     return trained({name: wanted_shapes()[name] for name in MORE_SHAPES}, processes=2)
 
 
@@ -242,12 +242,12 @@ VARIANT_OF_EACH_SCHEME: Final = (
 
 @functools.cache
 def variants() -> Mapping[str, Run]:
-    """Runs of VARIANTS by name, on three ranks."""
+    """Return the runs of VARIANTS by name, on three ranks."""
     return TwoStarts(VARIANTS, VARIANT_OF_EACH_SCHEME, functools.partial(trained, processes=3))
 
 
 def _shared(ranks: int, which: str, precision: str = "fp32", **keys: Any) -> dict[str, Any]:
-    """A tensor-parallel model; `keys` are GPT-NeoX's."""
+    """Return a tensor-parallel model; `keys` are GPT-NeoX's."""
     engine = ("--engine", "ddp") if which == "ddp" else ("--zero-stage", which)
     options = (*engine, "--precision", precision, "--gradient-accumulation", "2")
     if "checkpoint_num_layers" in keys or "checkpoint_reentrant" in keys:
@@ -272,7 +272,7 @@ SHARED: Final[dict[str, dict[str, Any]]] = {
 
 
 def draw_cut(chance: random.Random, ranks: int, layers: tuple[int, int]) -> dict[str, Any]:
-    """Keys of a GPT-NeoX model that so many tensor-parallel ranks share; of least and most layers."""
+    """Draw keys of a GPT-NeoX model for `ranks` tensor-parallel ranks, with `layers` (least, most) layers."""
     heads = ranks * chance.randint(1, 2)
     return {
         "num_layers": chance.randint(*layers),
@@ -294,7 +294,7 @@ def draw_cut(chance: random.Random, ranks: int, layers: tuple[int, int]) -> dict
 
 
 def draw_shared(chance: random.Random) -> dict[str, Any]:
-    """A tensor-parallel model."""
+    """Draw a tensor-parallel model."""
     ranks = chance.choice((2, 4))
     keys = draw_cut(chance, ranks, (1, 4))
     keys["zero_optimization"]["overlap_comm"] = chance.random() < 0.5
@@ -309,62 +309,62 @@ SHARED_OF_EACH_SCHEME: Final = ("tp2-ddp", "tp2-zero1")
 
 @functools.cache
 def shared() -> Mapping[str, Run]:
-    """Runs of SHARED by name, and of DRAWN, on four ranks."""
+    """Return the runs of SHARED and DRAWN by name, on four ranks."""
     return TwoStarts({**SHARED, **drawn()}, SHARED_OF_EACH_SCHEME, functools.partial(trained, processes=4))
 
 
 def drawn() -> dict[str, dict[str, Any]]:
-    """The models of DRAWN, which the seed decides."""
+    """Return the models of DRAWN, drawn from the seed."""
     chance = random.Random(seed() + 1)
     return {name: draw_shared(chance) for name in DRAWN}
 
 
-def described(one: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
-    """The job row of a training, told from its configuration alone."""
-    return dict(planned(one, ranks, folder).row)
+def described(training: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
+    """Return the job row of a training, derived from its configuration alone."""
+    return dict(planned(training, ranks, folder).row)
 
 
-def planned(one: dict[str, Any], ranks: int, folder: Path) -> JobPlan:
-    """What `commtrace theory` makes of a training's configuration."""
+def planned(training: dict[str, Any], ranks: int, folder: Path) -> JobPlan:
+    """Return the job that `commtrace theory` derives from a training's configuration."""
     from commtrace.theory.forecast import PlanOptions, plan_job
     from examples.gpt_neox.options import arguments
 
     config = folder / "described.yml"
-    config.write_text(json.dumps(one["model"]))
-    said = arguments().parse_args(["tiny", *one["options"]])
-    options = PlanOptions(said.engine, said.zero_stage, said.precision, said.micro_batch, said.gradient_accumulation)
+    config.write_text(json.dumps(training["model"]))
+    args = arguments().parse_args(["tiny", *training["options"]])
+    options = PlanOptions(args.engine, args.zero_stage, args.precision, args.micro_batch, args.gradient_accumulation)
     return plan_job(["tiny", str(config)], ranks, options)
 
 
 def trained(wanted: dict[str, dict[str, Any]], *, processes: int) -> dict[str, Run]:
-    """Train each of these on so many ranks, in a folder that stays until the tests end."""
+    """Train each of these on `processes` ranks, in a directory that is kept until the tests end."""
     _folders.append(tempfile.TemporaryDirectory())
     return train(wanted, Path(_folders[-1].name), processes)
 
 
 @functools.cache
 def parent() -> ranks.Nursery:
-    """One process that has imported everything, until the tests end."""
+    """Return a process that has imported everything; it runs until the tests end."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(ranks.Nursery("python", *_IMPORTS, **_VARIABLES))
 
 
 def train(wanted: dict[str, dict[str, Any]], folder: Path, number: int) -> dict[str, Run]:
-    """Train each of these on so many ranks, below a folder that is empty."""
+    """Train each of these on `number` ranks, in an empty directory."""
     orders = folder / "orders.json"
-    orders.write_text(json.dumps([_order(folder, name, one) for name, one in wanted.items()]))
+    orders.write_text(json.dumps([_order(folder, name, training) for name, training in wanted.items()]))
     started = parent().start("theory", folder / "logs", orders, ranks=number, traced=False)
     statuses = started.wait(SECONDS_A_RANK * number)
     assert statuses == [0] * number, "\n".join(started.output(rank)[-4000:] for rank in range(number))
     return {name: open_run(folder / name) for name in wanted}
 
 
-def _order(folder: Path, name: str, one: dict[str, Any]) -> dict[str, Any]:
-    order = {"log": str(folder / name), "port": free_port(), "variables": one.get("variables", {})}
+def _order(folder: Path, name: str, training: dict[str, Any]) -> dict[str, Any]:
+    order = {"log": str(folder / name), "port": free_port(), "variables": training.get("variables", {})}
     for plain in ("ddp", "fsdp", "deepspeed"):
-        if plain in one:
-            return {**order, **one}
+        if plain in training:
+            return {**order, **training}
     config = folder / f"{name}.yml"
-    config.write_text(json.dumps(one["model"]))
-    return {**order, "arguments": ["tiny", str(config), *one["options"], "--train-iters", "3"]}
+    config.write_text(json.dumps(training["model"]))
+    return {**order, "arguments": ["tiny", str(config), *training["options"], "--train-iters", "3"]}

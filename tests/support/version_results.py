@@ -1,4 +1,4 @@
-"""Results of the matrix of versions, and their table in docs/versions.md: `python version_results.py` writes it."""
+"""Results of the version matrix, and their table in docs/versions.md, which `python version_results.py` writes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _VERDICTS: Final = {0: "as expected", 1: "differs", 3: "not compared"}
 
 
 def key(versions: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what identifies a row: its versions, of Python the minor one, without local parts."""
+    """Return what identifies a row: its versions without local parts, and only the minor version of Python."""
     known = {**versions, "python": ".".join(versions["python"].split(".")[:2])}
     return tuple(known.get(package, "-").partition("+")[0] for package in PACKAGES)
 
 
 def read() -> list[dict[str, Any]]:
     """Return the recorded results."""
-    found: list[dict[str, Any]] = json.loads(RESULTS.read_text())
-    return found
+    results: list[dict[str, Any]] = json.loads(RESULTS.read_text())
+    return results
 
 
 def record(result: dict[str, Any]) -> None:
-    """Keep a result in place of an older one of the same versions, and write the table."""
+    """Store a result in place of an older one with the same versions, and write the table."""
     kept = [other for other in read() if key(other["versions"]) != key(result["versions"])]
-    ordered = sorted([*kept, result], key=lambda one: [int(part) for part in key(one["versions"])[0].split(".")])
+    ordered = sorted([*kept, result], key=lambda row: [int(part) for part in key(row["versions"])[0].split(".")])
     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
     PAGE.write_text(with_table(PAGE.read_text()))
 

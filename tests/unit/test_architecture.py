@@ -1,4 +1,4 @@
-"""The rules of docs/explanation/architecture.md: which part may import which, and that a name means one thing."""
+"""The rules of docs/explanation/architecture.md: which part may import which, and unique class names."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from processes import ROOT
 from commtrace.cli import COMMANDS
 
 FOLDERS: Final = {"commtrace": "commtrace", "commtrace.hooks": "hooks", "commtrace.analyses": "analyses"}
-"""Package -> the folder of the checkout that it is installed from."""
+"""The folder of the checkout that each package is installed from."""
 MAY_IMPORT_ANYTHING: Final = ("commtrace.run", "commtrace.commands")
-"""Besides `commtrace` itself, the public interface and the commands: what users call, above everything else."""
+"""The public interface and the commands, which may import all parts, as `commtrace` itself may."""
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Return the file of every module that ships, by dotted name; packages are named as their folders."""
-    found = {}
+    """Return the file of every installed module by dotted name; that of a package is its `__init__.py`."""
+    files = {}
     for package, folder in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            if "bootstrap" not in parts:  # scripts outside of the package
-                found[".".join([package, *(part for part in parts if part != "__init__")])] = path
-    return found
+            if "bootstrap" not in parts:  # scripts outside the package
+                files[".".join([package, *(part for part in parts if part != "__init__")])] = path
+    return files
 
 
 @cache
@@ -39,7 +39,7 @@ def tree(name: str) -> ast.Module:
 
 
 def statements(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
-    """Yield the nodes below `node`; without `lazy`, not those within functions and for type checkers alone."""
+    """Yield the nodes below `node`; without `lazy`, not those within functions or only for type checkers."""
     for child in ast.iter_child_nodes(node):
         if not lazy and isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             continue
@@ -49,20 +49,20 @@ def statements(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
 
 
 def imported(name: str, *, lazy: bool) -> set[str]:
-    """Return what a module imports: names of modules, or what comes closest."""
+    """Return the modules that a module imports; for other names, the modules that they are imported from."""
     package = name.split(".")
     if modules()[name].name != "__init__.py":
         package.pop()
-    found = set()
+    imports = set()
     for node in statements(tree(name), lazy=lazy):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
-                found.add(full if (full := f"{source}.{alias.name}") in modules() else source)
-    return found
+                imports.add(full if (full := f"{source}.{alias.name}") in modules() else source)
+    return imports
 
 
 def is_within(name: str, package: str) -> bool:
@@ -70,13 +70,13 @@ def is_within(name: str, package: str) -> bool:
 
 
 def part_of(name: str) -> str:
-    """Return the part of the package that a module belongs to: "" for the modules that all parts share."""
+    """Return the part of the package that a module belongs to, "" for the modules that all parts share."""
     part = name.split(".")[1] if "." in name else ""
     return part if f"commtrace.{part}" in modules() and modules()[f"commtrace.{part}"].name == "__init__.py" else ""
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the modules that reach themselves, in groups."""
+    """Return the groups of modules that import each other in a cycle."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()
@@ -97,7 +97,7 @@ def test_cycles_are_found() -> None:
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    """Imports that run when a module is loaded: not those within functions, and not those for type checkers alone."""
+    """Imports within functions or only for type checkers do not count: they do not run when a module is loaded."""
     graph = {name: imported(name, lazy=False) & set(modules()) - {name} for name in modules()}
     assert cycles(graph) == []
 
@@ -111,15 +111,15 @@ def test_imports_point_one_way(part: str) -> None:
     for name in modules():
         if part_of(name) != part or name == "commtrace" or any(is_within(name, free) for free in MAY_IMPORT_ANYTHING):
             continue
-        found = imported(name, lazy=True)
+        names = imported(name, lazy=True)
         if name not in tables:
-            found |= {
+            names |= {
                 node.value
                 for node in ast.walk(tree(name))
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isascii()
                 if all(word.isidentifier() for word in node.value.split("."))
             }
-        wrong += [(name, other) for other in sorted(found) if any(is_within(other, package) for package in forbidden)]
+        wrong += [(name, other) for other in sorted(names) if any(is_within(other, package) for package in forbidden)]
     assert wrong == []
 
 

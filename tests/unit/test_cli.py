@@ -92,8 +92,8 @@ def test_export_needs_a_format(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def python(code: str, *arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own."""
-    # Elsewhere than in the checkout, whose folder `commtrace` is not the whole package.
+    """Run Python code in a new process."""
+    # Not in the checkout, whose folder `commtrace` is only a part of the package.
     where: dict[str, Any] = {"cwd": tempfile.gettempdir(), "env": {**os.environ, **options}, "timeout": 120}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, **where

@@ -1,4 +1,4 @@
-"""Damaged logs: every command ends in time and memory, with a report or one clear line."""
+"""Damaged logs: every command ends within limits of time and memory, with a report or one error line."""
 
 from __future__ import annotations
 

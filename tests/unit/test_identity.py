@@ -1,4 +1,4 @@
-"""Who is recording, and what a run is called."""
+"""Rank identity, and names of runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_launchers_say(environ: dict[str, str], rank: int, world: int | Non
         ({"TORCHELASTIC_RUN_ID": "a1b2c3d4-1111-2222-3333-444444444444"}, "torchelastic-a1b2c3d4-0"),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_ID": "3"}, "slurm-7.3"),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_RESTART_COUNT": "1"}, "slurm-7.0-restart1"),
-        ({"SLURM_JOB_ID": "7"}, ""),  # a batch script, which no task of srun is
+        ({"SLURM_JOB_ID": "7"}, ""),  # a batch script, not a task of srun
         ({"PMIX_NAMESPACE": "prterun-5"}, "pmix-prterun-5"),
     ],
 )
@@ -63,7 +63,7 @@ def test_all_members_of_a_run_agree() -> None:
 
     names = []
     for rank in range(3):
-        identity._recordings = 0  # each is a process of its own
+        identity._recordings = 0  # as in another process
         names.append(identity.agree_on_run(RankIdentity(rank, 3, agree)))
     assert len(set(names)) == 1
     assert len(set(proposals)) == 3
@@ -98,9 +98,9 @@ def test_no_secrets() -> None:
 
 def test_a_moment_on_both_clocks() -> None:
     before = time.monotonic_ns(), time.time_ns()
-    found = identity.clock_readings()
-    assert before[0] <= found["mono_ns"] <= time.monotonic_ns()
-    assert before[1] <= found["unix_ns"] <= time.time_ns()
+    readings = identity.clock_readings()
+    assert before[0] <= readings["mono_ns"] <= time.monotonic_ns()
+    assert before[1] <= readings["unix_ns"] <= time.time_ns()
 
 
 def test_versions_and_host_facts() -> None:

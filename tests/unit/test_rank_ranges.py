@@ -33,18 +33,18 @@ def test_lists_of_ranks_as_text(ranks: Sequence[int], text: str) -> None:
 
 
 def test_any_list_of_ranks_is_kept_in_its_order() -> None:
-    """Lists made of regular pieces, of noise, and of both."""
-    chance = random.Random(trainings.seed())
+    """Lists of regular pieces, of shuffled ranks and of both keep their order as text."""
+    rng = random.Random(trainings.seed())
     for _ in range(2_000):
         ranks: list[int] = []
-        for _ in range(chance.randrange(6)):
+        for _ in range(rng.randrange(6)):
             first, count, stride = (
-                chance.randrange(MAX_RANKS // 2),
-                chance.randrange(12),
-                chance.choice((1, 1, 2, 8, 512)),
+                rng.randrange(MAX_RANKS // 2),
+                rng.randrange(12),
+                rng.choice((1, 1, 2, 8, 512)),
             )
             piece = [*range(first, first + count * stride, stride)]
-            ranks += chance.choice((piece, piece[::-1], chance.sample(piece, len(piece)), piece * 2))
+            ranks += rng.choice((piece, piece[::-1], rng.sample(piece, len(piece)), piece * 2))
         text = format_rank_list(ranks)
         assert parse_rank_list(text) == ranks
         assert len(text) <= len(",".join(map(str, ranks)))

@@ -1,4 +1,4 @@
-"""The event table, and what numbers in records are called."""
+"""The event table, and the names of ids in records."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from commtrace.run import open_run
 from commtrace.schema import EVENT_COLUMNS, Flag, Phase, State
 
 
-def one(tmp_path: Path, rank: int = 0, **fields: int) -> pd.Series:
-    """The only event of a run."""
+def single_event(tmp_path: Path, rank: int = 0, **fields: int) -> pd.Series:
+    """Write a run with one event, and return the event."""
     process = LogFactory(tmp_path).process(rank, world_size=4)
     process.known({WORLD: [0, 1, 2, 3], PAIR: [2, 0], ALONE: [rank]}, {PAIR: "tensor"}).write(record(**fields))
     return open_run(tmp_path).events().iloc[0]
@@ -42,7 +42,7 @@ def test_columns_are_there_without_events(tmp_path: Path) -> None:
 
 
 def test_an_event(tmp_path: Path) -> None:
-    event = one(tmp_path, peer=3, tag=7, seq=5, micro_batch=2, flags=Flag.ASYNC | Flag.COALESCED)
+    event = single_event(tmp_path, peer=3, tag=7, seq=5, micro_batch=2, flags=Flag.ASYNC | Flag.COALESCED)
     assert event.to_dict() == {
         "rank": 0,
         "op": "all_reduce",
@@ -73,7 +73,7 @@ def test_an_event(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_is_called_unknown_or_missing(tmp_path: Path) -> None:
-    event = one(tmp_path, kind=77, group=88, site=99, flags=0)
+    event = single_event(tmp_path, kind=77, group=88, site=99, flags=0)
     assert [event[name] for name in ("op", "group", "role", "site")] == ["unknown"] * 4
     assert event["flags"] == ""
     assert pd.isna(event["group_size"])
@@ -81,12 +81,12 @@ def test_what_is_not_known_is_called_unknown_or_missing(tmp_path: Path) -> None:
 
 
 def test_a_site_that_was_not_recorded_is_empty(tmp_path: Path) -> None:
-    assert one(tmp_path, site=0)["site"] == ""
+    assert single_event(tmp_path, site=0)["site"] == ""
 
 
 @pytest.mark.parametrize(("group", "role"), [(WORLD, "world"), (PAIR, "tensor"), (ALONE, "self")])
 def test_roles(tmp_path: Path, group: int, role: str) -> None:
-    assert one(tmp_path, group=group)["role"] == role
+    assert single_event(tmp_path, group=group)["role"] == role
 
 
 def test_a_role_that_one_rank_was_told_holds_on_all(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_role_that_one_rank_was_told_holds_on_all(tmp_path: Path) -> None:
 
 
 def test_messages_may_serve_another_dimension_than_their_group(tmp_path: Path) -> None:
-    """Told on one rank, of send and recv alone, and of that group alone."""
+    """A message role that one rank states holds on all ranks, only for sends and receives of its group."""
     log = LogFactory(tmp_path)
     first = log.process(0).known({WORLD: [0, 1], PAIR: [0, 1]})
     first.add("message_roles", group=WORLD, role="pipeline", source="test")
@@ -161,7 +161,7 @@ def test_ranks_that_were_not_selected(settings: object, expected: list[int], tmp
 
 
 def test_wire_bytes_of_a_message_to_oneself(tmp_path: Path) -> None:
-    assert one(tmp_path, rank=2, kind=SEND, peer=2)["wire_bytes"] == 0
+    assert single_event(tmp_path, rank=2, kind=SEND, peer=2)["wire_bytes"] == 0
 
 
 def test_paths_lose_what_leads_to_the_package() -> None:

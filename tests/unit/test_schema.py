@@ -1,4 +1,4 @@
-"""The record's layout, in its two spellings and in the document."""
+"""The layout of a record: as a dtype, as a struct format, and in the documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: what the environment may say, and one clear line for what makes no sense."""
+"""Settings from environment variables, and one error line for invalid values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def test_off(environ: dict[str, str]) -> None:
 
 def test_one_means_the_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = settings.from_environment({"COMMTRACE": "1"})
-    assert found is not None
-    assert found.directory == str(tmp_path / "commtrace-logs")
+    parsed = settings.from_environment({"COMMTRACE": "1"})
+    assert parsed is not None
+    assert parsed.directory == str(tmp_path / "commtrace-logs")
 
 
 def test_a_directory_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,9 +52,9 @@ def test_every_setting_has_a_variable(tmp_path: Path) -> None:
         "COMMTRACE_EXIT_SECONDS": "2.5",
         "COMMTRACE_SIMULATED": "0:run:/tmp",
     }
-    found = settings.from_environment({**given, "HOME": "/", "OTHER": "x"})
-    assert found is not None
-    assert found.as_dict() == {
+    parsed = settings.from_environment({**given, "HOME": "/", "OTHER": "x"})
+    assert parsed is not None
+    assert parsed.as_dict() == {
         "directory": str(tmp_path),
         "recorder": "python",
         "ranks": "0-7,1024",
@@ -81,7 +81,7 @@ def test_an_empty_variable_is_not_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "mend"),
+    ("variable", "value", "fix"),
     [
         ("COMMTRACE_RING_RECORDS", "many", "give a whole number"),
         ("COMMTRACE_RING_RECORDS", "1.5", "give a whole number"),
@@ -102,12 +102,12 @@ def test_an_empty_variable_is_not_said(tmp_path: Path) -> None:
         ("COMMTRACE_SIDES", "1", "choose from COMMTRACE_DEVICE_TIMES"),
     ],
 )
-def test_a_wrong_value(variable: str, value: str, mend: str, tmp_path: Path) -> None:
+def test_a_wrong_value(variable: str, value: str, fix: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as raised:
         settings.for_directory(tmp_path, {variable: value})
     message = str(raised.value)
     assert message.startswith(f"{variable}={value}: ")
-    assert mend in message
+    assert fix in message
     assert "\n" not in message
 
 
@@ -117,7 +117,7 @@ def test_directories_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("file", "file/below/it", "link"):
         with pytest.raises(SettingsError, match="is not a directory; give a directory"):
             settings.for_directory(tmp_path / name, {})
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # for root, everything may be written to
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(SettingsError, match=f"COMMTRACE={tmp_path}/a/b: {tmp_path} is not writable"):
         settings.for_directory(tmp_path / "a/b", {})
 
@@ -132,8 +132,8 @@ def test_the_working_directory_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_settings_stay_as_they_are(tmp_path: Path) -> None:
-    made = Settings(str(tmp_path))
+    created = Settings(str(tmp_path))
     with pytest.raises(AttributeError):
-        made.sites = False
+        created.sites = False
     with pytest.raises(TypeError, match="sides"):
         Settings(str(tmp_path), sides=1)

@@ -1,4 +1,4 @@
-"""Versions of libraries that are older than those that are supported."""
+"""Library versions that are older than the supported ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wire bytes and busbw against what one calculates by hand."""
+"""Wire bytes and busbw, compared with values calculated by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
         ("reduce_scatter", 4 * MIB, MIB, 4, 3 * MIB),
         ("all_gather", 4_000, 100, 4, 3_900),  # uneven: this rank holds 100 of 4,000 bytes
         ("all_to_all", 4 * MIB, MIB, 4, 3 * MIB),
-        ("all_to_all", 1_000, 1_000, 4, 0),  # all of it stays here
+        ("all_to_all", 1_000, 1_000, 4, 0),  # all of it stays on the rank
         ("broadcast", 1_000, 0, 4, 750),  # on average
         ("reduce", 1_000, 0, 4, 750),
         ("send", 1_000, 0, 2, 1_000),
@@ -50,10 +50,10 @@ def test_a_message_to_oneself_sends_nothing() -> None:
 def test_every_operation_has_a_rule_and_takes_arrays(op: str) -> None:
     payload = np.array([0, 1 << 10, 1 << 40])
     result = wire_bytes(op, payload, payload // 4, np.array([1, 2, 4]), is_root=np.array([0, 1, 0]))
-    each = [
+    expected = [
         wire_bytes(op, int(p), int(p) // 4, n, is_root=r) for p, n, r in zip(payload, (1, 2, 4), (0, 1, 0), strict=True)
     ]
-    assert result.tolist() == each
+    assert result.tolist() == expected
 
 
 def test_the_sum_over_a_group_is_what_the_group_sends() -> None:

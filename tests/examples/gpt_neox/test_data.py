@@ -1,4 +1,4 @@
-"""The training text: tokenized without loss, the same on every run, different on every rank."""
+"""The training text: tokenized without loss, the same in every run, different on every rank."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_each_pass_is_shuffled_anew_and_reproducibly() -> None:
     assert order == [int(again[number][0]) for number in range(100)]
     assert order[:50] != order[50:]
     assert order != [int(other[number][0]) for number in range(100)]
-    assert int(first[3][0]) == order[3]  # going back to an earlier pass gives what was there
+    assert int(first[3][0]) == order[3]  # an earlier pass can be read again
 
 
 def test_ranks_share_no_sample() -> None:

@@ -1,4 +1,4 @@
-"""The model against GPT-NeoX's counts, a hand calculation, and its own gradients."""
+"""The model, compared with GPT-NeoX's counts, a hand calculation and its own gradients."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def build(config: TrainingConfig, seed: int = 0) -> GPTNeoX:
 
 
 def block(model: GPTNeoX, index: int) -> Block:
-    found = model.layers[f"block_{index}"]
-    assert isinstance(found, Block)
-    return found
+    layer = model.layers[f"block_{index}"]
+    assert isinstance(layer, Block)
+    return layer
 
 
 def tokens(rows: int = 2, length: int = 16) -> torch.Tensor:
@@ -42,7 +42,7 @@ def count(config: TrainingConfig) -> int:
         return sum(parameter.numel() for parameter in GPTNeoX(config).parameters())
 
 
-# As GPT-NeoX itself counts these models, untied, with 50257 ids padded to 50304.
+# GPT-NeoX's own counts of these models: untied, with 50257 ids padded to 50304.
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [("19M", 70_426_624), ("125M", 162_322_944), ("1-3B", 1_414_647_808), ("13B", 13_100_697_600)],
@@ -68,9 +68,9 @@ def test_no_token_sees_the_future(parallel: bool) -> None:
 
 
 def test_rotary_against_a_hand_calculation() -> None:
-    """Three positions, a head of 6 of which 4 are rotated: dimension 0 goes with 2 and 1 with 3."""
+    """4 of a head's 6 dimensions are rotated at each of 3 positions: 0 together with 2, and 1 with 3."""
     x = torch.arange(1.0, 19.0).reshape(1, 1, 3, 6)
-    turned = rotate(x, 4, 10000.0)
+    rotated = rotate(x, 4, 10000.0)
     for position in range(3):
         a, b, c, d, *rest = x[0, 0, position].tolist()
         fast, slow = float(position), position * 10000.0**-0.5
@@ -81,7 +81,7 @@ def test_rotary_against_a_hand_calculation() -> None:
             d * math.cos(slow) + b * math.sin(slow),
             *rest,
         ]
-        assert turned[0, 0, position].tolist() == pytest.approx(expected, rel=1e-5)
+        assert rotated[0, 0, position].tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_rotary_depends_on_distance_only() -> None:
@@ -124,8 +124,8 @@ def test_tied_head_is_the_embedding() -> None:
 def gradients(model: GPTNeoX) -> dict[str, torch.Tensor]:
     batch = tokens(length=17)
     torch.autograd.backward(language_model_loss(model(batch[:, :-1]), batch[:, 1:]))
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: gradient for name, gradient in grads.items() if gradient is not None}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -151,18 +151,18 @@ def test_checkpointing_computes_blocks_twice() -> None:
     for index in range(2):
         block(model, index).attention.register_forward_hook(lambda *_, index=index: calls.append(index))
     gradients(model)
-    assert calls == [0, 1, 1, 0]  # forward, then each again before its backward
+    assert calls == [0, 1, 1, 0]  # forward, then each block again before its backward
 
 
 def test_layers_in_a_row_are_the_model() -> None:
-    """What builds and runs the specs by itself, as a pipeline would, gets the same logits."""
+    """Building and running the specs one by one, as a pipeline does, gives the same logits."""
     config = tiny()
     model = build(config)
     torch.manual_seed(0)
-    row = [spec.build(None) for spec in layer_specs(config)]
+    layers = [spec.build(None) for spec in layer_specs(config)]
     x = tokens()
     expected = model(x)
-    for layer in row:
+    for layer in layers:
         x = layer(x)
     assert torch.equal(x, expected)
 
@@ -180,8 +180,8 @@ def test_dropout_is_for_training_only() -> None:
     model = build(tiny(hidden_dropout=0.5, attention_dropout=0.5))
     x = tokens()
     assert not torch.equal(model(x), model(x))
-    still = copy.deepcopy(model).eval()
-    assert torch.equal(still(x), still(x))
+    eval_model = copy.deepcopy(model).eval()
+    assert torch.equal(eval_model(x), eval_model(x))
 
 
 def test_first_loss_is_a_guess_among_all_ids() -> None:

@@ -1,4 +1,4 @@
-"""Rules of the example: closed forms by hand, and what commtrace says of such jobs without them."""
+"""The example's rules: closed forms computed by hand, and commtrace's errors for such jobs without the rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORACLE = r"compare with a dry run \(commtrace check DIR --against DRYRUN\) or wi
 
 
 def test_closed_forms() -> None:
-    """Each by hand, and against the equation that it contains."""
+    """Each closed form equals a value computed by hand, or the paper's equation that it contains."""
     assert forms.zero_1_bytes(1000, 1000, 8) == closed_forms.data_parallel(1000, 8)
     assert forms.zero_2_bytes(1000, 500, 2, 4) == 4 * 500 + 250
     assert forms.fully_sharded(1000, 8) == closed_forms.zero_3(1000, 8)
@@ -47,7 +47,7 @@ def test_closed_forms() -> None:
 
 
 def keys_file(folder: Path, keys: dict[str, Any]) -> str:
-    """The path of a file with these keys."""
+    """Write a file with these keys, and return its path."""
     path = folder / "keys.yml"
     path.write_text(json.dumps(keys))
     return str(path)
@@ -76,7 +76,7 @@ def test_dimensions_are_predicted_with_these_rules_only(
 def test_dtensors_are_predicted_with_these_rules_only(
     world: int, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone, and beneath FSDP."""
+    """The rules are needed for DTensors alone and under FSDP."""
     register()
     row = plan_job(["tiny", keys_file(tmp_path, {"model_parallel_size": 2})], world, PlanOptions(engine="fsdp")).row
     assert "tensor" in {call.role for call in predict(row).step(0)}

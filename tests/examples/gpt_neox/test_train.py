@@ -1,4 +1,4 @@
-"""Whole trainings: real processes, real collectives, real falling losses."""
+"""Complete trainings: real processes, real collectives and losses that fall."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from examples.gpt_neox import LaunchError
 
 MODULE = "examples.gpt_neox.train"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", MODULE)
-LIMIT_S = 90
+TIMEOUT_S = 90
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without a launcher's variables, one thread per process."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI", "SLURM_"))}
+    """Return this process's environment with one thread per process, without a launcher's variables."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI", "SLURM_"))}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "COMMTRACE"):
-        kept.pop(name, None)
-    # The CPU also on machines with a GPU: two processes on one GPU are refused by NCCL.
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
+        inherited.pop(name, None)
+    # Use the CPU even on machines with a GPU: NCCL refuses two processes on one GPU.
+    return {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
 
 
 class Command:
-    """A child process in a group of its own, so that a stuck launcher goes with all its ranks."""
+    """Child process in its own process group, so that a stuck launcher can be killed with all its ranks."""
 
     def __init__(self, arguments: tuple[str, ...], env: dict[str, str]) -> None:
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             env=env,
-            # Not where the tests were started: -m looks there first, and a checkout has a folder of the same name.
+            # -m searches the working directory first, and a checkout has a directory of the same name.
             cwd=tempfile.gettempdir(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -60,18 +60,18 @@ class Command:
         )
 
     def finish(self) -> tuple[int, str]:
-        """Exit status and output, within the time limit."""
+        """Return exit status and output; fail after the timeout."""
         try:
-            output, _ = self.process.communicate(timeout=LIMIT_S)
+            output, _ = self.process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             output, _ = self.process.communicate()
-            pytest.fail(f"no end after {LIMIT_S} s:\n{output}")
+            pytest.fail(f"not finished after {TIMEOUT_S} s:\n{output}")
         return self.process.returncode, output
 
 
 def torchrun(*arguments: str, env: dict[str, str]) -> list[float]:
-    """Two ranks of the tiny model under torchrun: rank 0's losses."""
+    """Train the tiny model on two ranks under torchrun, and return rank 0's losses."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "losses.json"
         command = (*TORCHRUN, "tiny", *arguments, "--losses-out", str(path))
@@ -81,12 +81,12 @@ def torchrun(*arguments: str, env: dict[str, str]) -> list[float]:
 
 
 def forked(*arguments: str, ranks: int = 2) -> tuple[list[float], str]:
-    """As `torchrun`, in ranks that need not import anything any more; and what they wrote."""
+    """Train in forked ranks, which have all imports already, and return rank 0's losses and the output."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "losses.json"
         options = ("tiny", *arguments, "--losses-out", path)
         started = trainings.parent().start("gpt_neox", Path(folder) / "log", *options, ranks=ranks, traced=False)
-        statuses = started.wait(LIMIT_S)
+        statuses = started.wait(TIMEOUT_S)
         output = "".join(started.output(rank) for rank in range(ranks))
         assert statuses == [0] * ranks, output
         return read_losses(path), output
@@ -94,7 +94,7 @@ def forked(*arguments: str, ranks: int = 2) -> tuple[list[float], str]:
 
 @functools.cache
 def alone() -> list[float]:
-    """One process that nobody launched, under DDP, with micro-batches of 4: its losses."""
+    """Train with DDP and micro-batches of 4 in one process without a launcher, and return its losses."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "losses.json"
         command = ("-m", MODULE, "tiny", "--engine", "ddp", "--micro-batch", "4", "--losses-out", str(path))
@@ -126,10 +126,10 @@ def test_zero_trains_as_ddp_does(stage: str) -> None:
 
 @pytest.mark.exhaustive
 def test_a_batch_in_two_halves_is_the_same_training() -> None:
-    """Accumulated and recomputed, the same rows give the same steps."""
+    """The same rows give the same losses when accumulated and recomputed."""
     halves = ("--micro-batch", "2", "--gradient-accumulation", "2", "--checkpoint", "reentrant")
-    found, _ = forked("--engine", "ddp", *halves, ranks=1)
-    assert found == pytest.approx(alone(), rel=1e-4)
+    losses, _ = forked("--engine", "ddp", *halves, ranks=1)
+    assert losses == pytest.approx(alone(), rel=1e-4)
 
 
 ACCUMULATED = ("--gradient-accumulation", "2", "--checkpoint", "non-reentrant")
@@ -148,10 +148,10 @@ def test_accumulation_is_the_same_for_ddp_and_zero() -> None:
 @needs_deepspeed
 @pytest.mark.exhaustive
 def test_no_compiler_is_needed_and_the_same_command_gives_the_same_bits(tmp_path: Path) -> None:
-    """With an empty PATH nothing can be compiled; the cache folder shows that nothing was tried, either."""
+    """With an empty PATH nothing can be compiled; the missing cache directory shows that nothing was tried."""
     extensions = tmp_path / "extensions"
-    bare = environment(PATH=str(tmp_path), TORCH_EXTENSIONS_DIR=str(extensions))
-    assert torchrun("--zero-stage", "2", *ACCUMULATED, env=bare) == accumulated_zero_2()
+    without_compiler = environment(PATH=str(tmp_path), TORCH_EXTENSIONS_DIR=str(extensions))
+    assert torchrun("--zero-stage", "2", *ACCUMULATED, env=without_compiler) == accumulated_zero_2()
     assert not extensions.exists()
 
 
@@ -203,7 +203,7 @@ def test_the_end_waits_for_busy_threads_but_not_for_ever() -> None:
 
     def spin() -> None:
         while not stop.is_set():
-            hashlib.sha256(bytes(10_000_000))  # runs without the interpreter's lock, as gloo's threads do
+            hashlib.sha256(bytes(10_000_000))  # releases the GIL, as gloo's threads do
 
     thread = threading.Thread(target=spin)
     thread.start()

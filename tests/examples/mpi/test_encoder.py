@@ -1,4 +1,4 @@
-"""The encoder: right whatever the ranks and the way of dividing it, and it communicates what the formulas say."""
+"""The encoder is correct for any number of ranks and any division, and communicates what the formulas predict."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from examples.mpi_encoder.schedules import SCHEDULES, Task
 pytestmark = mpi_ranks.needs_mpiexec
 
 FOUR = pytest.param(4, marks=pytest.mark.exhaustive)
-"""Four ranks, with several heads for a rank, and several ranks for a head."""
+"""Four ranks, so that cases have several heads per rank or several ranks per head."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2, FOUR])
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_those_of_one_process(case: str, ranks: int) -> None:
-    """Logits, the input's gradient, every parameter and its gradient, after three steps, against torch's own layers."""
+    """Logits, input gradient, parameters and their gradients after three steps equal those of torch's own layers."""
     for rank in found(ranks)[case]:
         assert rank["error"] < 1e-11
 
@@ -32,7 +32,7 @@ def test_results_are_those_of_one_process(case: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, FOUR])
 @pytest.mark.parametrize("case", [case for case in CASES if "gloo" not in case])
 def test_calls_and_bytes_are_those_of_the_formula(case: str, ranks: int) -> None:
-    """Counted between the example and MPI over the whole run; of gloo, see test_traced.py."""
+    """All calls between the example and MPI are counted; test_traced.py checks those of gloo."""
     for number, rank in enumerate(found(ranks)[case]):
         expected = sorted_calls(messages(case, ranks, number))
         assert [tuple(row) for row in rank["counted"]] == [(op, size, n * STEPS) for op, size, n in expected]
@@ -50,13 +50,13 @@ def test_losses_are_those_of_one_rank_and_fall(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, FOUR])
 def test_schedules_make_no_difference_to_the_result(ranks: int) -> None:
-    """Nor does the transport: gloo sends what MPI sends. Bit for bit."""
+    """The 1f1b schedule gives bit-identical results over MPI and over gloo."""
     for rank in range(ranks):
         assert found(ranks)["1f1b"][rank]["digest"] == found(ranks)["1f1b, gloo"][rank]["digest"]
 
 
 def test_closed_forms() -> None:
-    """Wire bytes, as docs/mpi-workloads.md has them; of ranks that share heads, see below."""
+    """Wire bytes equal the formulas in docs/mpi-workloads.md; the next test covers ranks that share heads."""
     size = BATCH * SEQUENCE * MODEL * ELEMENT
     sizes = (LAYERS, BATCH, SEQUENCE, MODEL, 8, ELEMENT)
     for n in (2, 4, 8):
@@ -87,14 +87,14 @@ def test_every_micro_batch_goes_forward_and_back_once(schedule: str, stages: int
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(4, 2), (4, 8), (8, 5)])
 def test_1f1b_keeps_few_activations(stages: int, micro_batches: int) -> None:
-    """As many as there are stages from this one on; gpipe keeps all."""
+    """1f1b keeps one micro-batch per stage from this one to the last; gpipe keeps all."""
     for stage in range(stages):
         assert most_kept(SCHEDULES["1f1b"](stage, stages, micro_batches)) == min(stages - stage, micro_batches)
         assert most_kept(SCHEDULES["gpipe"](stage, stages, micro_batches)) == micro_batches
 
 
 def most_kept(tasks: list[Task]) -> int:
-    """Micro-batches that wait for their backward pass, at the most."""
+    """Return the largest number of micro-batches that wait for their backward pass."""
     kept = [sum(1 if task.forward else -1 for task in tasks[: end + 1]) for end in range(len(tasks))]
     return max(kept)
 
@@ -119,7 +119,7 @@ def test_what_does_not_divide_is_said(changes: dict[str, int], parallel: str, ra
 
 @pytest.mark.exhaustive
 def test_eight_ranks() -> None:
-    """More ranks than heads, twice over, and a pipeline of one layer a stage."""
+    """Results are correct with four ranks per head, one rank per head, and one layer per pipeline stage."""
     cases = [
         ["--parallel", "tensor", "--heads", "2", "--layers", "8"],
         ["--parallel", "model", "--heads", "8", "--layers", "8"],

@@ -26,11 +26,11 @@ pytestmark = mpi_ranks.needs_mpiexec
 
 def test_dropout_does_not_depend_on_the_division() -> None:
     x = torch.ones(4, 6, 10)
-    whole = dropout(x, 0.4, 7, Place(0, 0, 6))
+    full = dropout(x, 0.4, 7, Place(0, 0, 6))
     for row in range(4):
         for token in (0, 3):
-            part = dropout(x[row : row + 1, token : token + 3], 0.4, 7, Place(row, token, 6))
-            assert torch.equal(part, whole[row : row + 1, token : token + 3])
+            slice_ = dropout(x[row : row + 1, token : token + 3], 0.4, 7, Place(row, token, 6))
+            assert torch.equal(slice_, full[row : row + 1, token : token + 3])
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -39,7 +39,7 @@ def test_dropout_zeroes_its_share_and_scales_the_rest(rate: float) -> None:
     kept = dropout(x, rate, 1, Place(0, 0, 100))
     assert (kept == 0).float().mean().item() == pytest.approx(rate, abs=0.01)
     assert kept.max().item() == pytest.approx(1 / (1 - rate))
-    # Neither neighbours nor keys depend on each other.
+    # Neighbouring elements are uncorrelated, and so are different keys.
     zero = (kept == 0).flatten().float() - rate
     assert abs((zero[:-1] * zero[1:]).mean().item()) < 0.01
     other = (dropout(x, rate, 2, Place(0, 0, 100)) == 0).flatten().float() - rate

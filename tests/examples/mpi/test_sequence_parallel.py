@@ -1,4 +1,4 @@
-"""The sequence-parallel layer: right whatever the ranks and the attention, and communicating what the formulas say."""
+"""The sequence-parallel layer is correct for any ranks and attention, and communicates what the formulas predict."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FOUR = pytest.param(4, marks=pytest.mark.exhaustive)
 @pytest.mark.parametrize("ranks", [1, 2, FOUR])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_are_those_of_one_process(case: Case, ranks: int) -> None:
-    """Output, the input's gradient and every parameter's, dropout included, against torch's own layer."""
+    """Output and gradients of input and parameters, dropout included, equal those of torch's own layer."""
     for rank in found(ranks)[case]:
         assert rank["error"] < 1e-12
 
@@ -42,7 +42,7 @@ def test_results_are_those_of_one_process(case: Case, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, FOUR])
 @pytest.mark.parametrize("case", [case for case in CASES if case[2] != "gloo"], ids=str)
 def test_calls_and_bytes_are_those_of_the_formula(case: Case, ranks: int) -> None:
-    """Counted between the example and MPI over the whole run; of gloo, see test_traced.py."""
+    """All calls between the example and MPI are counted; test_traced.py checks those of gloo."""
     for rank in found(ranks)[case]:
         calls = [(op, payload, calls * ITERATIONS) for op, payload, calls in expected(case, ranks)]
         assert [tuple(row) for row in rank["counted"]] == calls
@@ -50,19 +50,19 @@ def test_calls_and_bytes_are_those_of_the_formula(case: Case, ranks: int) -> Non
 
 @pytest.mark.parametrize("attention", ["all_gather", "ring", "ulysses"])
 def test_copies_through_host_memory_change_nothing(attention: str) -> None:
-    """Without a GPU the copies copy nothing; the code path is the same."""
+    """Without a GPU nothing is copied, but the code path is the same."""
     for staged, direct in zip(found(4)[attention, True, "staged mpi"], found(4)[attention, True, "mpi"], strict=True):
         assert staged["digest"] == direct["digest"]
 
 
 def losses_of(ranks: list[dict[str, Any]]) -> list[float]:
-    """Of each iteration, all ranks' together."""
+    """Return the loss of each iteration, summed over all ranks."""
     return [sum(map(float.fromhex, losses)) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
 
 
 @pytest.mark.parametrize("ranks", [2, FOUR])
 def test_losses_add_up_to_that_of_one_rank(ranks: int) -> None:
-    """Of every iteration, so that each has its own dropout."""
+    """This holds in every iteration, and each iteration has its own dropout."""
     for case in CASES:
         alone = losses_of(found(1)[case])
         assert losses_of(found(ranks)[case]) == pytest.approx(alone, rel=1e-12)
@@ -70,7 +70,7 @@ def test_losses_add_up_to_that_of_one_rank(ranks: int) -> None:
 
 
 def test_closed_forms() -> None:
-    """Wire bytes of the attention, as docs/mpi-workloads.md has them."""
+    """Wire bytes of the attention equal the formulas in docs/mpi-workloads.md."""
     b, s, h, e = BATCH, SEQUENCE, HIDDEN, 8
     for n in (2, 4, 8):
         gradients = 2 * layer_parameters(h, FEED_FORWARD) * e * (n - 1) / n
@@ -89,7 +89,7 @@ def test_closed_forms() -> None:
     [("all_gather", (320, 480, 560)), ("ring", (320, 480, 560)), ("ulysses", (320, 240, 140))],
 )
 def test_what_the_original_configuration_sends(attention: str, mebibytes: tuple[int, ...]) -> None:
-    """The table of docs/mpi-workloads.md."""
+    """The sizes are those of the table in docs/mpi-workloads.md."""
     for ranks, size in zip((2, 4, 8), mebibytes, strict=True):
         calls = sequence_parallel(attention, 4, 4096, 5120, 4 * 5120, 4, ranks, backward=False)
         assert total_wire_bytes(calls, ranks) == size * 2**20
@@ -115,7 +115,7 @@ def test_what_does_not_divide_is_said(shape: SequenceShape, ranks: int, attentio
 
 
 def test_one_rank_says_what_is_impossible() -> None:
-    """Of sizes and of options. And all leave, with a status that is not 0."""
+    """Wrong sizes and wrong options are reported once, and all ranks exit with a nonzero status."""
     code = (
         "import sys; from examples.mpi_sequence_parallel.__main__ import main\n"
         "statuses = [main(arguments.split()) for arguments in ('--sequence 7', '--attention none')]\n"
@@ -140,6 +140,6 @@ def test_an_exception_on_one_rank_ends_all() -> None:
 
 
 def test_counter_is_not_empty() -> None:
-    """The comparisons above compare something."""
+    """The runs compared above made calls of every kind."""
     counts = Counter(op for case in CASES for op, _, _ in found(4)[case][0]["counted"])
     assert set(counts) == {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "send", "recv"}

@@ -1,6 +1,6 @@
-"""The MPI examples, traced: results are those of untraced runs bit for bit, and logs have the expected calls exactly.
+"""Traced MPI examples give bit-identical results, and their logs contain exactly the expected calls.
 
-The formulas are compared with counts between example and MPI in test_sequence_parallel.py and test_encoder.py.
+test_sequence_parallel.py and test_encoder.py compare the formulas with calls counted between example and MPI.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ Counts = Counter[tuple[str, int]]
 
 
 class Case(NamedTuple):
-    """A mode of a workload, and the calls of one rank in one of its iterations."""
+    """Mode of a workload, and the calls of one rank in one iteration."""
 
     workload: str
     arguments: tuple[str, ...]
     iterations: int
     staged: bool
     messages: Callable[[int, int], list[ExpectedCall]]
-    """Of (ranks, rank)."""
+    """(ranks, rank) -> calls."""
 
     def expected(self, ranks: int, rank: int) -> Counts:
-        """Calls of the whole run, by operation and payload in bytes."""
+        """Return the number of calls of the run by operation and payload in bytes."""
         counts: Counts = Counter()
         for message in self.messages(ranks, rank):
             counts[message.op, message.payload] += message.calls * self.iterations
         return counts
 
 
-def of_encoder(name: str) -> Case:
-    """A mode of encoder_cases.py."""
+def encoder_mode(name: str) -> Case:
+    """Return a mode of encoder_cases.py."""
     arguments = (*encoder.COMMON, *encoder.CASES[name])
     return Case("mpi_encoder", arguments, encoder.STEPS, False, partial(encoder.messages, name))
 
 
-def of_layer(case: sequence.Case) -> Case:
-    """A mode of sequence_parallel_cases.py."""
+def layer_mode(case: sequence.Case) -> Case:
+    """Return a mode of sequence_parallel_cases.py."""
 
     def messages(ranks: int, rank: int) -> list[ExpectedCall]:
         return [ExpectedCall(op, size, "", calls) for op, size, calls in sequence.expected(case, ranks)]
@@ -67,20 +67,20 @@ def of_layer(case: sequence.Case) -> Case:
 
 
 CASES = {
-    **{f"encoder: {name}": of_encoder(name) for name in encoder.CASES},
-    **{f"sequence parallel: {case}": of_layer(case) for case in sequence.CASES},
+    **{f"encoder: {name}": encoder_mode(name) for name in encoder.CASES},
+    **{f"sequence parallel: {case}": layer_mode(case) for case in sequence.CASES},
 }
 
 
 def wide_encoder(arguments: str, messages: Callable[[int], list[ExpectedCall]]) -> Case:
-    """An encoder of as many layers as there are ranks; its calls by rank."""
+    """Return a mode of an encoder with one layer per rank; `messages` returns the calls of a rank."""
     options = (*encoder.COMMON, *arguments.split(), "--layers", "8")
     return Case("mpi_encoder", options, encoder.STEPS, False, lambda ranks, rank: messages(rank))
 
 
 def wide_layer(attention: str) -> Case:
-    """A layer of as many heads as there are ranks."""
-    case = of_layer((attention, True, "mpi"))
+    """Return a mode of a layer with one head per rank."""
+    case = layer_mode((attention, True, "mpi"))
     return case._replace(arguments=(*case.arguments, "--heads", "8"))
 
 
@@ -104,27 +104,27 @@ WIDE = {
 }
 
 
-class Ran(NamedTuple):
-    """What each rank found untraced and traced, and what each rank's log has."""
+class ModeRun(NamedTuple):
+    """Untraced and traced results of each rank, and each rank's log."""
 
-    found: list[list[dict[str, Any]]]
+    results: list[list[dict[str, Any]]]
     logs: list[processes.Left]
 
 
 @functools.cache
-def ran(mpi: str, ranks: int) -> dict[str, Ran]:
-    """All modes, in one start."""
+def run_modes(mpi: str, ranks: int) -> dict[str, ModeRun]:
+    """Run all modes in one launch, and return what each gave."""
     modes = CASES if ranks < 8 else WIDE
     cases = [(case.workload, case.arguments, case.staged) for case in modes.values()]
     with tempfile.TemporaryDirectory() as folder:
         result = mpi_launch.succeeds(mpi, "workloads", json.dumps(cases), folder, ranks=ranks, limit=280)
-        found = [json.loads(line) for line in result.out.splitlines() if line.startswith("[")]
+        results = [json.loads(line) for line in result.out.splitlines() if line.startswith("[")]
         logs = [processes.read_all(Path(folder, str(number))) for number in range(len(cases))]
-    return {name: Ran(*one) for name, one in zip(modes, zip(found, logs, strict=True), strict=True)}
+    return {name: ModeRun(*run) for name, run in zip(modes, zip(results, logs, strict=True), strict=True)}
 
 
 def communicated(log: processes.Left) -> Counts:
-    """Its calls by operation and payload; without barriers, and objects, of which the formulas know nothing."""
+    """Count a log's calls by operation and payload, without barriers and objects, which the formulas leave out."""
     ops = {row["id"]: row["op"] for row in log.tables["kinds"]}
     tensors = log.records[log.records["flags"] & int(Flag.OBJECT) == 0]
     rows = ((ops[int(record["kind"])], int(record["payload"])) for record in tensors)
@@ -140,14 +140,14 @@ MODES = [
 
 @pytest.mark.parametrize(("name", "ranks"), MODES)
 def test_results_are_those_without_tracing_bit_for_bit(mpi: str, name: str, ranks: int) -> None:
-    for untraced, traced in ran(mpi, ranks)[name].found:
+    for untraced, traced in run_modes(mpi, ranks)[name].results:
         assert traced["digest"] == untraced["digest"]
         assert traced["losses"] == untraced["losses"]
 
 
 @pytest.mark.parametrize(("name", "ranks"), MODES)
 def test_the_log_has_what_the_formula_says(mpi: str, name: str, ranks: int) -> None:
-    case, logs = (CASES if ranks < 8 else WIDE)[name], ran(mpi, ranks)[name].logs
+    case, logs = (CASES if ranks < 8 else WIDE)[name], run_modes(mpi, ranks)[name].logs
     assert sorted(log.tables["process"][0]["rank"] for log in logs) == list(range(ranks))
     for log in logs:
         assert log.stats["hook_errors"] == 0, log.stats["first_error"]

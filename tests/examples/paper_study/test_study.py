@@ -1,4 +1,4 @@
-"""The paper's study: experiments that are run once and kept, and what the figures say of real dry runs."""
+"""The paper study: experiments that run once and are kept, and figures made from real dry runs."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ LIMIT_SECONDS: Final = 240
 
 
 def experiment(key: str, run: Callable[[Path], None], *, alone: bool = False) -> Experiment:
-    """One that takes no time."""
+    """Return an experiment that calls `run`."""
     return Experiment(key, f"title of {key}", run, 1.0, alone, f"command of {key}")
 
 
 class Counting:
-    """Leaves a file, and knows how often it was run."""
+    """Experiment that writes files and counts its runs."""
 
     def __init__(self, then: Callable[[], None] = lambda: None) -> None:
         self.times, self.then = 0, then
@@ -67,19 +67,19 @@ def fail() -> None:
 
 def test_what_is_done_is_not_run_again_and_what_failed_is(tmp_path: Path) -> None:
     good, bad, last = Counting(), Counting(fail), Counting()
-    some = [experiment("good", good), experiment("bad", bad), experiment("last", last, alone=True)]
-    told: list[tuple[str, str | None]] = []
-    failures = run_missing(some, tmp_path, 2, lambda one, why: told.append((one.key, why)))
+    experiments = [experiment("good", good), experiment("bad", bad), experiment("last", last, alone=True)]
+    outcomes: list[tuple[str, str | None]] = []
+    failures = run_missing(experiments, tmp_path, 2, lambda finished, why: outcomes.append((finished.key, why)))
     assert failures == {"bad": "ended with status 7\n    its last words"}
-    assert dict(told) == {"good": None, "bad": failures["bad"], "last": None}
-    assert told[-1][0] == "last", "what must be alone waits for the others"
-    assert {*find_done(some, tmp_path)} == {"good", "last"}
+    assert dict(outcomes) == {"good": None, "bad": failures["bad"], "last": None}
+    assert outcomes[-1][0] == "last", "what must be alone waits for the others"
+    assert {*find_done(experiments, tmp_path)} == {"good", "last"}
     assert kept.read_facts(tmp_path / "good")["title"] == "title of good"
 
     bad.then = lambda: None
-    assert run_missing(some, tmp_path, 1, lambda one, why: None) == {}
+    assert run_missing(experiments, tmp_path, 1, lambda finished, why: None) == {}
     assert (good.times, bad.times, last.times) == (1, 2, 1)
-    assert {*find_done(some, tmp_path)} == {"good", "bad", "last"}
+    assert {*find_done(experiments, tmp_path)} == {"good", "bad", "last"}
     assert (tmp_path / "bad" / "whole.txt").read_text() == "whole"
 
 
@@ -88,13 +88,13 @@ def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     first, second = Counting(), Counting(interrupt)
-    some = [experiment("a-first", first), experiment("b-second", second)]
+    experiments = [experiment("a-first", first), experiment("b-second", second)]
     with pytest.raises(KeyboardInterrupt):
-        run_missing(some, tmp_path, 1, lambda one, why: None)
-    assert {*find_done(some, tmp_path)} == {"a-first"}
+        run_missing(experiments, tmp_path, 1, lambda finished, why: None)
+    assert {*find_done(experiments, tmp_path)} == {"a-first"}
     assert (tmp_path / ".b-second.part" / "half.txt").exists()
     second.then = lambda: None
-    assert run_missing(some, tmp_path, 1, lambda one, why: None) == {}
+    assert run_missing(experiments, tmp_path, 1, lambda finished, why: None) == {}
     assert (first.times, second.times) == (1, 2)
 
 
@@ -102,9 +102,9 @@ def test_a_fault_in_an_experiment_is_a_failure_of_that_one(tmp_path: Path) -> No
     def fault() -> None:
         raise ValueError("no such thing")
 
-    some = [experiment("faulty", Counting(fault)), experiment("good", Counting())]
-    assert run_missing(some, tmp_path, 1, lambda one, why: None) == {"faulty": "ValueError: no such thing"}
-    assert {*find_done(some, tmp_path)} == {"good"}
+    experiments = [experiment("faulty", Counting(fault)), experiment("good", Counting())]
+    assert run_missing(experiments, tmp_path, 1, lambda finished, why: None) == {"faulty": "ValueError: no such thing"}
+    assert {*find_done(experiments, tmp_path)} == {"good"}
 
 
 def test_a_program_that_fails_is_told_with_the_end_of_its_output(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_what_a_program_took_is_kept(tmp_path: Path) -> None:
         execute([sys.executable, "-c", busy], folder)
         execute([sys.executable, "-c", busy], folder)
 
-    assert not run_missing([experiment("busy", run)], tmp_path, 1, lambda one, why: None)
+    assert not run_missing([experiment("busy", run)], tmp_path, 1, lambda finished, why: None)
     assert 0.6 <= kept.read_facts(tmp_path / "busy")["cpu_seconds"] < 60
 
 
@@ -146,13 +146,13 @@ def test_keys_tell_apart_what_differs_and_find_what_is_the_same() -> None:
 
 
 def test_the_plan_has_the_papers_points_and_says_what_cannot_be() -> None:
-    found = plan(["19M", "125M", "1-3B", "13B"], quick=False)
-    assert {(run.name, run.world) for run in found.node} == {("19M", 8), ("125M", 8), ("1.3B", 8), ("13B", 16)}
-    assert max(run.world for run in found.all) == 1024
-    lengths = {(run.division, run.settings.get("seq_length", 2048)) for run in found.lengths}
+    study_plan = plan(["19M", "125M", "1-3B", "13B"], quick=False)
+    assert {(run.name, run.world) for run in study_plan.node} == {("19M", 8), ("125M", 8), ("1.3B", 8), ("13B", 16)}
+    assert max(run.world for run in study_plan.all) == 1024
+    lengths = {(run.division, run.settings.get("seq_length", 2048)) for run in study_plan.lengths}
     assert {length for _, length in lengths} == {512, 1024, 2048, 4096, 8192}
     # The paper's footnote 4: 12 heads cannot be divided by 8.
-    impossible = {(run.name, run.pipeline, run.tensor): why for run, why in found.impossible.items()}
+    impossible = {(run.name, run.pipeline, run.tensor): why for run, why in study_plan.impossible.items()}
     assert "num_attention_heads, which is 12" in impossible["125M", 1, 8]
     assert "num_layers is 6" in DryRun("19M", 8, pipeline=8).impossible()
 
@@ -170,14 +170,14 @@ FAILING: Final = DryRun("tiny", 4, DDP, switches='{"num_layers": "none"}', note=
 
 
 def small(**lists: tuple[DryRun, ...]) -> Plan:
-    """A plan of these alone."""
+    """Return a plan with only these dry runs."""
     names = ("node", "sizes", "scaled", "divided", "combined", "lengths", "switched", "alike", "batches")
     return Plan(**{name: lists.get(name, ()) for name in names}, impossible={})
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two dry runs, and one that fails."""
+    """Return the directory of a study of two dry runs, after an attempt that included a third, which fails."""
     folder = tmp_path_factory.mktemp("study") / "results"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -194,7 +194,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# The model of tiny.yml: 2 layers, hidden size 96, 256 ids, untied, fp32; sequences of 32, 4 of them a micro-batch.
+# The model of tiny.yml: 2 layers, hidden size 96, 256 ids, untied, fp32; micro-batches of 4 sequences of 32 ids.
 HIDDEN, LAYERS, IDS, SEQUENCE, BATCH, ELEMENT = 96, 2, 256, 32, 4, 4
 BYTES: Final = ELEMENT * (2 * IDS * HIDDEN + LAYERS * (12 * HIDDEN**2 + 13 * HIDDEN) + 2 * HIDDEN)
 
@@ -237,15 +237,15 @@ def test_the_page_shows_the_same_numbers_and_every_point(study: Path) -> None:
     assert {claim["key"]: claim["verdict"] for claim in claims}["prediction"] == CONTRADICTED
 
 
-def values(some: Any) -> list[float]:
-    """Of a trace: a list, or what plotly packs."""
-    if isinstance(some, dict):
+def values(data: Any) -> list[float]:
+    """Return a trace's values, which are a list or packed by plotly."""
+    if isinstance(data, dict):
         import base64
 
         import numpy as np
 
-        return [float(value) for value in np.frombuffer(base64.b64decode(some["bdata"]), some["dtype"])]
-    return [float(value) for value in some]
+        return [float(value) for value in np.frombuffer(base64.b64decode(data["bdata"]), data["dtype"])]
+    return [float(value) for value in data]
 
 
 @pytest.mark.exhaustive
@@ -347,12 +347,12 @@ def test_a_study_that_is_ended_ends_what_it_started(tmp_path: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_SECONDS) == 128 + signal.SIGTERM
-    processes.wait_for(lambda: not _at_work(str(tmp_path)), 5)  # until the kernel has removed what was killed
+    processes.wait_for(lambda: not _running_commands(str(tmp_path)), 5)  # until killed processes are gone
 
 
-def _at_work(word: str) -> list[str]:
-    """Processes with this word in their command."""
-    found = []
+def _running_commands(word: str) -> list[str]:
+    """Return the commands of running processes that contain a word."""
+    commands = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
@@ -360,8 +360,8 @@ def _at_work(word: str) -> list[str]:
             except OSError:
                 continue
             if word in command:
-                found.append(command)
-    return found
+                commands.append(command)
+    return commands
 
 
 @pytest.mark.exhaustive

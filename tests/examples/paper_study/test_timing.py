@@ -1,4 +1,4 @@
-"""Time part of the study: tables and claims of synthetic logs with known times, and one real run."""
+"""The study's time part: tables and claims from synthetic logs with known times, and one real run."""
 
 from __future__ import annotations
 
@@ -68,28 +68,32 @@ def process(log: LogFactory, rank: int, **facts: Any) -> ProcessFactory:
 def data_parallel(
     folder: Path, *, period: int = 2_000, ranks: Sequence[int] = (0, 1), steps: int = STEPS, **facts: Any
 ) -> Path:
-    """In us from the step's begin: an all_reduce behind the program's back from 100 (rank 1: 150) to 400, and one that
-    both wait for, from 600 (700) to 800, in the first step to 1100. Then computing, to the end of the period.
+    """Write a log whose steps have an asynchronous and a blocking all_reduce, and return its directory.
+
+    In us after the start of a step, the asynchronous one lasts from 100 (rank 1: 150) to 400, the blocking one from
+    600 (700) to 800, or 1100 in the first step. Computation follows until the end of the period.
     """
     log = LogFactory(folder / "log")
     for rank in ranks:
-        one = process(log, rank, **facts)
-        one.add("job", id=1, source="ddp", data_parallel_size=2, model=MODEL)
+        writer = process(log, rank, **facts)
+        writer.add("job", id=1, source="ddp", data_parallel_size=2, model=MODEL)
         rows = []
         for step in range(steps):
             begin = 1_000 + step * period
-            behind, held, end = (begin + at for at in ((100, 600, 800) if rank == 0 else (150, 700, 800)))
+            offsets = (100, 600, 800) if rank == 0 else (150, 700, 800)
+            overlapped, blocking, end = (begin + offset for offset in offsets)
             end += 300 if step == 0 else 0
-            behind, held, end, over = behind * US, held * US, end * US, (begin + 400) * US
+            overlapped, blocking, end, overlapped_end = overlapped * US, blocking * US, end * US, (begin + 400) * US
             rows.append(
-                record(t_begin=behind, t_return=behind + 2 * US, t_wait=over + US, t_end=over, payload=SMALL, step=step,
-                       seq=2 * step, clock=Clock.FUTURE, flags=Flag.ASYNC)
+                record(t_begin=overlapped, t_return=overlapped + 2 * US, t_wait=overlapped_end + US,
+                       t_end=overlapped_end, payload=SMALL, step=step, seq=2 * step, clock=Clock.FUTURE,
+                       flags=Flag.ASYNC)
             )  # fmt: skip
-            times = {"t_begin": held, "t_return": end, "t_wait": 0, "t_end": end}
+            times = {"t_begin": blocking, "t_return": end, "t_wait": 0, "t_end": end}
             rows.append(record(**times, payload=LARGE, step=step, seq=2 * step + 1, clock=Clock.RETURN))
-        one.write(rows).end()
-    told = {"cores": 2, "wall_seconds": 10.0, "cpu_seconds": 5.0, "others_cores": 0.5}
-    (folder / machine_load.FILE).write_text(json.dumps(told))
+        writer.write(rows).end()
+    load = {"cores": 2, "wall_seconds": 10.0, "cpu_seconds": 5.0, "others_cores": 0.5}
+    (folder / machine_load.FILE).write_text(json.dumps(load))
     return folder
 
 
@@ -107,10 +111,10 @@ HALF = 262_144
 
 
 def messages_of(step: int, at: int) -> Iterator[tuple[int, str, str, int, int, int, int, int, int]]:
-    """(rank, op, function, step, micro-batch, payload, begin, end, number) in us, of one step of two micro-batches.
+    """Yield (rank, op, function, step, micro-batch, payload, begin, end, number) of a step of 2 micro-batches, in us.
 
-    The first stage computes for 400 us (in the first step 900), sends micro-batch 0, computes for 200 us, waits for its
-    gradients; the last stage computes for 300 us between what it receives and sends.
+    The first stage computes for 400 us (900 us in the first step), sends micro-batch 0, computes for 200 us and waits
+    for its gradients; the last stage computes for 300 us between a receive and the send that follows.
     """
     begin = at + (900 if step == 0 else 400)
     n = 1 + 2 * 2 * step + (1 if step else 0)
@@ -143,26 +147,26 @@ PERIOD = 3_000
 
 
 def pipeline(folder: Path, *, steps: int = STEPS) -> Path:
-    """Two stages: a handshake, whose sender is late by 40 us and whose transfer takes 50, and the steps."""
-    told = [
+    """Log two stages: a handshake, with a sender that is 40 us late and a transfer of 50 us, and the steps."""
+    calls = [
         (0, "send", "__init__", -1, -1, 4, 100, 150, 0),
         (1, "recv", "__init__", -1, -1, 4, 60, 150, 0),
-        *(one for step in range(steps) for one in messages_of(step, 200 + step * PERIOD)),
+        *(message for step in range(steps) for message in messages_of(step, 200 + step * PERIOD)),
     ]
     log = LogFactory(folder / "log")
     for rank in (0, 1):
-        one = process(log, rank)
+        writer = process(log, rank)
         for name, number in SITES.items():
             file = "/opt/lib/site-packages/deepspeed/runtime/pipe/engine.py"
-            one.add("sites", id=number, file=file, line=number, function=name)
-        one.add("job", id=1, source="deepspeed", data_parallel_size=1, pipeline_stages=2,
+            writer.add("sites", id=number, file=file, line=number, function=name)
+        writer.add("job", id=1, source="deepspeed", data_parallel_size=1, pipeline_stages=2,
                 model={**MODEL, "gradient_accumulation_steps": 2})  # fmt: skip
-        one.write(
+        writer.write(
             record(kind=SEND if op == "send" else RECV, site=SITES[f"PipelineEngine.{function}"], step=step,
                    micro_batch=micro_batch, payload=payload, t_begin=begin * US, t_return=begin * US + 500,
                    t_wait=begin * US + 500, t_end=end * US, peer=1 - rank, tag=0, seq=seq, clock=Clock.WAIT)
-            for whose, op, function, step, micro_batch, payload, begin, end, seq in told
-            if whose == rank
+            for caller, op, function, step, micro_batch, payload, begin, end, seq in calls
+            if caller == rank
         ).end()  # fmt: skip
     return folder
 
@@ -181,13 +185,13 @@ def test_parts_of_a_step_are_those_of_the_log(results: list[Any]) -> None:
     steps: Any = tables_of(results)["time_steps"].query("scheme == 'DDP' and repeat == 2")
     assert sorted(steps["step"].unique()) == [1, 2, 3]
     for rank, computing, overlapped, communicating, waiting in ((0, 1_500, 298, 100, 102), (1, 1_650, 248, 102, 0)):
-        of = steps.loc[steps["rank"] == rank]
-        assert len(of) == 3
-        assert of["step_ns"].eq(2_000 * US).all()
-        assert of["computing_ns"].eq(computing * US).all()
-        assert of["overlapped_ns"].eq(overlapped * US).all()
-        assert of["communicating_ns"].eq(communicating * US).all()
-        assert of["waiting_ns"].eq(waiting * US).all()
+        rank_steps = steps.loc[steps["rank"] == rank]
+        assert len(rank_steps) == 3
+        assert rank_steps["step_ns"].eq(2_000 * US).all()
+        assert rank_steps["computing_ns"].eq(computing * US).all()
+        assert rank_steps["overlapped_ns"].eq(overlapped * US).all()
+        assert rank_steps["communicating_ns"].eq(communicating * US).all()
+        assert rank_steps["waiting_ns"].eq(waiting * US).all()
 
 
 def test_a_point_is_its_median_run_and_the_spread(results: list[Any]) -> None:
@@ -202,14 +206,14 @@ def test_a_point_is_its_median_run_and_the_spread(results: list[Any]) -> None:
     assert row["in_calls_share"] == pytest.approx((101 + 51) / 2_200)
     shares = step_shares(tables["time_points"]).query("scheme == 'DDP'").iloc[0]
     assert shares["waiting_share"] == pytest.approx(51 / 2_200)
-    # 72 L h^2 (1 + s / 6h + V / 12Lh) flops a token, half of them on each rank.
+    # 72 L h^2 (1 + s / 6h + V / 12Lh) flops per token, half of them on each rank.
     flops = 72 * 4 * 256**2 * (1 + 128 / (6 * 256) + 256 / (12 * 4 * 256))
     assert row["gflop_per_s"] == pytest.approx(128 * flops / 2_200e-6 / 1e9)
 
 
 def test_bandwidths_are_of_whole_transfers(results: list[Any]) -> None:
-    """Also of calls that go on behind the program's back: their return tells nothing of them."""
-    sent = step_times(results[0].run).messages.set_index("bytes")["transfer_ns"]  # 2 ranks: as many bytes as payload
+    """Transfers of asynchronous calls count as well, although they end after the calls return."""
+    sent = step_times(results[0].run).messages.set_index("bytes")["transfer_ns"]  # 2 ranks: wire bytes are the payload
     assert sent.loc[SMALL].eq(250 * US).all()
     assert sent.loc[LARGE].eq(100 * US).all()
     table: Any = tables_of(results)["time_bandwidths"].set_index(["scheme", "op"])
@@ -218,7 +222,7 @@ def test_bandwidths_are_of_whole_transfers(results: list[Any]) -> None:
     assert ddp["busbw_gb_per_s"] == pytest.approx(LARGE / (100 * US))
     received = table.loc[("pipeline", "recv")]
     assert received["message_bytes"] == HALF
-    # A step's receives: hidden states in 25 us and 15 (the receiver comes 5 us after the sender), gradients in 20 each.
+    # A step receives hidden states in 25 and 15 us (the receiver is 5 us late), and gradients in 20 us each.
     assert received["busbw_gb_per_s"] == pytest.approx(4 * HALF / (80 * US))
 
 
@@ -278,17 +282,17 @@ def test_receives_are_split_into_waiting_and_transfer(results: list[Any]) -> Non
 
 
 def test_what_a_sender_does_meanwhile_is_told_apart(tmp_path: Path) -> None:
-    """The receiver waits from 0 to 100, while the sender stands in a call from 20 to 50."""
+    """The receiver waits from 0 to 100 us; the sender is in another call from 20 to 50 us."""
     log = LogFactory(tmp_path / "log")
     for rank in (0, 1):
-        one = process(log, rank)
+        writer = process(log, rank)
         rows = [
             record(kind=RECV if rank else SEND, step=0, t_begin=(2_100 - 100 * rank) * US, t_return=2_120 * US,
                    t_wait=2_120 * US, t_end=2_130 * US, peer=1 - rank, tag=0, seq=0)
         ]  # fmt: skip
         if rank == 0:
             rows.append(record(t_begin=2_020 * US, t_return=2_040 * US, t_wait=2_040 * US, t_end=2_050 * US, seq=9))
-        one.write(rows).end()
+        writer.write(rows).end()
     row = receives(timed_calls(open_run(tmp_path / "log"), columns=("site",))).iloc[0]
     assert [row[name] / US for name in ("late_ns", "sender_computing_ns", "sender_in_calls_ns")] == [100, 70, 30]
     assert row["what"] == "other"
@@ -314,7 +318,7 @@ def test_costs_of_first_messages_and_the_cold_receive(results: list[Any], tmp_pa
     at: Any = sizes.set_index(["which", "payload_bytes"])["transfer_ns"]
     assert at.loc[("pipeline, first", 1024)] == 20 * US
     assert at.loc[("pipeline, first", HALF)] == 45 * US
-    assert at.loc[("pipeline, later", HALF)] == 20 * US  # 25 and 15, as often
+    assert at.loc[("pipeline, later", HALF)] == 20 * US  # 25 and 15 us, equally often
     assert at.loc[("alone, first, connections made at once", 1024)] == 60 * US
     assert at.loc[("alone, first, connections made when used", 1024)] == 300 * US
     assert at.loc[("alone, later", 1024)] == 30 * US
@@ -339,7 +343,7 @@ def test_costs_of_first_messages_and_the_cold_receive(results: list[Any], tmp_pa
 
 
 def bare(folder: Path, first: int) -> Path:
-    """Messages by tag: the first in `first` us, later in 30, into untouched memory in 45. The receiver is early."""
+    """Log messages with an early receiver: one takes `first` us, a later one 30, one into untouched memory 45."""
     log = LogFactory(folder)
     for rank in (0, 1):
         rows = []
@@ -368,7 +372,7 @@ Spread = tuple[float, float, float]
 
 
 def swept(speeds: dict[tuple[str, int, int], Spread]) -> pd.DataFrame:
-    """`time_points` of (scheme, width, length): least, median and greatest GFLOP/s of a rank, tokens likewise."""
+    """Return `time_points` for (scheme, width, length) -> (least, median, greatest) of both GFLOP/s and tokens/s."""
     rows = []
     for (scheme, hidden, length), spread in speeds.items():
         row: dict[str, Any] = {
@@ -483,8 +487,8 @@ def test_sections_say_what_they_lack(tmp_path: Path) -> None:
 
     options = Options(models=(), quick=True)
     assert len(time_part.TimePart().sections(options, {})) == 1
-    found = {point().key: data_parallel(tmp_path / "a"), point(ZERO[0]).key: data_parallel(tmp_path / "b", ranks=(0,))}
-    sections = time_part.TimePart().sections(options, found)
+    logs = {point().key: data_parallel(tmp_path / "a"), point(ZERO[0]).key: data_parallel(tmp_path / "b", ranks=(0,))}
+    sections = time_part.TimePart().sections(options, logs)
     assert [section.number for section in sections] == ["1 and 2", "14, times", "15, times", ""]
     missing = " ".join(sections[0].missing)
     assert "ZeRO-1, hidden 256, sequence 128, time 1: " in missing
@@ -497,10 +501,10 @@ def test_sections_say_what_they_lack(tmp_path: Path) -> None:
 def test_the_command_shows_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("plotly")
     pytest.importorskip("jinja2")
-    told = {"title": "t", "command": "c", "ended": "2026-11-21 18:00:00", "wall_seconds": 1.0, "cpu_seconds": 1.0}
-    for of, make in ((point(), data_parallel), (point(PIPELINE), pipeline)):
-        folder = make(tmp_path / "time" / of.key)
-        (folder / "experiment.json").write_text(json.dumps(told))
+    facts = {"title": "t", "command": "c", "ended": "2026-11-21 18:00:00", "wall_seconds": 1.0, "cpu_seconds": 1.0}
+    for study_point, make in ((point(), data_parallel), (point(PIPELINE), pipeline)):
+        folder = make(tmp_path / "time" / study_point.key)
+        (folder / "experiment.json").write_text(json.dumps(facts))
     arguments = [str(tmp_path), "--part", "time", "--quick", "--no-run"]
     assert main(arguments) == 1  # 2 of 14 experiments
     page = (tmp_path / "study.html").read_text()
@@ -515,12 +519,12 @@ def test_the_command_shows_what_there_is(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_every_point_is_run_before_any_is_run_again() -> None:
-    found = points(2, quick=False)
-    assert len({one.key for one in found}) == len(found)
-    repeats = [one.repeat for one in found]
+    plan = points(2, quick=False)
+    assert len({entry.key for entry in plan}) == len(plan)
+    repeats = [entry.repeat for entry in plan]
     assert repeats == sorted(repeats)
-    assert len(found) == 3 * repeats.count(1)
-    assert {one.scheme.name for one in found} == {"DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "tensor", "pipeline"}
+    assert len(plan) == 3 * repeats.count(1)
+    assert {entry.scheme.name for entry in plan} == {"DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "tensor", "pipeline"}
     assert "ZeRO-1 and tensor" in {scheme.name for scheme in schemes(4)}
     assert {scheme.name for scheme in schemes(3)} == {"DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"}
     with pytest.raises(CommtraceError, match="--nproc 1"):
@@ -541,14 +545,14 @@ def test_the_machines_work_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_real_pipeline_and_real_messages(tmp_path: Path) -> None:
-    """As the study runs them: a training of two stages, and messages on new connections."""
+    """A training of two stages and messages on new connections, run as in the study, give complete tables."""
     pytest.importorskip("deepspeed")
 
-    of, alone = point(PIPELINE, seq_length=32, hidden=64), messages(quick=True)[1]
-    for one, folder in ((of, tmp_path / "pipeline"), (alone, tmp_path / "messages")):
+    training, alone = point(PIPELINE, seq_length=32, hidden=64), messages(quick=True)[1]
+    for experiment, folder in ((training, tmp_path / "pipeline"), (alone, tmp_path / "messages")):
         folder.mkdir()
-        time_part.run(one, 2, folder)
-    result = result_of(of, tmp_path / "pipeline")
+        time_part.run(experiment, 2, folder)
+    result = result_of(training, tmp_path / "pipeline")
     table = receives(result.calls)
     first = table.loc[table["when"].isin(["start", "first"]) & (table["rank"] == 1), ["what", "payload_bytes"]]
     assert [*first.itertuples(index=False, name=None)] == [

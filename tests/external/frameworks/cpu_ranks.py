@@ -1,4 +1,4 @@
-"""What lets programs of frameworks run on CPU ranks that they would run on accelerators."""
+"""Set-up that makes frameworks for accelerators run on CPU ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def prepare(row: str) -> None:
-    """Prepare the process, and accelerate's state in it, for "ddp", "fsdp" or "zero2" ..."""
+    """Prepare the process and accelerate's state for "ddp", "fsdp", "zero2" or "zero3"."""
     if row.startswith("zero"):
         without_compiler()
     from accelerate import PartialState
@@ -24,7 +24,7 @@ def prepare(row: str) -> None:
 
 
 def without_compiler() -> None:
-    """Let DeepSpeed not build its all_reduce through shared memory."""
+    """Keep DeepSpeed from compiling its shared-memory all_reduce."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

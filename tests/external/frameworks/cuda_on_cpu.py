@@ -1,4 +1,4 @@
-"""Megatron-Core names the device "cuda" in places: here it means the CPU."""
+"""Replacements that make "cuda", which Megatron-Core hard-codes in places, mean the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def install() -> None:
-    """Use the CPU from here on; before Megatron-Core is imported."""
+    """Make "cuda" mean the CPU. Call this before Megatron-Core is imported."""
     library: Any = torch
     for name in ("empty", "full", "ones", "tensor", "zeros", "arange"):
         setattr(library, name, _on_cpu(getattr(torch, name)))
@@ -21,7 +21,7 @@ def install() -> None:
 
 
 def install_random_states() -> None:
-    """Let Megatron's states of the device's random numbers be those of the CPU. It is imported only now."""
+    """Make Megatron-Core use the CPU's random state. This imports Megatron-Core."""
     from megatron.core.tensor_parallel import random
 
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

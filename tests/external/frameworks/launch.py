@@ -1,7 +1,7 @@
-"""python launch.py PROGRAM ARGUMENTS: run a program of this folder on a rank, as environment variables say.
+"""Run a program of this directory on a rank, set up by environment variables: launch.py PROGRAM ARGUMENTS.
 
-FRAMEWORKS_OPERATORS=DIR writes the number of c10d operators that torch.profiler sees, by name, to DIR/RANK.json.
-FRAMEWORKS_FAULT=1 makes a call of PyTorch's own before the second step of the first optimizer.
+FRAMEWORKS_OPERATORS=DIR writes how often torch.profiler recorded each c10d operator to DIR/RANK.json.
+FRAMEWORKS_FAULT=1 makes PyTorch communicate once more before the second step of the first optimizer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ stepping: list[Any] = []
 
 
 def fault(optimizer: Any, *_: Any) -> None:
-    """Compare the shape of a tensor among all ranks, as DDP does when it is built."""
-    stepping.append(optimizer)  # torchtitan's has others within
+    """Compare the shape of a tensor across all ranks, as DDP does when it is constructed."""
+    stepping.append(optimizer)  # torchtitan's optimizer contains others
     if stepping.count(stepping[0]) == 2 and optimizer is stepping[0]:
         _verify_param_shape_across_processes(_get_default_group(), [torch.zeros(3)])
 

@@ -103,7 +103,7 @@ def main() -> None:
             and parallel_state.get_tensor_model_parallel_rank() == 0
         ):
             mean = sum(part["loss"].item() for part in losses) / len(losses)
-            print(f"losses {mean}\n", end="")  # in one piece, as several ranks print
+            print(f"losses {mean}\n", end="")  # one write, because several ranks print
         if step == 1:
             with torch.no_grad():
                 schedule(**common, forward_only=True)

@@ -12,7 +12,7 @@ import torch
 import torch._utils
 from torch.distributed.fsdp import FSDPModule
 
-# torchtitan asks for an accelerator's names and sizes, and imports kernels that it does not use here.
+# torchtitan reads an accelerator's name and memory sizes, and imports kernels that are not used here.
 torch._utils._get_available_device_type = lambda: "cpu"
 cpu: Any = torch.cpu
 cpu.get_device_name = lambda *_: "cpu"
@@ -20,7 +20,7 @@ cpu.get_device_properties = lambda *_: SimpleNamespace(total_memory=1 << 30)
 cpu.memory_stats = lambda *_: {}
 cpu.current_device = lambda: 0
 cpu.reset_peak_memory_stats = cpu.empty_cache = lambda *_: None
-kernels: Any = ModuleType("torchtitan.models.moe.kernels")  # of Triton
+kernels: Any = ModuleType("torchtitan.models.moe.kernels")  # Triton kernels
 kernels.generate_permute_indices = None
 sys.modules[kernels.__name__] = kernels
 
@@ -85,7 +85,7 @@ def main() -> None:
 
     trainer.metrics_processor.log = log
     trainer.train()
-    print(f"losses {losses}\n", end="")  # in one piece, as all ranks print
+    print(f"losses {losses}\n", end="")  # one write, because all ranks print
     trainer.close()
     torch.distributed.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Run a script of GPT-NeoX with a fault, patched from outside: faults.py FAULT SCRIPT ARGUMENT ..."""
+"""Run a GPT-NeoX script with a fault patched in: faults.py FAULT SCRIPT ARGUMENT ..."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bucket() -> None:
 
 
 def extra() -> None:
-    """Sum 16 numbers more in each step."""
+    """Sum 16 more numbers in each step."""
     import megatron.training as training
 
     original = training.train_step
@@ -35,12 +35,12 @@ def extra() -> None:
 
 
 def order() -> None:
-    """Broadcast a batch's tokens before their sizes, which every rank knows here."""
+    """Broadcast a batch's tokens before their sizes, which are fixed here."""
     _replace_broadcasts(_in_other_order)
 
 
 def size() -> None:
-    """Let rank 1 broadcast one number more with its sizes."""
+    """Make rank 1 broadcast one extra number with its sizes."""
     if os.environ["RANK"] == "1":
         _replace_broadcasts(_with_one_more)
 

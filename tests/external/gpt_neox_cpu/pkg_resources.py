@@ -1,4 +1,4 @@
-"""Stands in for setuptools' `pkg_resources`, which GPT-NeoX imports before it needs CUDA: trains on CPU ranks."""
+"""Stand-in for setuptools' `pkg_resources`, which GPT-NeoX imports before it needs CUDA. Enables CPU ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANKS = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("NEOX_RANKS") o
 
 
 def is_available() -> bool:
-    """Return whether GPT-NeoX asks, which refuses to train without CUDA."""
+    """Return whether the caller is GPT-NeoX, which refuses to train without CUDA."""
     return str(sys._getframe(1).f_globals.get("__name__")).startswith("megatron")
 
 

@@ -1,6 +1,6 @@
-"""Prepare a run of GPT-NeoX, from its checkout: a data set of its own sources, and the arguments of its ranks.
+"""Prepare a run of GPT-NeoX in its checkout: a data set made from its sources, and the arguments of its ranks.
 
-python start.py CONFIG DATA writes DATA.bin and DATA.idx, and prints what deepy.py would hand to the launcher, as JSON.
+python start.py CONFIG DATA writes DATA.bin and DATA.idx, and prints as JSON what deepy.py would pass to the launcher.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ sys.path.insert(0, ".")
 
 
 def write_data(prefix: str) -> None:
-    """Write the bytes of GPT-NeoX's sources as an indexed data set, a document for each file."""
+    """Write the bytes of GPT-NeoX's sources as an indexed data set with one document per file."""
     from megatron.data import indexed_dataset
 
     builder = indexed_dataset.make_builder(f"{prefix}.bin", impl="mmap", vocab_size=512)
@@ -30,12 +30,12 @@ def arguments(config: str) -> list[str]:
     """Return the script and its arguments."""
     from megatron.neox_arguments import NeoXArgs
 
-    found: list[str] = NeoXArgs.consume_deepy_args(["train.py", config]).get_deepspeed_main_args()
-    return found[found.index("train.py") :]
+    command: list[str] = NeoXArgs.consume_deepy_args(["train.py", config]).get_deepspeed_main_args()
+    return command[command.index("train.py") :]
 
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
         write_data(sys.argv[2])
-        of_ranks = arguments(sys.argv[1])
-    print(json.dumps(of_ranks))
+        rank_arguments = arguments(sys.argv[1])
+    print(json.dumps(rank_arguments))

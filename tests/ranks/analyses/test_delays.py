@@ -1,8 +1,8 @@
-"""Delays in real trainings, whose computation is sleep: the rank, the phase, the steps and the amount are named.
+"""Delays in real trainings whose computation is sleep: rank, phase, steps and amount are named correctly.
 
-A machine that is busy with something else delays ranks, too, and hides what is prepared here. So all of these are
-exhaustive tests, and a run that shows something else is repeated: what is wrong shows each time. Simulated logs have
-the exact amounts (tests/unit/analyses/across_ranks).
+Other work on the machine also delays ranks and can hide the prepared delay. All tests here are therefore exhaustive,
+and a failed attempt is repeated: a real fault fails every attempt. Tests with simulated logs check exact amounts
+(tests/unit/analyses/across_ranks).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ PHASES = {
     **dict.fromkeys(MPIS, ("forward", "backward")),
 }
 NAMED = {
-    ("ddp", "forward"): "begin of step to",  # DDP's first call is one in backward
+    ("ddp", "forward"): "begin of step to",  # DDP's first call is in backward
     ("zero1", "forward"): "begin of step to",
     ("zero1", "backward"): "begin of step to",
 }
-"""Where a scheme makes no call between the begin of the step and the computation."""
+"""(scheme, phase) -> phase in the table, where the scheme makes no call between the start of the step and the delay."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def delays(nursery: ranks.Nursery, folder: Path, scheme: str, size: int, *delay:
     ]
 
 
-def repeated(folder: Path, attempt: Callable[[Path], None]) -> None:
+def retry(folder: Path, attempt: Callable[[Path], None]) -> None:
     for number in range(1, ATTEMPTS + 1):
         try:
             attempt(folder / str(number))
@@ -69,11 +69,11 @@ def repeated(folder: Path, attempt: Callable[[Path], None]) -> None:
             return
 
 
-def check(nursery: ranks.Nursery, folder: Path, scheme: str, size: int, who: int, phase: str, steps: str) -> None:
-    found = delays(nursery, folder, scheme, size, who, phase, DELAY_MS, steps)
-    assert found, "no delay"
-    delay, *others = found
-    assert delay["rank"] == who
+def check(nursery: ranks.Nursery, folder: Path, scheme: str, size: int, rank: int, phase: str, steps: str) -> None:
+    rows = delays(nursery, folder, scheme, size, rank, phase, DELAY_MS, steps)
+    assert rows, "no delay"
+    delay, *others = rows
+    assert delay["rank"] == rank
     assert NAMED.get((scheme, phase), phase) in str(delay["phase"])
     times = 2 if scheme in ("pipeline", "tensor", *MPIS) else 1
     print(f"{scheme} on {size} ranks: {float(str(delay['delay_ns'])) / 1e6:.1f} ms of {times * DELAY_MS}")
@@ -86,7 +86,7 @@ def check(nursery: ranks.Nursery, folder: Path, scheme: str, size: int, who: int
 
 
 @pytest.mark.parametrize(
-    ("scheme", "size", "who", "phase", "steps"),
+    ("scheme", "size", "rank", "phase", "steps"),
     [
         ("zero3", 2, 0, "forward", "6"),
         ("ddp", 2, 1, "backward", "all"),
@@ -95,9 +95,9 @@ def check(nursery: ranks.Nursery, folder: Path, scheme: str, size: int, who: int
     ],
 )
 def test_a_delay_is_named(
-    deepspeed_nursery: ranks.Nursery, tmp_path: Path, scheme: str, size: int, who: int, phase: str, steps: str
+    deepspeed_nursery: ranks.Nursery, tmp_path: Path, scheme: str, size: int, rank: int, phase: str, steps: str
 ) -> None:
-    repeated(tmp_path, lambda folder: check(deepspeed_nursery, folder, scheme, size, who, phase, steps))
+    retry(tmp_path, lambda folder: check(deepspeed_nursery, folder, scheme, size, rank, phase, steps))
 
 
 @pytest.mark.parametrize("number", range(DRAWS))
@@ -105,8 +105,8 @@ def test_delays_drawn_at_random(deepspeed_nursery: ranks.Nursery, tmp_path: Path
     chance = random.Random(number)
     scheme, size = chance.choice([*PHASES]), chance.choice((2, 4, 8))
     steps = chance.choice(("all", str(chance.randrange(2, 12)), "3,6,9,12"))
-    who, phase = chance.randrange(size), chance.choice(PHASES[scheme])
-    repeated(tmp_path, lambda folder: check(deepspeed_nursery, folder, scheme, size, who, phase, steps))
+    rank, phase = chance.randrange(size), chance.choice(PHASES[scheme])
+    retry(tmp_path, lambda folder: check(deepspeed_nursery, folder, scheme, size, rank, phase, steps))
 
 
 @pytest.mark.parametrize("number", range(DRAWS))
@@ -117,4 +117,4 @@ def test_nobody_is_named_without_a_delay(deepspeed_nursery: ranks.Nursery, tmp_p
     def attempt(folder: Path) -> None:
         assert delays(deepspeed_nursery, folder, scheme, size) == []
 
-    repeated(tmp_path, attempt)
+    retry(tmp_path, attempt)

@@ -1,4 +1,4 @@
-"""`commtrace doctor`: what it says of this environment, of one without tracing, and of a hook that records wrongly."""
+"""`commtrace doctor`: its report on this environment, on a call that is not recorded, and on a failing probe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_both_libraries_are_probed(recorder: str) -> None:
 
 
 def test_a_call_that_is_not_recorded_and_a_probe_that_cannot_run_are_named(tmp_path: Path) -> None:
-    # Python imports `sitecustomize` at start-up, in the ranks of the probe too.
+    # Python imports `sitecustomize` at start-up, also in the ranks of the probe.
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK'):\n"

@@ -1,4 +1,4 @@
-"""`commtrace run`: the same as the variable, and on where Python reads no start-up files."""
+"""`commtrace run` does the same as the variable, also where Python does not read start-up files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATE = (
 
 
 def commtrace_run(*arguments: object, cwd: Path, **variables: Any) -> Result:
-    """With the commtrace that the tests run with."""
+    """Run `commtrace run` from the installation under test."""
     return processes.run([sys.executable, "-c", MAIN, "run", *map(str, arguments)], cwd=cwd, **variables)
 
 
@@ -46,7 +46,7 @@ def test_status_signals_and_arguments_are_the_programs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "words"),
+    ("arguments", "variables", "message"),
     [
         ([], {}, "no program given"),
         (["no-such-program"], {}, "no-such-program: no such program on PATH"),
@@ -54,10 +54,10 @@ def test_status_signals_and_arguments_are_the_programs(tmp_path: Path) -> None:
         (["true"], {"COMMTRACE_DRAIN_MS": "x"}, "COMMTRACE_DRAIN_MS=x"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], variables: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line(arguments: list[str], variables: dict[str, Any], message: str, tmp_path: Path) -> None:
     result = commtrace_run(*arguments, cwd=tmp_path, **variables)
     assert result.status != 0
-    assert words in result.err
+    assert message in result.err
     assert result.err.count("\n") == 1
     assert "Traceback" not in result.err
 
@@ -67,7 +67,7 @@ def test_mistakes_are_one_line(arguments: list[str], variables: dict[str, Any], 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As Spack and EasyBuild install: a folder that is not one of Python's own; start-up files in it are not read."""
+    """Return a module tree as Spack and EasyBuild install it, where Python does not read start-up files."""
     folder = tmp_path_factory.mktemp("tree")
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "commtrace", folder / "commtrace", ignore=ignore)
@@ -81,7 +81,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter without commtrace."""
+    """Return an interpreter without commtrace."""
     folder = tmp_path_factory.mktemp("bare") / "venv"
     venv.create(folder, symlinks=True)
     return folder / "bin" / "python"
@@ -94,7 +94,7 @@ def run_in_tree(python: Path, tree: Path, code: str, *path: Path, cwd: Path, **v
 
 def test_a_module_tree_is_traced(python: Path, tree: Path, tmp_path: Path) -> None:
     plain = processes.run([str(python), "-c", STATE], cwd=tmp_path, PYTHONPATH=tree, COMMTRACE="log")
-    assert plain.out == "False\n", "the variable alone would do, and this test says nothing"
+    assert plain.out == "False\n", "the variable alone suffices: this test proves nothing"
     assert run_in_tree(python, tree, STATE, cwd=tmp_path) == (0, f"{tmp_path / 'log'}\n", "")
     find = "import commtrace.hooks, commtrace.analyses; print(commtrace.hooks.__file__)"
     assert run_in_tree(python, tree, find, cwd=tmp_path).out == f"{tree / 'commtrace/hooks/__init__.py'}\n"
@@ -106,14 +106,14 @@ def test_children_of_the_program_are_traced_too(python: Path, tree: Path, tmp_pa
 
 
 def test_the_programs_own_sitecustomize_runs(python: Path, tree: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "sitecustomize.py").write_text("VALUE = 5\nprint('mine', __name__, __file__)\n")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text("VALUE = 5\nprint('mine', __name__, __file__)\n")
     code = STATE + "\nimport sitecustomize; print(sitecustomize.VALUE)"
-    result = run_in_tree(python, tree, code, mine, cwd=tmp_path)
+    result = run_in_tree(python, tree, code, folder, cwd=tmp_path)
     assert result.out.count("mine sitecustomize") == 2, "once in each of the two interpreters"
     assert result.out.splitlines()[1:] == [
-        f"mine sitecustomize {mine / 'sitecustomize.py'}",
+        f"mine sitecustomize {folder / 'sitecustomize.py'}",
         str(tmp_path / "log"),
         "5",
     ]
@@ -121,12 +121,12 @@ def test_the_programs_own_sitecustomize_runs(python: Path, tree: Path, tmp_path:
 
 
 def test_the_programs_own_sitecustomize_fails(python: Path, tree: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "sitecustomize.py").write_text("raise KeyError('mine')\n")
-    result = run_in_tree(python, tree, STATE, mine, cwd=tmp_path)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text("raise KeyError('mine')\n")
+    result = run_in_tree(python, tree, STATE, folder, cwd=tmp_path)
     assert (result.status, result.out) == (0, f"{tmp_path / 'log'}\n")
-    assert result.err.count("Error in sitecustomize") == 2  # as Python says it, with and without us
+    assert result.err.count("Error in sitecustomize") == 2  # Python's own message, once in each interpreter
     assert "KeyError: 'mine'" in result.err
 
 

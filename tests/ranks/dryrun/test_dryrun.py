@@ -38,7 +38,7 @@ model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 1 << 20)
 optimizer = torch.optim.AdamW(model.parameters())
 data = torch.utils.data.DataLoader(torch.arange(640.0).view(10, 64), batch_size=2, num_workers=1)
 for batch in data:
-    assert batch[0, 1] - batch[0, 0] == 1      # what is loaded is real
+    assert batch[0, 1] - batch[0, 0] == 1      # loaded data are real
     loss = model(batch).square().mean()
     loss.backward()
     optimizer.step()
@@ -52,14 +52,14 @@ elif dist.get_rank() == 1:
     dist.all_reduce(torch.ones(7), group=halves[0])
 count = torch.ones(1)
 dist.all_reduce(count)
-told = [{"rank": dist.get_rank()}]
-dist.broadcast_object_list(told, src=0)
-assert told == [{"rank": 0}], told             # what rank 0 sends is known
+objects = [{"rank": dist.get_rank()}]
+dist.broadcast_object_list(objects, src=0)
+assert objects == [{"rank": 0}], objects       # rank 0's objects are real
 class Kept: pass
 kept = Kept()
 kept.parts = {"model": [model.module]}
-for whole in (model.state_dict(), model, {"state": optimizer.state_dict()}, kept):
-    torch.save(whole, "never.pt")
+for saved in (model.state_dict(), model, {"state": optimizer.state_dict()}, kept):
+    torch.save(saved, "never.pt")
     assert not os.path.exists("never.pt")
 torch.save({"epoch": 3, "batch": batch}, "now.pt")
 assert torch.load("now.pt")["epoch"] == 3
@@ -69,12 +69,12 @@ dist.destroy_process_group()
 
 
 def line_of(text: str) -> int:
-    """Of the script."""
+    """Return the number of the first line of SCRIPT that contains a text."""
     return next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if text in line)
 
 
 def dry_run(folder: Path, *options: str, script: str = SCRIPT) -> processes.Result:
-    """The command, on a script."""
+    """Run `commtrace dryrun` on a script."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "commtrace.cli", "dryrun", *options, "--out", str(folder / "log")]
@@ -83,7 +83,7 @@ def dry_run(folder: Path, *options: str, script: str = SCRIPT) -> processes.Resu
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, processes.Result]:
-    """The ranks of a job of four that differ: 0 and 1 communicate in a group of their own."""
+    """Dry-run the distinct ranks of a job of four; ranks 0 and 1 also communicate in a group of two."""
     folder = tmp_path_factory.mktemp("job")
     result = dry_run(folder, "--world-size", "4", "--ranks", "all-distinct", "--jobs", "2")
     assert result.status == 0, result.err
@@ -101,10 +101,10 @@ def test_the_ranks_that_differ_stand_for_all(job: tuple[Run, processes.Result]) 
 def test_the_whole_job_is_what_all_ranks_would_communicate(job: tuple[Run, processes.Result]) -> None:
     run, _ = job
     events = run.events()
-    whole = run.table("whole_job").groupby("op")["payload_bytes"].sum()
+    total = run.table("whole_job").groupby("op")["payload_bytes"].sum()
     weights = events["rank"].map(run.stands_for)
-    assert whole.to_dict() == (events["payload_bytes"] * weights).groupby(events["op"]).sum().to_dict()
-    assert whole["all_reduce"] > 4 * 5 * 2 * 64 * (1 << 20) * 4
+    assert total.to_dict() == (events["payload_bytes"] * weights).groupby(events["op"]).sum().to_dict()
+    assert total["all_reduce"] > 4 * 5 * 2 * 64 * (1 << 20) * 4
 
 
 def test_a_simulated_log_has_an_order_and_no_times(job: tuple[Run, processes.Result]) -> None:
@@ -130,12 +130,12 @@ def test_the_report_says_that_it_is_simulated_and_gives_no_time(
     assert text.startswith(f"Run {run.id}, simulated")
     assert "the 3 ranks that ran represent all of the job" in text
     assert "The whole job (simulated)" in text
-    for never in ("Bandwidth", "Time inside", "GB/s", "waiting for the end", "tracing cost"):
-        assert never not in text
+    for phrase in ("Bandwidth", "Time inside", "GB/s", "waiting for the end", "tracing cost"):
+        assert phrase not in text
 
 
 def test_the_check_is_equal_to_theory(job: tuple[Run, processes.Result], capsys: pytest.CaptureFixture[str]) -> None:
-    """But for what is not DDP's."""
+    """The check reports no difference in DDP's calls."""
     run, _ = job
     main(["check", str(run.log.path)])
     out = capsys.readouterr().out
@@ -205,7 +205,7 @@ if dist.get_rank() == 3:
 
 @pytest.mark.exhaustive
 def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> None:
-    """Nor what the rank wrote, nor the log where its folder takes nothing."""
+    """The failed rank's output is kept as well, and so is the log if its directory is not writable."""
     result = dry_run(tmp_path, "--world-size", "4", "--ranks", "0,2", script=FAILING)
     assert result.status == 1
     assert "rank 2 exited with status 1; the log of rank 0, finished before the failure, is in" in result.err
@@ -222,10 +222,10 @@ def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> N
     (tmp_path / "log").symlink_to("/proc/self/fdinfo")
     result = dry_run(tmp_path, "--world-size", "4", "--ranks", "0", script=FAILING)
     assert result.status == 0, result.err
-    refuge = Path(result.out.strip().rpartition(" is in ")[2])
-    assert f"the log goes to {refuge}" in result.err
-    assert len(open_run(refuge).events())
-    shutil.rmtree(refuge)
+    fallback = Path(result.out.strip().rpartition(" is in ")[2])
+    assert f"the log goes to {fallback}" in result.err
+    assert len(open_run(fallback).events())
+    shutil.rmtree(fallback)
 
 
 @pytest.mark.exhaustive
@@ -254,7 +254,7 @@ model(torch.ones(2, 1024)).sum().backward()
 
 
 def test_a_script_for_gpus_runs_on_simulated_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It fails without, so it is started again with them; its layers hide methods of tensors by attributes."""
+    """The script fails without GPUs and restarts with simulated ones; attributes of its tensors hide methods."""
     script = (processes.PROGRAMS / "user_cuda.py").read_text()
     result = dry_run(tmp_path, "--world-size", "4", "--ranks", "0,3", "--ranks-per-node", "2", script=script)
     assert result.status == 0, result.err
@@ -296,11 +296,11 @@ for turn in range(40):
     if rank < last:
         dist.send(number + 1, rank + 1)
         dist.recv(number, rank + 1)
-    assert number.item() == turn + last, (rank, turn, number)     # each needs what the others sent
+    assert number.item() == turn + last, (rank, turn, number)     # needs the messages of all ranks
     if rank > 0:
         dist.send(number, rank - 1)
 if rank == last:
-    dist.recv(number, 0)      # which nobody sends
+    dist.recv(number, 0)      # nobody sends this
 assert not number.item() or rank < last
 """
 
@@ -332,7 +332,7 @@ def test_a_rank_that_waits_for_one_that_fails_leaves_nothing(tmp_path: Path) -> 
 
 @pytest.mark.exhaustive
 def test_large_weights_are_sharded_by_fsdp2(tmp_path: Path) -> None:
-    """Whose DTensor works out shapes by tensors of its own that have no memory at all."""
+    """FSDP2's DTensor computes shapes with its own tensors, which have no memory."""
     result = dry_run(tmp_path, "--world-size", "4", script=SHARDED)
     assert result.status == 0, result.err
     volume = open_run(tmp_path / "log").events().groupby("op")["payload_bytes"].sum()
@@ -341,7 +341,7 @@ def test_large_weights_are_sharded_by_fsdp2(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_communicates_by_mpi_is_an_error(tmp_path: Path) -> None:
-    """It would have found itself alone, which says nothing of the job."""
+    """MPI would run the program as a job of one rank, whose calls say nothing about the real job."""
     pytest.importorskip("mpi4py")
     script = "from mpi4py import MPI\nimport torch\nprint(MPI.COMM_WORLD.allreduce(1))\n"
     result = dry_run(tmp_path, "--world-size", "4", script=script)
@@ -382,7 +382,7 @@ def test_a_script_that_starts_ranks_itself_gets_an_error(tmp_path: Path) -> None
 
 
 def test_tables_of_a_dry_run_are_read(tmp_path: Path) -> None:
-    """Rows of a dry run that a hand wrote."""
+    """Handwritten rows of a dry run are read."""
     from commtrace.reading.table_reader import read_tables
 
     rows = [

@@ -1,4 +1,4 @@
-"""Users' own scripts, which know nothing of commtrace, dry-run without an edit: the calls are those of real runs."""
+"""Users' own scripts are dry-run unmodified, and the calls are those of real runs."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ CONFIG: Final[dict[str, Any]] = {
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
 }
-"""What a DeepSpeed script is configured with; torch's AdamW, so that the real run compiles nothing."""
+"""Configuration of a DeepSpeed script; torch's AdamW, so that the real run compiles nothing."""
 
 
 def script(name: str) -> Path:
-    """The script of a name."""
+    """Return the path of a script."""
     return processes.PROGRAMS / f"user_{name}.py"
 
 
 def real(name: str, folder: Path, *arguments: object) -> Run:
-    """On two ranks."""
+    """Run a script on two ranks, traced."""
     program = (folder / "real", script(name), *arguments)
     started = trainings.parent().start("traced", folder / "logs", *program, traced=False)
     assert started.wait(dry_runs.LIMIT_SECONDS) == [0, 0], started.output(0)[-4000:]
@@ -46,7 +46,7 @@ def real(name: str, folder: Path, *arguments: object) -> Run:
 
 
 def dry(name: str, folder: Path, *arguments: object) -> tuple[Run, processes.Result]:
-    """By the command."""
+    """Dry-run a script with the command."""
     command = [sys.executable, "-m", "commtrace.cli", "dryrun", "--world-size", "2", "--ranks", "all", "--jobs", "2"]
     program = [sys.executable, str(script(name)), *map(str, arguments)]
     result = processes.run([*command, "--out", str(folder / "dry"), *program], limit=dry_runs.LIMIT_SECONDS, cwd=folder)
@@ -55,26 +55,26 @@ def dry(name: str, folder: Path, *arguments: object) -> tuple[Run, processes.Res
 
 
 def dry_here(name: str, folder: Path, *arguments: object) -> Run:
-    """By forks of a process that has imported DeepSpeed, which takes seconds."""
+    """Dry-run a script in forks of a process that has already imported DeepSpeed, which takes seconds."""
     program = (folder / "dry", script(name), *arguments)
     dry_runs.simulated("traced", folder / "simulated", 2, *program, small=SMALL)
     return open_run(folder / "dry")
 
 
 def line_of(name: str, text: str) -> int:
-    """Of a script."""
+    """Return the number of the first line of a script that contains a text."""
     return next(number for number, line in enumerate(script(name).read_text().splitlines(), 1) if text in line)
 
 
-def noticed(run: Run) -> dict[int, str]:
-    """Lines of the script that asked for what a dry run does not have."""
+def notices_by_line(run: Run) -> dict[int, str]:
+    """Return the notices of a dry run about lines of the script, by line number."""
     rows = run.processes[0].tables.notices
     return {row["line"]: row["what"] for row in rows if "user_" in row["file"]}
 
 
 @pytest.mark.exhaustive
 def test_a_plain_loop_under_ddp(tmp_path: Path) -> None:
-    """With loaders that have workers, mixed precision, a gradient scaler, clipping, checkpoints, printed losses."""
+    """The loop has loader workers, mixed precision, a gradient scaler, clipping, checkpoints and printed losses."""
     options = ("--batch-size", 16, "--checkpoints")
     expected = real("ddp", tmp_path, *options, tmp_path / "real-checkpoints")
     run, result = dry("ddp", tmp_path, *options, tmp_path / "checkpoints")
@@ -82,13 +82,13 @@ def test_a_plain_loop_under_ddp(tmp_path: Path) -> None:
     assert result.out.count("% right") == 2
     assert len([*(tmp_path / "real-checkpoints").iterdir()]) == 2
     assert not [*(tmp_path / "checkpoints").iterdir()]
-    told = noticed(run)
-    assert "no file is written" in told[line_of("ddp", "torch.save(")]
-    assert "reads a number" in told[line_of("ddp", "total.item()")]
+    notices = notices_by_line(run)
+    assert "no file is written" in notices[line_of("ddp", "torch.save(")]
+    assert "reads a number" in notices[line_of("ddp", "total.item()")]
 
 
 def test_a_script_as_in_deepspeeds_tutorial(tmp_path: Path) -> None:
-    """The real one with torch's AdamW; the dry one with DeepSpeed's, which is in C++ and is not compiled here."""
+    """The real run uses torch's AdamW; the dry run, DeepSpeed's C++ optimizer, which is not compiled here."""
     config = tmp_path / "ds.json"
     options = ("--deepspeed", "--deepspeed_config", config, "--save-dir")
     config.write_text(json.dumps(CONFIG))
@@ -98,19 +98,19 @@ def test_a_script_as_in_deepspeeds_tutorial(tmp_path: Path) -> None:
     dry_runs.assert_same(expected, run)
     assert [*(tmp_path / "real-saved").rglob("*states.pt")]
     assert not [*(tmp_path / "saved").rglob("*states.pt")]
-    assert "no file is written" in noticed(run)[line_of("deepspeed", "engine.save_checkpoint(")]
+    assert "no file is written" in notices_by_line(run)[line_of("deepspeed", "engine.save_checkpoint(")]
 
 
 @pytest.mark.exhaustive
 def test_a_loop_like_hugging_faces_trainer(tmp_path: Path) -> None:
-    """With accumulation that does not synchronise, recomputation, predictions of all ranks, early stopping."""
+    """The loop has accumulation without synchronization, recomputation, predictions of all ranks and early stopping."""
     expected = real("trainer", tmp_path, f"output={tmp_path / 'real-out'}")
     dry_runs.assert_same(expected, dry_here("trainer", tmp_path, f"output={tmp_path / 'out'}"))
 
 
 @pytest.mark.parametrize("stage", [None, 2, 3])
 def test_hugging_faces_trainer_itself(stage: int | None, tmp_path: Path) -> None:
-    """With DDP or DeepSpeed underneath, accumulation, clipping, evaluation. Not among what the tests install."""
+    """The Trainer runs on DDP or DeepSpeed with accumulation, clipping and evaluation. The tests do not install it."""
     pytest.importorskip("transformers", reason="needs `pip install transformers accelerate`")
     pytest.importorskip("accelerate", reason="needs `pip install transformers accelerate`")
     options: list[object] = []

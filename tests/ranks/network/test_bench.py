@@ -1,4 +1,4 @@
-"""`commtrace bench`: the command, its tables and its file; real ranks of gloo and of MPI."""
+"""`commtrace bench`: the command, its tables and its file, with real ranks of gloo and MPI."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def measured() -> BenchResults:
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     path, again = tmp_path / "network.json", tmp_path / "again.json"
     write_results(measured(), path)
-    found = read_results(path)
-    assert [one.avg_us for one in found.rows] == pytest.approx([one.avg_us for one in measured().rows], rel=1e-5)
-    write_results(found, again)
-    assert read_results(again) == found
+    loaded = read_results(path)
+    assert [row.avg_us for row in loaded.rows] == pytest.approx([row.avg_us for row in measured().rows], rel=1e-5)
+    write_results(loaded, again)
+    assert read_results(again) == loaded
     document = json.loads(path.read_text())
     assert (document["format"], document["version"]) == ("commtrace-network", 1)
     assert document["fits"][0]["pieces"][0]["alpha_us"] == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         ("{", "not JSON"),
         ("[]", "an object of keys and values"),
@@ -55,11 +55,11 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
         (None, "cannot be read"),
     ],
 )
-def test_what_cannot_be_read_is_said(content: str | None, words: str, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_said(content: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "network.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(NetworkError, match=re.escape(words)) as error:
+    with pytest.raises(NetworkError, match=re.escape(message)) as error:
         read_results(path)
     assert str(error.value).startswith(str(path))
 
@@ -74,20 +74,20 @@ def test_no_line_is_too_long(form: str, width: int) -> None:
 
 
 def test_a_table_as_nccl_tests_prints_it() -> None:
-    some = results([row(ranks=4, payload_bytes=1 << 20, us=100.0, wrong=3), row(ranks=4, us=10.0)])
-    told = [*results_lines(some)]
-    assert any("WRONG: 3 elements" in line for line in told)
-    cells = next(line.split() for line in told if line.split()[:1] == ["1048576"])
+    nccl_results = results([row(ranks=4, payload_bytes=1 << 20, us=100.0, wrong=3), row(ranks=4, us=10.0)])
+    lines = [*results_lines(nccl_results)]
+    assert any("WRONG: 3 elements" in line for line in lines)
+    cells = next(line.split() for line in lines if line.split()[:1] == ["1048576"])
     assert cells == ["1048576", "262144", "float", "sum", "-1", "100.00", "10.49", "15.73", "3"]
-    wide = next(line.split() for line in results_lines(some, width=160) if line.split()[:1] == ["1048576"])
+    wide = next(line.split() for line in results_lines(nccl_results, width=160) if line.split()[:1] == ["1048576"])
     assert wide[:9] == cells
     assert wide[9:14] == ["100.00", "100.00", "100.00", "10", "10"]
 
 
 def test_a_table_as_osu_prints_it() -> None:
     means = {"rank_avg_us": 12.0, "rank_min_us": 10.0, "rank_max_us": 15.0}
-    told = [*results_lines(results([row(payload_bytes=1024, **means)]), "osu")]
-    assert ["1024", "12.00", "10.00", "15.00", "100"] in [line.split() for line in told]
+    lines = [*results_lines(results([row(payload_bytes=1024, **means)]), "osu")]
+    assert ["1024", "12.00", "10.00", "15.00", "100"] in [line.split() for line in lines]
     pair = [*results_lines(results([row(op="send_recv_window", payload_bytes=1 << 20, us=500.0)]))]
     assert ["1048576", "2097.15"] in [line.split() for line in pair]
 
@@ -105,7 +105,7 @@ def test_kept_results_are_shown_again(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ([], "give --nproc 2"),
         (["--nproc", "1"], "there is only one rank: nothing to measure"),
@@ -116,7 +116,7 @@ def test_kept_results_are_shown_again(tmp_path: Path, capsys: pytest.CaptureFixt
 )
 def test_wrong_plans_are_said_before_anything_starts(
     arguments: list[str],
-    words: str,
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -124,7 +124,7 @@ def test_wrong_plans_are_said_before_anything_starts(
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     assert main(["bench", "--out", str(tmp_path / "network.json"), *arguments]) == 1
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
 
 
@@ -159,19 +159,20 @@ def test_two_ranks_of_gloo(tmp_path: Path) -> None:
     path = tmp_path / "network.json"
     done = bench("--nproc", 2, "--seconds", 0.001, "--max-bytes", 32, "--out", path, "--width", 80)
     assert done.status == 0, done.err
-    found = read_results(path)
-    assert {one.op for one in found.rows} == set(OPERATIONS)
-    assert [one.wrong for one in found.rows] == [0] * len(found.rows)
+    loaded = read_results(path)
+    assert {entry.op for entry in loaded.rows} == set(OPERATIONS)
+    assert [entry.wrong for entry in loaded.rows] == [0] * len(loaded.rows)
     for op in (*COLLECTIVES, *POINT_TO_POINT):
-        some = [one for one in found.rows if one.op == op]
-        assert [one.payload_bytes for one in some] == [1 << at for at in range(2 if op not in SHARED else 3, 6)], op
-        assert all(0 < one.min_us <= one.median_us <= one.max_us for one in some)
-        assert all((one.ranks, one.hosts) == (2, 1) for one in some)
-    assert found.hosts[0]["ranks"] == 2
-    assert found.versions["torch"]
+        rows = [entry for entry in loaded.rows if entry.op == op]
+        first = 2 if op not in SHARED else 3
+        assert [entry.payload_bytes for entry in rows] == [1 << exponent for exponent in range(first, 6)], op
+        assert all(0 < entry.min_us <= entry.median_us <= entry.max_us for entry in rows)
+        assert all((entry.ranks, entry.hosts) == (2, 1) for entry in rows)
+    assert loaded.hosts[0]["ranks"] == 2
+    assert loaded.versions["torch"]
     *tables, last = done.out.splitlines()
     assert max(map(len, tables)) <= 80
-    assert last == f"results in {path}"  # as long as the path is
+    assert last == f"results in {path}"  # its length depends on the path
 
 
 SHARED = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
@@ -188,17 +189,17 @@ def test_three_ranks_of_mpi4py_and_a_group_of_two(tmp_path: Path) -> None:
     program.write_text(BENCH)
     done = mpi_launch.run("mpich", program, "bench", *options, "--group-sizes", 2, "--out", path, ranks=3)
     assert done.status == 0, done.out + done.err
-    found = read_results(path)
-    assert {(one.op, one.ranks) for one in found.rows} == {
+    loaded = read_results(path)
+    assert {(entry.op, entry.ranks) for entry in loaded.rows} == {
         (op, ranks) for op in operations.split(",") for ranks in ((2,) if op in POINT_TO_POINT else (2, 3))
     }
-    assert not any(one.wrong for one in found.rows)
-    assert "mpi" in found.versions
+    assert not any(entry.wrong for entry in loaded.rows)
+    assert "mpi" in loaded.versions
     assert "Avg Latency(us)" in done.out
 
 
 def test_a_rank_that_fails_ends_all_and_is_named(tmp_path: Path) -> None:
-    """Rank 1 cannot import torch: rank 0 would wait for it for as long as --timeout says."""
+    """Rank 1 cannot import torch; rank 0 must not wait for it until --timeout."""
     pytest.importorskip("torch")
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\nif os.environ.get('RANK') == '1': sys.modules['torch'] = None\n"
@@ -212,11 +213,11 @@ def test_a_rank_that_fails_ends_all_and_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "words"), [("mpi", "built without MPI; measure MPI with --through"), ("nccl", "a GPU")]
+    ("backend", "message"), [("mpi", "built without MPI; measure MPI with --through"), ("nccl", "a GPU")]
 )
-def test_a_backend_that_there_is_not(backend: str, words: str) -> None:
+def test_a_backend_that_there_is_not(backend: str, message: str) -> None:
     torch = pytest.importorskip("torch")
     if torch.distributed.is_mpi_available() if backend == "mpi" else torch.cuda.is_available():
-        pytest.skip("this torch has it")
-    with pytest.raises(NetworkError, match=words):
+        pytest.skip("this torch has the backend")
+    with pytest.raises(NetworkError, match=message):
         connect(BenchPlan(backend=backend))

@@ -1,4 +1,4 @@
-"""Commands on the workers of a Dask cluster: their results are those in this process, byte for byte."""
+"""Commands on the workers of a Dask cluster give the same results as in this process, byte for byte."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ SECONDS = 60
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A cluster of two worker processes."""
+    """Yield a client of a cluster of two worker processes."""
     yield from started(2)
 
 
 @pytest.fixture(scope="module")
 def killed_cluster() -> Iterator[Any]:
-    """Another one, for tests that kill a worker."""
+    """Yield a client of another cluster, for tests that kill a worker."""
     yield from started(2)
 
 
@@ -67,7 +67,7 @@ def address(client: Any) -> str:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every segment is a part, and the tree has several levels."""
+    """Make each segment its own task, and the tree of merges several levels deep."""
     monkeypatch.setattr("commtrace.reading.recorded_run.RECORDS_PER_TASK", 1)
     monkeypatch.setattr("commtrace.reading.executors.MERGED_AT_ONCE", 2)
 
@@ -86,13 +86,13 @@ def damaged(seed: int, folder: Path) -> Path:
 
 
 def times_at(number: int) -> dict[str, int]:
-    """Times of the call that begins at so many ms."""
+    """Return the times of a call that begins `number` ms after 0."""
     begin = 1_000_000 * number
     return {"t_begin": begin, "t_return": begin + 2_000, "t_wait": begin + 5_000, "t_end": begin + 50_000}
 
 
 def killed(folder: Path) -> Path:
-    """Three ranks with several segments each, one killed, its records recovered, and one with a damaged record."""
+    """Write a log of three ranks with several segments: one was killed and recovered, one has a damaged record."""
     rng = np.random.default_rng(7)
     for rank in range(3):
         process = LogFactory(folder / "killed").process(rank, pid=4711 + rank, world_size=3)
@@ -112,7 +112,7 @@ def killed(folder: Path) -> Path:
 
 
 def mpi(folder: Path) -> Path:
-    """Ranks of MPI: collectives and messages."""
+    """Write a log of MPI ranks, with collectives and messages."""
     log = LogFactory(folder / "mpi")
     for rank in range(3):
         process = log.process(rank, pid=4711 + rank, world_size=3).known({1: [0, 1, 2]}, {1: "world"})
@@ -190,7 +190,7 @@ def test_damaged_logs_give_equal_results(seed: int, tmp_path: Path, cluster: Any
 
 
 def many_segments(folder: Path, segments: int = 24) -> Path:
-    """A log that takes a while: two ranks with many segments."""
+    """Write a log that takes a while to read: two ranks with many segments."""
     for rank in range(2):
         process = LogFactory(folder / "log").process(rank, pid=4711 + rank).known()
         for part in range(segments):
@@ -234,12 +234,12 @@ def kill_one(client: Any) -> None:
 
 
 def with_a_kill(client: Any, command: Sequence[object], capsys: Captured, log: Path) -> tuple[object, ...]:
-    """The results of a command during which a worker is killed."""
+    """Return the results of a command during which a worker is killed."""
     with ThreadPoolExecutor(1) as thread:
         done = thread.submit(kill_one, client)
-        found = results([*map(str, command), "--dask", address(client)], capsys, log)
+        killed_results = results([*map(str, command), "--dask", address(client)], capsys, log)
         done.result(SECONDS)
-    return found
+    return killed_results
 
 
 def test_a_worker_that_is_killed_changes_nothing(tmp_path: Path, killed_cluster: Any, capsys: Captured) -> None:
@@ -261,20 +261,20 @@ def test_a_worker_that_is_killed_changes_no_command(
     monkeypatch.setattr("commtrace.reading.pack.PART_ROWS", 3)
     log, other = many_ranks(tmp_path / "log", 24), many_ranks(tmp_path / "other", 12)
     out = tmp_path / "packed"
-    words = {
+    arguments = {
         "check": ("check", log, "--against", other),
         "pack": ("pack", log, "--out", out, "--force"),
     }.get(command, (command, log, other, "--json"))
-    expected = results(words, capsys, log), contents(out)
+    expected = results(arguments, capsys, log), contents(out)
     for client in started(4):
         slow_down(client, 0.05)
         before = {*client.run(os.getpid).values()}
-        assert (with_a_kill(client, words, capsys, log), contents(out)) == expected
+        assert (with_a_kill(client, arguments, capsys, log), contents(out)) == expected
         assert before - {*client.run(os.getpid).values()}
 
 
 def many_ranks(folder: Path, ranks: int) -> Path:
-    """A log of many ranks, which `diff` and `scaling` read rank by rank."""
+    """Write a log of many ranks, which `diff` and `scaling` read rank by rank."""
     training(folder, ranks=ranks, steps=6)
     return folder
 
@@ -300,7 +300,7 @@ def test_workers_that_die_again_and_again_are_an_error(tmp_path: Path, killed_cl
 
 @pytest.fixture
 def scheduler_file(tmp_path: Path) -> Iterator[Path]:
-    """The file of a scheduler that runs as a process, as two workers do."""
+    """Yield the scheduler file of a cluster whose scheduler and two workers are processes."""
     file = tmp_path / "scheduler.json"
     options = {
         "scheduler": ["--port", "0", "--no-dashboard"],
@@ -333,7 +333,7 @@ def test_a_scheduler_file_and_run_tables(scheduler_file: Path, tmp_path: Path, c
 
 
 def error_of(arguments: Sequence[object], capsys: Captured) -> str:
-    """The only line on stderr of a command that fails."""
+    """Return the only line on stderr of a command that fails."""
     assert main([*map(str, arguments)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("commtrace: ")
@@ -385,7 +385,7 @@ def test_schedulers_that_are_not_there(tmp_path: Path, capsys: Captured, monkeyp
     with dask.config.set({"distributed.comm.timeouts.connect": "1s"}):
         line = error_of(["check", tmp_path, "--dask", f"127.0.0.1:{free_port()}"], capsys)
     assert re.fullmatch(r"--dask 127.0.0.1:\d+: no scheduler answers \(.+\); start one \(dask scheduler\), .+", line)
-    for wrong in ("http://127.0.0.1:1", "tls://127.0.0.1:1"):  # a client that fails so would not let the process end
+    for wrong in ("http://127.0.0.1:1", "tls://127.0.0.1:1"):  # a client that fails so keeps the process alive
         assert "no scheduler answers" in error_of(["check", tmp_path, "--dask", wrong], capsys)
     file = tmp_path / "scheduler.json"
     for text in ("", "{}", "[]"):

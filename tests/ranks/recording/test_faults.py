@@ -1,4 +1,4 @@
-"""Whatever goes wrong with the log, training goes on with the same results, and what is lost is counted."""
+"""Whatever goes wrong with the log, training continues with the same results, and lost calls are counted."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from commtrace.recording import log_writer
 from commtrace.recording import segment_writer as segments
 from commtrace.schema import WITHOUT_RECORD, Clock, State
 
-CALLS = 2 * 20 + 1  # of training.py with 20 steps
+CALLS = 2 * 20 + 1  # calls of training.py with 20 steps
 
 
 @pytest.fixture(scope="module")
 def losses(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What the training prints when it is not traced."""
+    """Return what the training prints when it is not traced."""
     statuses, outputs = nursery.run("training", tmp_path_factory.mktemp("untraced") / "log", 20, traced=False)
     assert statuses == [0, 0]
     assert outputs[0].count("loss") == 20
@@ -32,19 +32,19 @@ def losses(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list[s
 
 
 def train(nursery: Nursery, losses: list[str], log: Path, *arguments: object, **settings: object) -> list[Left]:
-    """What a training left that was traced, after it has been compared with the one that was not."""
+    """Run a traced training, compare its output with that of the untraced one, and return its logs."""
     statuses, outputs = nursery.run("training", log, 20, *arguments, **settings)
     assert statuses == [0, 0], outputs
     printed = ["".join(line for line in output.splitlines(True) if line.startswith("loss")) for output in outputs]
     assert printed == losses
     assert not processes.rings(log)
-    found = processes.read_all(log)
-    assert {left.tables["process"][0]["recorder"] for left in found} == {nursery.recorder}
-    return found
+    logs = processes.read_all(log)
+    assert {left.tables["process"][0]["recorder"] for left in logs} == {nursery.recorder}
+    return logs
 
 
 def assert_accounted(left: Left) -> None:
-    """Every call is in the log or in one of the counters."""
+    """Assert that every call is in the log or in a counter."""
     stats = left.stats
     assert stats["calls"] == len(left.records) + sum(stats[name] for name in WITHOUT_RECORD)
 
@@ -57,9 +57,9 @@ def test_nothing_is_lost_when_nothing_goes_wrong(nursery: Nursery, losses: list[
         assert left.tables["end"][0]["reason"] == "exit"
 
 
-LINES = 3  # of training.py, from which calls are made
+LINES = 3  # lines of training.py that make calls
 
-# Parts of the portable recorder that C++ has for itself, where nothing can be replaced.
+# For parts of the Python recorder that the native one has in C++, where nothing can be patched.
 python_only = pytest.mark.parametrize("recorder", ["python"], indirect=True, scope="session")
 
 
@@ -76,8 +76,9 @@ def test_an_error_on_the_way_of_a_call_is_counted(
         assert left.ended
 
 
-# What C++ asks of Python, too. Fault -> recorder -> (records, errors): Python makes no record without its row; C++
-# makes it, referring to none, and asks again with the next call, but for the row of a line, which it asks for once.
+# Rows that the native recorder also gets from Python code. Fault -> recorder -> (records, errors). The Python recorder
+# makes no record without its row. Except for groups, the native one makes it without the row. It retries with the next
+# call, but tries only once for each line.
 ROWS = {
     "group": {"python": (0, CALLS), "native": (0, CALLS)},
     "kind": {"python": (0, CALLS), "native": (CALLS, CALLS)},
@@ -130,7 +131,7 @@ def test_the_directory_is_removed_while_it_is_written(nursery: Nursery, losses: 
         assert left.stats["calls"] == CALLS + 1
         assert left.stats["lost"] >= 10
         assert left.stats["write_errors"] >= 1
-        # The tables are whole again: what records refer to is there.
+        # The tables are complete again: they have all rows that records refer to.
         assert set(left.records["kind"]) <= {row["id"] for row in left.tables["kinds"]}
         assert "process" in left.tables
         assert left.ended
@@ -168,19 +169,19 @@ def test_shared_memory_fills_up_later(small_disk: Path, tmp_path: Path, new_reco
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 128 KiB."""
+    """Mount a disk of 128 KiB, and yield its path."""
     path = tmp_path / "disk"
     path.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"commtrace", str(path).encode(), b"tmpfs", 0, b"size=128k"):
-        pytest.skip(f"may not mount a disk: {os.strerror(ctypes.get_errno())}")
+        pytest.skip(f"cannot mount a disk: {os.strerror(ctypes.get_errno())}")
     yield path
     assert libc.umount2(str(path).encode(), 2) == 0
 
 
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that tries again at once."""
+    """Make the writer retry at once."""
     monkeypatch.setattr(log_writer, "RETRY_SECONDS", 0.02)
 
 
@@ -205,7 +206,7 @@ def test_a_full_disk_and_then_room_again(
 
 
 class ShortDisk:
-    """A disk that takes so many bytes; the write that meets its end is cut, as real ones are."""
+    """Disk with room for `room` bytes; the write that exceeds it is cut short, as on a real disk."""
 
     def __init__(self, room: int, error: int = errno.ENOSPC) -> None:
         self.room, self.error = room, error
@@ -255,14 +256,14 @@ def test_a_disk_that_stays_full(
         for number in range(1000):
             processes.call(recorder, number)
         recorder.close("stop")
-    said = capfd.readouterr().err
-    assert "cannot write the log" in said
-    assert "calls could not be written" in said
-    assert "commtrace recover" in said
+    printed = capfd.readouterr().err
+    assert "cannot write the log" in printed
+    assert "calls could not be written" in printed
+    assert "commtrace recover" in printed
 
     ring = processes.rings(tmp_path / "log")
     assert len(ring) == 1
-    # The process lives on, and its ring with it; another process takes it over when it has ended.
+    # Release the ring, as the end of the process would, so that its records can be recovered.
     os.close(recorder.ring._fd)
     from commtrace.recording import ring as rings
 
@@ -296,7 +297,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path, new_recorder: NewRecorder)
 
 @pytest.fixture
 def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that looks after its files all the time."""
+    """Make the writer check its files all the time."""
     monkeypatch.setattr(log_writer, "CHECK_SECONDS", 0.0)
 
 
@@ -315,11 +316,11 @@ def test_files_that_disappear(what: str, tmp_path: Path, new_recorder: NewRecord
     assert left.tables["process"][0]["rank"] == 0
     assert left.stats["calls"] == 400
     assert left.ended
-    if what != "closed segments":  # which are not looked at while the others are there
+    if what != "closed segments":  # not checked while the other files exist
         assert_accounted(left)
     if what == "tables":
         assert left.stats["lost"] == 0
-    # What is moved away is written to until a new segment is needed.
+    # A segment that was moved away is still written to until a new one is needed.
     assert len(set(range(200, 400)) & set(left.records["seq"].tolist())) >= (100 if what == "moved" else 200)
 
 
@@ -351,7 +352,7 @@ def test_calls_that_nobody_waits_for_make_room_for_others(tmp_path: Path, new_re
     for number in range(500):
         processes.wait_for(lambda: recorder._free)
         handles.append(recorder.returned(processes.call(recorder, number), 1, observable=True))
-    for handle in handles:  # most of them too late: their records have left, and others are in their places
+    for handle in handles:  # most of them too late: other records are in the slots already
         assert handle is not None
         recorder.ended(handle, 7, 9, Clock.WAIT)
     recorder.close("stop")

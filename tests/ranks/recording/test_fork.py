@@ -1,4 +1,4 @@
-"""Forked children: they leave no trace in their parent's log, and have one of their own if they communicate."""
+"""Forked children leave no trace in their parent's log, and have their own log if they communicate."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def test_children_of_a_training(nursery: Nursery, tmp_path: Path) -> None:
     assert statuses == [0, 0], outputs
     assert all("[0, 1, 2, 3, 4, 5, 6, 7]" in output and "child" in output for output in outputs)
 
-    found = processes.read_all(log)
-    parents = [left for left in found if left.tables["process"][0]["world_size"] == 2]
-    children = [left for left in found if left.tables["process"][0]["world_size"] == 1]
+    logs = processes.read_all(log)
+    parents = [left for left in logs if left.tables["process"][0]["world_size"] == 2]
+    children = [left for left in logs if left.tables["process"][0]["world_size"] == 1]
     assert len(parents) == len(children) == 2, "a fork that does not communicate has left a log"
     for left in parents:
         assert left.stats["calls"] == len(left.records) == 5
@@ -100,7 +100,7 @@ def test_the_childs_end_is_not_the_parents(tmp_path: Path, new_recorder: NewReco
     session = Session()
     session.recorder = recorder
     processes.call(recorder, 0)
-    assert processes.in_child(lambda: session.end("exit")) == 0  # even where nobody told the child of the fork
+    assert processes.in_child(lambda: session.end("exit")) == 0  # even if the child was not notified of the fork
     assert len(processes.rings(tmp_path / "log")) == 1
     assert processes.in_child(lambda: os._exit(len(recover_records(tmp_path / "log")))) == 0
     session.end("stop")

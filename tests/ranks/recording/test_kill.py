@@ -1,4 +1,4 @@
-"""Killed at any moment: what a program has finished is in the log, once, and the log says that it ended early."""
+"""Whenever a program is killed, its finished calls are in the log once, and the log says that it ended early."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def counters(path: Path) -> list[int]:
 
 
 def assert_counted(left: Left, finished: int) -> None:
-    """All that was finished, nothing twice, and at most the call in which the process died beside it."""
+    """Assert that each finished call is in the log once, and at most the call in which the process died besides."""
     calls = left.records
     assert len(np.unique(calls["t_begin"])) == len(calls)
     assert sorted(calls["seq"].tolist()) == list(range(len(calls)))
@@ -43,23 +43,23 @@ def test_killed_at_a_random_moment(seed: int, nursery: Nursery, tmp_path: Path) 
     finished.write_bytes(bytes(16))
     log = tmp_path / "log"
     early = seed % 5 == 0
-    # Where one is killed before it has met the other, that one waits for it: half an hour, traced or not.
+    # If a rank is killed before it has met the other, the other waits for half an hour, traced or not.
     victims = (0, 1) if early else choose.choice([(0, 1), (0,), (1,)])
     ranks = nursery.start(
         "counting", log, finished, drain_ms=choose.choice([1, 7, 100]), segment_min_bytes=choose.choice([4096, 1 << 20])
     )
-    if not early:  # where the kill may come before the first call, or in the middle of beginning to record
+    if not early:  # if early, the kill may come before the first call or while recording begins
         processes.wait_for(lambda: all(counters(finished)))
     time.sleep(choose.uniform(0, 0.3))
     ranks.kill(*victims)
     statuses = ranks.wait()
 
-    found = {left.tables["process"][0]["rank"]: left for left in processes.salvaged(log)}
+    logs = {left.tables["process"][0]["rank"]: left for left in processes.salvaged(log)}
     for rank in (0, 1):
         assert (statuses[rank] == -signal.SIGKILL) == (rank in victims), ranks.output(rank)
-        if rank in found:
-            assert_counted(found[rank], counters(finished)[rank])
-            assert found[rank].ended == (rank not in victims)
+        if rank in logs:
+            assert_counted(logs[rank], counters(finished)[rank])
+            assert logs[rank].ended == (rank not in victims)
         else:
             assert counters(finished)[rank] == 0
     assert not processes.rings(log)
@@ -68,7 +68,7 @@ def test_killed_at_a_random_moment(seed: int, nursery: Nursery, tmp_path: Path) 
 def test_a_survivor_recovers_records_of_killed_processes(nursery: Nursery, tmp_path: Path) -> None:
     finished, log = tmp_path / "finished", tmp_path / "log"
     finished.write_bytes(bytes(16))
-    ranks = nursery.start("counting", log, finished, drain_ms=60_000)  # so that all is in memory
+    ranks = nursery.start("counting", log, finished, drain_ms=60_000)  # so that all records are in memory
     processes.wait_for(lambda: min(counters(finished)) > 20)
     ranks.kill(1)
     assert ranks.wait() == [1, -signal.SIGKILL]
@@ -84,7 +84,7 @@ def test_a_survivor_recovers_records_of_killed_processes(nursery: Nursery, tmp_p
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))])
 def test_a_training_killed_at_a_random_moment(seed: int, nursery: Nursery, tmp_path: Path) -> None:
-    """All ranks of a transformer's training; every collective of a group is in both logs, but for the last few."""
+    """All ranks of a transformer's training are killed; both logs have all collectives of a group but the last few."""
     pytest.importorskip("yaml")
     log = tmp_path / "log"
     ranks = nursery.start("gpt_neox", log, "tiny", "--engine", "ddp", "--train-iters", 100_000)
@@ -93,9 +93,9 @@ def test_a_training_killed_at_a_random_moment(seed: int, nursery: Nursery, tmp_p
     ranks.kill(0, 1)
     assert ranks.wait() == [-signal.SIGKILL] * 2, ranks.output(0)
 
-    found = processes.salvaged(log)
-    assert [left.ended for left in found] == [False, False]
-    for left in found:
+    logs = processes.salvaged(log)
+    assert [left.ended for left in logs] == [False, False]
+    for left in logs:
         calls = left.records
         assert len(calls) == left.stats["calls"] == len(np.unique(calls["t_begin"])) > 0
         assert left.stats["hook_errors"] == 0
@@ -104,11 +104,11 @@ def test_a_training_killed_at_a_random_moment(seed: int, nursery: Nursery, tmp_p
             assert (np.diff(numbers) == 1).all(), "a call is missing"
         assert set(calls["kind"]) <= {row["id"] for row in left.tables["kinds"]}
         assert set(calls["site"]) <= {row["id"] for row in left.tables["sites"]}
-    assert abs(len(found[0].records) - len(found[1].records)) < 50
+    assert abs(len(logs[0].records) - len(logs[1].records)) < 50
     assert not processes.rings(log)
 
 
-# ---- killed between any two steps of the way to the disk -------------------------------------------------------------
+# ---- killed between any two steps of writing to disk -----------------------------------------------------------------
 
 
 def die(*_: object, **__: object) -> None:
@@ -121,9 +121,9 @@ def half_a_write(fd: int, data: bytes) -> None:
 
 
 def torn_put(self: ring.Ring, start: int, value: dict[str, object]) -> bool:
-    for at in range(start, start + ring.COPY_BYTES):
-        self.buffer[at + (self._turns[start] + 1) % 2 * ring.COPY_BYTES] = ord("x")
-        if at == start + 100:
+    for position in range(start, start + ring.COPY_BYTES):
+        self.buffer[position + (self._turns[start] + 1) % 2 * ring.COPY_BYTES] = ord("x")
+        if position == start + 100:
             die()
     return True
 
@@ -160,7 +160,7 @@ def test_killed_at_each_step_of_writing(step: str, segment_bytes: int, tmp_path:
         for number in range(60):
             recorder.returned(processes.call(recorder, number), 1, observable=False)
         processes.wait_for(lambda: recorder.stats()["calls"] and not recorder.slots.taken)
-        setattr(owner, name, replacement)  # only this child lives to see it
+        setattr(owner, name, replacement)  # only this child is affected
         for number in range(60, 200):
             recorder.returned(processes.call(recorder, number), 1, observable=False)
         recorder.close("exit")

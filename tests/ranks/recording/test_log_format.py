@@ -1,4 +1,4 @@
-"""docs/reference/log-format.md is complete and true: its code runs as it stands, on the log of a real program."""
+"""docs/reference/log-format.md is complete and correct: its code runs unmodified on the log of a real program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = (ROOT / "docs" / "reference" / "log-format.md").read_text()
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
-    """What the page's pieces of Python define, when nothing else is there."""
+    """Return the names that the page's Python code defines by itself."""
     defined: dict[str, Any] = {}
     for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(compile(code, "log-format.md", "exec"), defined)
@@ -34,7 +34,7 @@ def page() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def log(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The log of a program of two ranks, of which one is killed at its end."""
+    """Return the log of a training on two ranks."""
     directory = tmp_path_factory.mktemp("format") / "log"
     statuses, outputs = nursery.run("training", directory, 30, segment_min_bytes=4096)
     assert statuses == [0, 0], outputs
@@ -42,10 +42,10 @@ def log(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def table(heading: str) -> list[list[str]]:
-    """Cells of the first table whose header begins with this, without the header."""
-    found = re.search(rf"^\| {re.escape(heading)} \|.*\n\|[- |]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
-    assert found, heading
-    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in found[1].splitlines()]
+    """Return the cells of the first table whose header begins with `heading`, without the header."""
+    match = re.search(rf"^\| {re.escape(heading)} \|.*\n\|[- |]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    assert match, heading
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in match[1].splitlines()]
 
 
 def test_the_code_reads_a_log(page: dict[str, Any], log: Path) -> None:
@@ -92,12 +92,12 @@ def test_the_code_survives_a_cut_line(page: dict[str, Any], log: Path, tmp_path:
     first = next(iter(sorted(log.glob("*/*/*.jsonl"))))
     for path in first.parent.glob(first.stem + "*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    whole, _ = page["read_process"](first)
+    complete, _ = page["read_process"](first)
     cut = tmp_path / first.name
     cut.write_bytes(cut.read_bytes()[:-10])
     tables, _ = page["read_process"](cut)
-    assert "end" in whole
-    assert {**tables, "end": whole["end"]} == whole
+    assert "end" in complete
+    assert {**tables, "end": complete["end"]} == complete
 
 
 def test_the_fields_of_a_record() -> None:
@@ -137,12 +137,12 @@ def test_the_names_of_files(log: Path) -> None:
 
 
 def test_the_tables_and_their_keys(page: dict[str, Any], log: Path) -> None:
-    """Each table that a program wrote is on the page, with exactly the keys that its rows have."""
+    """The page describes each table that a program wrote, with exactly the keys that its rows have."""
     described = {name.strip("`"): keys for name, keys in table("`table`")}
     tables = functools.reduce(operator.or_, (page["read_process"](path)[0] for path in log.glob("*/*/*.jsonl")))
     assert set(tables) == {"process", "kinds", "groups", "sites", "stats", "clock", "end"} | set(tables) & {"roles"}
-    of_dry_runs = {"notices", "topology", "stands_for"}
-    assert set(tables) | {"roles", "message_roles", "job", "passes", "salvage"} | of_dry_runs == set(described)
+    dry_run_tables = {"notices", "topology", "stands_for"}
+    assert set(tables) | {"roles", "message_roles", "job", "passes", "salvage"} | dry_run_tables == set(described)
     for name, rows in tables.items():
         keys = set(re.findall(r"`([a-z_0-9]+)`", re.sub(r"\([^)]*\)", "", described[name])))
         assert keys == set(rows[0]), name

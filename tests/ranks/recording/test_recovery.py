@@ -1,4 +1,4 @@
-"""Recovery of records of killed processes: exactly once, and only of dead processes of this log."""
+"""Records of killed processes are recovered exactly once, and only those of dead processes of this log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from commtrace.recording.ring import identity_of
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[Path]:
-    """A log directory, with what its processes leave in memory removed afterwards."""
+    """Yield a log directory, and remove what its processes leave in shared memory afterwards."""
     yield tmp_path / "log"
     processes.clean_shm(tmp_path / "log")
 
@@ -37,7 +37,7 @@ def die(*_: object, **__: object) -> None:
 
 
 def leave(log: Path, calls: int = 100, rank: int = 0, **settings: object) -> None:
-    """A process that is killed with these calls in its ring."""
+    """Kill a process that has these calls in its ring."""
 
     def record() -> None:
         recorder = processes.recorder(log, rank, drain_ms=60_000, **settings)
@@ -76,7 +76,7 @@ def test_dropped_calls_are_counted_to_the_moment_of_the_kill(log: Path) -> None:
 
 def test_a_process_killed_while_it_began_leaves_nothing(log: Path) -> None:
     def record() -> None:
-        tables.TableWriter.add = die  # type: ignore[method-assign]  # only this child lives to see it
+        tables.TableWriter.add = die  # type: ignore[method-assign]  # only this child is affected
         processes.recorder(log)
 
     assert processes.in_child(record) == -signal.SIGKILL
@@ -145,11 +145,11 @@ def test_the_ring_of_a_living_process_is_left_alone(log: Path) -> None:
 
 
 def test_a_process_may_recover_while_it_records(log: Path) -> None:
-    """A lock does not keep its own process out, and closing any descriptor of the file would give it up."""
+    """A lock does not exclude its own process, and closing any descriptor of the file would release it."""
     recorder = processes.recorder(log, drain_ms=60_000)
     processes.call(recorder, 0)
     assert recovery.recover_records(log) == []
-    assert processes.in_child(lambda: os._exit(len(recovery.recover_records(log)))) == 0, "the lock was given up"
+    assert processes.in_child(lambda: os._exit(len(recovery.recover_records(log)))) == 0, "the lock was released"
     assert len(processes.rings(log)) == 1
     recorder.close("stop")
     left = processes.read_one(log)
@@ -162,8 +162,8 @@ def test_only_the_directory_that_was_asked_for(log: Path, tmp_path: Path) -> Non
     (tmp_path / "log2").mkdir()
     assert recovery.recover_records(tmp_path / "log2") == []
     assert recovery.recover_records(tmp_path) == []
-    whose = _identity(log)
-    assert len(recovery.recover_records(log / whose["run"] / whose["host"])) == 1
+    ring_identity = _identity(log)
+    assert len(recovery.recover_records(log / ring_identity["run"] / ring_identity["host"])) == 1
     assert_all(log)
 
 
@@ -213,11 +213,11 @@ def test_rings_of_other_logs_are_not_locked(log: Path, tmp_path: Path, monkeypat
 def test_names_that_lead_elsewhere_are_refused(name: str, value: str, log: Path, tmp_path: Path) -> None:
     shm = tmp_path / "shm"
     shm.mkdir()
-    whose = {"directory": str(log), "run": "run", "host": "host", "stem": "rank0-1", "pid": 1, name: value}
-    made = ring.make_ring(16, str(shm), "x-1-00000000", whose)
-    assert made.path is not None
+    ring_identity = {"directory": str(log), "run": "run", "host": "host", "stem": "rank0-1", "pid": 1, name: value}
+    new_ring = ring.make_ring(16, str(shm), "x-1-00000000", ring_identity)
+    assert new_ring.path is not None
     ring._own_rings.clear()
-    os.close(made._fd)
+    os.close(new_ring._fd)
     assert recovery.recover_records(log, shm=str(shm)) == []
     assert not log.exists()
 
@@ -236,7 +236,7 @@ def test_what_is_no_ring_is_left_alone(log: Path, tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_another_processs_by_now(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that was killed before it came to make its files; meanwhile another one of that name has."""
+    """A process was killed before it made its files, and another process of that name has made them since."""
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setattr(os, "getpid", lambda: 1)
@@ -245,12 +245,12 @@ def test_a_name_that_is_another_processs_by_now(log: Path, monkeypatch: pytest.M
     other = processes.recorder(log)
     for number in range(5):
         processes.call(other, number)
-    other.close("exit")  # which also recovers those of the dead one
+    other.close("exit")  # this also recovers the records of the dead process
 
-    found = processes.read_all(log)
-    assert sorted(len(left.records) for left in found) == [5, 30]
-    assert sorted("salvage" in left.tables for left in found) == [False, True]
-    assert all(left.tables["process"][0]["run"] == "slurm-77.0" for left in found)
+    logs = processes.read_all(log)
+    assert sorted(len(left.records) for left in logs) == [5, 30]
+    assert sorted("salvage" in left.tables for left in logs) == [False, True]
+    assert all(left.tables["process"][0]["run"] == "slurm-77.0" for left in logs)
 
 
 def test_the_tables_in_memory_were_cut(log: Path) -> None:
@@ -267,7 +267,7 @@ def test_opening_a_log_recovers_records_first(log: Path) -> None:
     leave(log)
     run = commtrace.open(log)
     assert len(run.events()) == 100
-    (note,) = run.notes  # that the process has no other segment is not worth one
+    (note,) = run.notes  # none says that the process has no other segment
     assert "100 records" in str(note)
 
 
@@ -303,7 +303,7 @@ def test_a_log_of_a_living_process_is_not_packed(log: Path) -> None:
 def test_a_process_that_is_killed_while_its_log_is_opened(
     first: str, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory is copied, or recovered, and nothing is counted twice."""
+    """The process's ring is either copied or recovered, and no call is counted twice."""
     ready = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -317,7 +317,7 @@ def test_a_process_that_is_killed_while_its_log_is_opened(
 
     def kill(*arguments: object, **named: object) -> list[str]:
         if first == "recovered":
-            assert recovery.recover_records(log) == [], "it lives"
+            assert recovery.recover_records(log) == [], "the process is alive"
         os.kill(pid, signal.SIGKILL)
         processes.wait_pid(pid)
         return recovery.recover_records(log) if first == "killed" else []
@@ -360,7 +360,7 @@ COMMAND = [sys.executable, "-c", "import sys; from commtrace.cli import main; sy
 
 
 def test_what_was_written_already_is_known_by_its_call(log: Path) -> None:
-    """A record may have changed in memory since it was written: a call that was in flight then has come back."""
+    """A record may change in memory after it was written, when a call that was in flight returns."""
 
     def record() -> None:
         recorder = processes.recorder(log, drain_ms=60_000)

@@ -1,4 +1,4 @@
-"""How processes end, fail and are interrupted: what is in the log each time, and what the program sees."""
+"""Processes that end, fail or are interrupted: what the log contains, and what the program observes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from commtrace.settings import Settings
         ("exit", 3, "exit"),
         ("raise", 1, "exit"),
         ("thread", 0, "exit"),
-        ("busy daemon", -signal.SIGABRT, "exit"),  # torch's own doing, after our end
+        ("busy daemon", -signal.SIGABRT, "exit"),  # torch aborts after commtrace has ended
         ("handled SIGTERM", 5, "exit"),
         ("SIGINT", -signal.SIGINT, "exit"),
         ("SIGTERM", -signal.SIGTERM, None),
@@ -70,12 +70,12 @@ def test_only_selected_steps_are_recorded(nursery: Nursery, tmp_path: Path, caps
         statuses, outputs = nursery.run("changed_training", log, 9, "none", STEPS=steps)
         assert statuses == [0] * 2, outputs
         runs[steps] = open_run(log)
-    full, some = (run.table("volume_by_step").set_index("step") for run in runs.values())
-    assert some.index.tolist() == [-1, 1, 4, 5, 6]
-    assert some.equals(full.loc[some.index])
+    full, selected = (run.table("volume_by_step").set_index("step") for run in runs.values())
+    assert selected.index.tolist() == [-1, 1, 4, 5, 6]
+    assert selected.equals(full.loc[selected.index])
     coverage, all_calls = runs["1,4-6"].table("coverage").iloc[0], int(full["calls"].sum())
-    assert (coverage["records"], coverage["calls"], coverage["not_found"]) == (some["calls"].sum(), all_calls, 0)
-    assert coverage["not_selected"] == all_calls - some["calls"].sum()
+    assert (coverage["records"], coverage["calls"], coverage["not_found"]) == (selected["calls"].sum(), all_calls, 0)
+    assert coverage["not_selected"] == all_calls - selected["calls"].sum()
     assert coverage["steps_selected"] == "1,4-6"
     assert main(["check", str(log)]) == 0
     assert "as expected" in capsys.readouterr().out
@@ -88,7 +88,7 @@ def test_only_selected_steps_are_recorded(nursery: Nursery, tmp_path: Path, caps
 
 
 def test_a_call_that_is_forgotten_just_before_the_end(nursery: Nursery, tmp_path: Path) -> None:
-    """Its Work is let go of when the log is closed, and not before."""
+    """The call's Work is released when the log is closed, not before."""
     statuses, outputs = nursery.run("ending", tmp_path / "log", "forgotten", ranks=1, drain_ms=60_000)
     assert statuses == [0], outputs
     left = processes.read_one(tmp_path / "log")
@@ -109,15 +109,15 @@ def test_handlers_that_communicate(nursery: Nursery, tmp_path: Path) -> None:
 
 
 def test_handlers_that_raise(nursery: Nursery, tmp_path: Path) -> None:
-    """What a handler raises reaches the program, wherever it strikes."""
+    """A handler's exception reaches the program, wherever it is raised."""
     statuses, outputs = nursery.run("signals", tmp_path / "log", "raise", ranks=1)
     assert statuses == [0], outputs
     calls, handled, caught = map(int, outputs[0].splitlines()[-1].split())
-    # Python itself cannot let an exception out of a weak reference's callback; it prints that it has ignored one.
+    # Python cannot propagate an exception from a weak reference's callback; it prints that it has ignored one.
     ignored = outputs[0].count("Exception ignored in")
     left = processes.read_one(tmp_path / "log")
     assert handled > 100
-    assert caught + ignored == handled, "commtrace has kept an exception from the program"
+    assert caught + ignored == handled, "commtrace swallowed an exception"
     assert ignored <= handled // 50
     assert calls <= left.stats["calls"] <= 1 + calls + handled
     assert len(left.records) + left.stats["dropped"] == left.stats["calls"]
@@ -127,20 +127,20 @@ def test_failures_reach_the_program_unchanged(nursery: Nursery, tmp_path: Path) 
     statuses, traced = nursery.run("failing", tmp_path / "log")
     assert set(statuses) <= {0, -signal.SIGABRT}, traced
     _, untraced = nursery.run("failing", tmp_path / "untraced", traced=False)
-    # Nothing but the program's own lines: gloo sometimes aborts a process that has ended, traced or not.
-    assert [_told(output) for output in traced] == [_told(output) for output in untraced]
+    # Only the program's own lines: gloo sometimes aborts a process that has ended, traced or not.
+    assert [_program_lines(output) for output in traced] == [_program_lines(output) for output in untraced]
     assert "returned" not in traced[0]
     for left in processes.read_all(tmp_path / "log"):
-        found = left.records[np.argsort(left.records["t_begin"])]
+        records = left.records[np.argsort(left.records["t_begin"])]
         rank = left.tables["process"][0]["rank"]
-        assert found["state"][0] == State.COMPLETE
-        assert set(found["state"][1:]) == {State.FAILED}
-        assert len(found) == (3 if rank == 0 else 2)
+        assert records["state"][0] == State.COMPLETE
+        assert set(records["state"][1:]) == {State.FAILED}
+        assert len(records) == (3 if rank == 0 else 2)
         assert left.stats["hook_errors"] == 0
         assert left.ended
 
 
-def _told(output: str) -> list[str]:
+def _program_lines(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith(("shape", "timeout"))]
 
 
@@ -152,7 +152,7 @@ def test_all_threads_get_one_recorder(tmp_path: Path) -> None:
     session.settings = Settings(str(tmp_path / "log"))
     asked: list[int] = []
     start = threading.Barrier(8)
-    got: list[object] = []
+    recorders: list[object] = []
 
     def member() -> RankIdentity:
         asked.append(1)
@@ -160,7 +160,7 @@ def test_all_threads_get_one_recorder(tmp_path: Path) -> None:
 
     def begin() -> None:
         start.wait()
-        got.append(session.begin(member, blind_spots=[]))
+        recorders.append(session.begin(member, blind_spots=[]))
 
     threads = [threading.Thread(target=begin) for _ in range(8)]
     for thread in threads:
@@ -168,14 +168,14 @@ def test_all_threads_get_one_recorder(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(asked) == 1
-    assert set(got) == {session.recorder}
+    assert set(recorders) == {session.recorder}
     session.end("stop")
     assert session.begin(member, blind_spots=[]) is None
     assert len(asked) == 1
 
 
 def test_a_call_made_while_recording_begins_is_not_traced(tmp_path: Path) -> None:
-    """By a signal handler, in the thread that is just beginning: it must not wait for itself."""
+    """A signal handler makes the call in the thread that begins to record, which must not wait for itself."""
     session = Session()
     session.settings = Settings(str(tmp_path / "log"))
     nested: list[object] = []

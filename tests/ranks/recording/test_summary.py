@@ -1,4 +1,4 @@
-"""COMMTRACE_MODE=summary: every call is in the log once, whatever ends the process, and the last ones in full."""
+"""With COMMTRACE_MODE=summary every call is in the log once, however the process ends, and the last ones in full."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from commtrace.run import open_run
 def test_killed_at_a_random_moment(
     seed: int, nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every call that was finished is in the log once: in a cell, or in full."""
+    """Every finished call is in the log once: in a cell or in full."""
     chance = random.Random(seed)
     finished, log = tmp_path / "finished", tmp_path / "log"
     finished.write_bytes(bytes(16))
     ranks = nursery.start("counting", log, finished, MODE="summary", drain_ms=chance.choice([1, 20, 100]))
-    processes.wait_for(lambda: all(int.from_bytes(finished.read_bytes()[at : at + 8], "little") for at in (0, 8)))
+    processes.wait_for(lambda: all(int.from_bytes(finished.read_bytes()[i : i + 8], "little") for i in (0, 8)))
     time.sleep(chance.uniform(0, 9))
     ranks.kill(0, 1)
     ranks.wait()
     run = open_run(log)
-    numbers = [int.from_bytes(finished.read_bytes()[at : at + 8], "little") for at in (0, 8)]
+    numbers = [int.from_bytes(finished.read_bytes()[i : i + 8], "little") for i in (0, 8)]
     table = run.table("processes").set_index("rank")
     for rank, calls in enumerate(numbers):
         assert calls <= table["records"][rank] <= calls + 1
@@ -50,7 +50,7 @@ def test_killed_at_a_random_moment(
 
 @pytest.mark.parametrize("keep_seconds", [30, 1])
 def test_killed_after_many_calls(keep_seconds: int, new_recorder: processes.NewRecorder, tmp_path: Path) -> None:
-    """More than are kept in the time between two snapshots; in the shortest time that can be set, some are lost."""
+    """More calls are made than are kept between two snapshots; with the shortest keep time, some may be lost."""
     calls = 50_000
 
     def call_and_die() -> None:
@@ -72,7 +72,7 @@ def test_killed_after_many_calls(keep_seconds: int, new_recorder: processes.NewR
 def test_rows_are_written_once_when_the_disk_is_full_for_a_while(
     new_recorder: processes.NewRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some tables are written, and the next one is not."""
+    """The disk fills up after some tables of a write."""
     failures: list[Path] = []
 
     def append_rows(path: Path, *arguments: Any) -> int:

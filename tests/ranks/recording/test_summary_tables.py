@@ -1,4 +1,4 @@
-"""COMMTRACE_MODE=summary: in every scheme, counts, sizes and what `check` compares are those of a full log."""
+"""With COMMTRACE_MODE=summary, counts, sizes and what `check` compares are those of a full log, in every scheme."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODES: Final = ("events", "summary")
 
 
 def test_a_program_and_the_commands(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """DDP, beside calls of the program's own that differ between steps."""
+    """The program uses DDP, and makes calls of its own that differ between steps."""
     logs = [tmp_path / mode for mode in MODES]
     for log in logs:
         statuses, outputs = nursery.run("changed_training", log, "9", "more", MODE=log.name)
@@ -58,7 +58,7 @@ WANTED: Final[dict[int, dict[str, dict[str, Any]]]] = {
     },
     8: pipelines.EIGHT,
 }
-"""Ranks -> trainings, of which those on eight are parallel in three dimensions."""
+"""Number of ranks -> trainings; those on eight ranks are parallel in three dimensions."""
 REPRESENTATIVES: Final = ("pp2tp2", "fsdp-tp-bf16")
 
 
@@ -68,17 +68,17 @@ def _mode_of(name: str, mode: str) -> str:
 
 @functools.cache
 def runs(ranks: int, recorder: str) -> Mapping[str, Run]:
-    """Runs of WANTED in both modes."""
+    """Return the runs of WANTED in both modes."""
     wanted = {
-        _mode_of(name, mode): {**one, "variables": {"COMMTRACE_MODE": mode, "COMMTRACE_RECORDER": recorder}}
-        for name, one in WANTED[ranks].items()
+        _mode_of(name, mode): {**training, "variables": {"COMMTRACE_MODE": mode, "COMMTRACE_RECORDER": recorder}}
+        for name, training in WANTED[ranks].items()
         for mode in MODES
     }
     first = [_mode_of(name, mode) for name in REPRESENTATIVES if name in WANTED[ranks] for mode in MODES]
     return trainings.TwoStarts(wanted, first, functools.partial(trainings.trained, processes=ranks))
 
 
-SCHEMES: Final = [one for ranks in WANTED for one in trainings.parameters(WANTED[ranks], REPRESENTATIVES, ranks)]
+SCHEMES: Final = [case for ranks in WANTED for case in trainings.parameters(WANTED[ranks], REPRESENTATIVES, ranks)]
 
 
 @trainings.TIMEOUT
@@ -97,7 +97,7 @@ def test_a_scheme(ranks: int, name: str, recorder: str, tmp_path: Path, capsys: 
 
 
 def _last_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed last: libraries that a command imports may print before."""
+    """Return the last printed line; libraries that a command imports may print lines before it."""
     return capsys.readouterr().out.splitlines()[-1]
 
 
@@ -126,7 +126,7 @@ MPI_CASES: Final = [
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 def test_calls_of_mpi(mpi: str, mpi_recorder: str, tmp_path: Path) -> None:
-    """The MPI examples, and every method of mpi4py."""
+    """Summaries equal full logs for the MPI examples and for every kind of mpi4py call."""
     for mode in MODES:
         variables = {"COMMTRACE_MODE": mode, "COMMTRACE_RECORDER": mpi_recorder}
         log = tmp_path / mode

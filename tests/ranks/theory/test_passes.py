@@ -1,4 +1,4 @@
-"""Rules against the libraries with micro-batches and evaluations, whose passes the hooks count: FSDP2 and ZeRO-3."""
+"""Rules compared with FSDP2 and ZeRO-3 in micro-batches and evaluations, where the hooks count passes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = trainings.TIMEOUT
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The logs of the functions of `programs/sharded.py`, in one start."""
+    """Run functions of `programs/sharded.py` in one start, and return the directory of their logs."""
     folder = tmp_path_factory.mktemp("passes")
     orders = folder / "orders.json"
     ways = (*FSDP, FAULT, ZERO)  # ZeRO-3 last: it changes linear layers for the rest of its process
@@ -64,12 +64,12 @@ def test_a_wrong_rule_shows(logs: Path, name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_evaluations_are_expected_in_their_steps(logs: Path) -> None:
-    """Before the first step, and where the root stays gathered: the next step does not gather it again."""
+    """Evaluations may precede the first step, or leave the root gathered, so that the next step does not gather it."""
     expected = fold(open_run(logs / "evaluated"), [reconciliation.ANALYSIS])["expected"]
     assert (expected["step"] == -1).any()
     events = open_run(logs / "evaluated_by_default").events()
     gathers = events.loc[(events["rank"] == 0) & (events["op"] == "all_gather")].groupby("step").size()
-    assert gathers.to_dict() == {0: 7, 1: 7, 2: 7 + 4 + 3, 3: 6}  # the root and 3 blocks, blocks again
+    assert gathers.to_dict() == {0: 7, 1: 7, 2: 7 + 4 + 3, 3: 6}  # a step: the root and 3 blocks, then the blocks again
 
 
 def test_a_gather_that_no_pass_needs_is_a_difference(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Breaking any rule, or hiding any call, shows: the reconciliation is no longer clean."""
+"""The reconciliation is no longer clean when any rule is broken or any call is hidden."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ Steps = dict[int, list[EqualCalls]]
 
 
 def measured_steps(run: Run, records: Records, rank: int = 0) -> Steps:
-    """Calls of one rank by step."""
+    """Return the calls of one rank by step."""
     table = measured.merge([measured.partial(block_of(run, records, rank))])
     texts = {name: run.labels.distinct(name)[table[name]] for name in ("role", "op", "phase", "site")}
     table = table.assign(**texts)
     own = measured.measured_steps(table, len(run.processes))
     steps = np.arange(-1, measured.last_steps(table, len(run.processes))[rank] + 1)
-    calls = {step: [*own.calls[at]] for step, at in zip(steps.tolist(), own.of(rank, steps).tolist(), strict=True)}
-    return {step: of_step for step, of_step in calls.items() if of_step}
+    calls = {step: [*own.calls[row]] for step, row in zip(steps.tolist(), own.of(rank, steps).tolist(), strict=True)}
+    return {step: step_calls for step, step_calls in calls.items() if step_calls}
 
 
 def records_of(run: Run, rank: int = 0) -> Records:
-    """All records of one rank."""
+    """Return all records of one rank."""
     assert run.processes[rank].rank == rank
     return np.concatenate([block for segment in run.processes[rank].segments for block in segment.blocks()])
 
 
 class Family(NamedTuple):
-    """Trainings of one start."""
+    """Trainings that run in one start."""
 
     wanted: dict[str, dict[str, Any]]
     runs: Callable[[], Mapping[str, Run]]
@@ -69,13 +69,13 @@ FAMILIES = (
 
 
 def family(name: str) -> Family:
-    """The one that a training is in."""
-    return next(one for one in FAMILIES if name in one.wanted)
+    """Return the family of a training."""
+    return next(candidate for candidate in FAMILIES if name in candidate.wanted)
 
 
 @functools.cache
 def known(name: str) -> tuple[dict[str, Any], Steps]:
-    """The job of a variant, and what rank 0 communicated."""
+    """Return the job of a training, and what rank 0 communicated."""
     run = family(name).runs()[name]
     assert run.job is not None
     return run.job, measured_steps(run, records_of(run))
@@ -83,7 +83,7 @@ def known(name: str) -> tuple[dict[str, Any], Steps]:
 
 @functools.cache
 def known_stage(name: str, stage: int) -> tuple[dict[str, Any], Steps]:
-    """The job of a stage of a pipeline, and what its first rank communicated."""
+    """Return the job of a pipeline stage, and what its first rank communicated."""
     run = pipelines.run(name)
     rank = stage * len(run.ranks) // stages_of(name)
     (job,) = run.processes[rank].tables.jobs.values()
@@ -91,7 +91,7 @@ def known_stage(name: str, stage: int) -> tuple[dict[str, Any], Steps]:
 
 
 def stages_of(name: str) -> int:
-    """Of a pipeline."""
+    """Return the number of stages of a pipeline."""
     return int(pipelines.WANTED[pipelines.NAMES[name]][name]["model"]["pipe_parallel_size"])
 
 
@@ -99,12 +99,12 @@ STAGED = [name for name in pipelines.STAGED if pipelines.NAMES[name] < 8 and not
 
 
 def pipeline_is_clean(name: str) -> bool:
-    """Whether theory says what each stage communicated."""
+    """Return whether theory predicts what each stage communicated."""
     return all(is_clean(*known_stage(name, stage)) for stage in range(stages_of(name)))
 
 
 def pipeline_is_clean_as_described(name: str) -> bool:
-    """The same from the configuration alone."""
+    """Return whether theory predicts what each stage communicated, from the configuration alone."""
     ranks = pipelines.NAMES[name]
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -114,23 +114,23 @@ def pipeline_is_clean_as_described(name: str) -> bool:
     return all(is_clean(row, known_stage(name, stage)[1]) for stage, row in enumerate(rows))
 
 
-NAMES = [name for one in FAMILIES for name in one.wanted]
-CONFIGURED = [name for one in FAMILIES for name, wanted in one.wanted.items() if "model" in wanted]
+NAMES = [name for start in FAMILIES for name in start.wanted]
+CONFIGURED = [name for start in FAMILIES for name, wanted in start.wanted.items() if "model" in wanted]
 
 
 def is_clean_as_described(name: str) -> bool:
-    """Whether theory says what was measured, from the configuration alone."""
-    of = family(name)
+    """Return whether theory predicts what was measured, from the configuration alone."""
+    start = family(name)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            row = trainings.described(of.wanted[name], of.ranks, Path(folder))
+            row = trainings.described(start.wanted[name], start.ranks, Path(folder))
         except NotPredictedError:
             return False
     return is_clean(row, known(name)[1])
 
 
 def is_clean(job: dict[str, Any], steps: Steps) -> bool:
-    """Whether theory says exactly what was measured."""
+    """Return whether theory predicts exactly what was measured."""
     try:
         prediction = predict(job)
     except NotPredictedError:
@@ -143,12 +143,12 @@ def is_clean(job: dict[str, Any], steps: Steps) -> bool:
     return not any(cell.unmatched for cell in cells)
 
 
-def names(rule: Rule) -> str:
+def rule_id(rule: Rule) -> str:
     return f"{rule.module.rpartition('.')[2]}.{rule.name}"
 
 
 def of_gpt_neox_alone(rule: Rule) -> bool:
-    """Whether only GPT-NeoX's own program makes its calls: tests/unit/theory/rules/test_gpt_neox.py breaks it."""
+    """Return whether only GPT-NeoX's program makes its calls; tests/unit/theory/rules/test_gpt_neox.py breaks it."""
     functions = ("norm_gradients", "embedding_all_reduce", "segment_all_gathers", "recomputed_segments", "saved_state")
     modules = ("megatron.gpt_neox", "megatron.sequential_model", "gpt_neox.program_modules")
     return rule.module.endswith(modules) or rule.name in functions
@@ -156,7 +156,7 @@ def of_gpt_neox_alone(rule: Rule) -> bool:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "rule", [rule for rule in RULES if not (of_gpt_neox_alone(rule) or rule.name in OF_EVALUATIONS)], ids=names
+    "rule", [rule for rule in RULES if not (of_gpt_neox_alone(rule) or rule.name in OF_EVALUATIONS)], ids=rule_id
 )
 def test_a_wrong_rule_shows(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     break_rule(rule, monkeypatch)
@@ -168,7 +168,7 @@ def test_a_wrong_rule_shows(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None
     ]
     if "pipeline" in rule.module:
         checks.reverse()  # where it shows first
-    assert not all(clean(name) for some, clean in checks for name in some)
+    assert not all(clean(name) for names, clean in checks for name in names)
 
 
 @pytest.mark.exhaustive
@@ -186,9 +186,9 @@ def test_every_rule_names_a_function_and_a_version() -> None:
         assert rule.mirrors.startswith(("torch", "deepspeed", "megatron", "examples.gpt_neox"))
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.library == "deepspeed"], ids=names)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.library == "deepspeed"], ids=rule_id)
 def test_the_functions_that_deepspeed_s_rules_mirror_exist(rule: Rule) -> None:
-    """In the installed version: a function that is gone has taken its rule's ground with it."""
+    """The functions exist in the installed version: a rule without its function has no basis."""
     where = ""
     for part in rule.mirrors.replace(";", ",").split(","):
         name = part.strip().partition(" (")[0]
@@ -197,17 +197,17 @@ def test_the_functions_that_deepspeed_s_rules_mirror_exist(rule: Rule) -> None:
 
 
 def exists(dotted: str) -> bool:
-    """Whether a module has it. What is nested in a method is not looked for."""
+    """Return whether a dotted name exists. Names nested in a method are not looked up."""
     parts = dotted.split(".")
     for end in range(len(parts) - 1, 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:end]))
+            value: Any = importlib.import_module(".".join(parts[:end]))
         except ImportError:
             continue
         for part in parts[end:]:
-            if not hasattr(found, part) and not hasattr(found, f"_{getattr(found, '__name__', '')}{part}"):
-                return callable(found) and not isinstance(found, type)
-            found = getattr(found, part, None) or getattr(found, f"_{found.__name__}{part}")
+            if not hasattr(value, part) and not hasattr(value, f"_{getattr(value, '__name__', '')}{part}"):
+                return callable(value) and not isinstance(value, type)
+            value = getattr(value, part, None) or getattr(value, f"_{value.__name__}{part}")
         return True
     return False
 
@@ -219,7 +219,7 @@ def exists(dotted: str) -> bool:
     ),
 )
 def test_a_call_that_is_hidden_shows(name: str) -> None:
-    """Every one of them, barriers and empty broadcasts included."""
+    """This holds for every call, including barriers and empty broadcasts."""
     job, _ = known(name)
     run = trainings.variants()[name]
     records = records_of(run)
@@ -233,7 +233,7 @@ def test_a_call_that_is_hidden_shows(name: str) -> None:
 
 
 def differs(prediction: Any, steps: Steps) -> bool:
-    """Whether something is left over."""
+    """Return whether calls are left unmatched."""
     return any(
         cell.unmatched
         for step in {-1, 0, 1, 2, *steps}

@@ -1,4 +1,4 @@
-"""Theory against real trainings of models whose sequence, or whose experts, are shared among ranks."""
+"""Theory compared with real trainings of models whose sequences or experts are shared among ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from commtrace.theory import ExpectedCall
 
 pytestmark = trainings.TIMEOUT
 
-OF: dict[str, Runs] = {
+RUNS_BY_NAME: dict[str, Runs] = {
     **dict.fromkeys(sequence_trainings.FIXED, sequence_trainings.runs),
     **dict.fromkeys(sequence_trainings.MORE, sequence_trainings.more),
     **dict.fromkeys(sequence_trainings.EIGHT, sequence_trainings.eight),
@@ -31,32 +31,32 @@ OF: dict[str, Runs] = {
 
 
 def listed(names: Iterable[str]) -> list[Any]:
-    """Names as parameters; those that do not represent others are exhaustive."""
+    """Return names as parameters; those that represent no scheme are marked exhaustive."""
     return trainings.parameters(names, sequence_trainings.OF_EACH_SCHEME)
 
 
 BOUNDED = sequence_trainings.BOUNDED
 
 
-@pytest.mark.parametrize("name", listed(name for name in OF if name not in BOUNDED))
+@pytest.mark.parametrize("name", listed(name for name in RUNS_BY_NAME if name not in BOUNDED))
 def test_shared_sequences_and_experts_are_exact(name: str) -> None:
-    assert_exact(tables(OF[name], name), OF[name]()[name])
+    assert_exact(tables(RUNS_BY_NAME[name], name), RUNS_BY_NAME[name]()[name])
 
 
-@pytest.mark.parametrize("name", listed(OF))
+@pytest.mark.parametrize("name", listed(RUNS_BY_NAME))
 def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(name: str, tmp_path: Path) -> None:
-    assert_described(sequence_trainings.wanted(name), OF[name]()[name], tmp_path)
+    assert_described(sequence_trainings.wanted(name), RUNS_BY_NAME[name]()[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", listed(BOUNDED))
 def test_sizes_that_depend_on_the_data_are_within_their_bounds(name: str) -> None:
-    """Every call is as expected but for its size, and what it lacks to the bound is a bar of its own."""
-    found, run = tables(OF[name], name), OF[name]()[name]
-    assert set(found["reconciliation"]["cause"]) == {"expected"}
+    """Every call is as expected except for its size; the bytes below the bound have their own bar."""
+    folded, run = tables(RUNS_BY_NAME[name], name), RUNS_BY_NAME[name]()[name]
+    assert set(folded["reconciliation"]["cause"]) == {"expected"}
     events = run.events()
-    told = found["theory"].set_index("rank")
-    assert told["matched_bytes"].to_dict() == events.groupby("rank")["payload_bytes"].sum().to_dict()
-    expected = found["expected"].set_index(["rank", "step", "role", "op"])
+    theory = folded["theory"].set_index("rank")
+    assert theory["matched_bytes"].to_dict() == events.groupby("rank")["payload_bytes"].sum().to_dict()
+    expected = folded["expected"].set_index(["rank", "step", "role", "op"])
     measured = events.groupby(["rank", "step", "role", "op"], observed=True)["payload_bytes"].agg(["size", "sum"])
     assert measured["size"].to_dict() == expected["calls"].to_dict()
     bounded = expected.dropna(subset="payload_bytes_min")
@@ -66,7 +66,7 @@ def test_sizes_that_depend_on_the_data_are_within_their_bounds(name: str) -> Non
     assert (sums <= bounded["payload_bytes"]).all()
     others = expected[expected["payload_bytes_min"].isna()]
     assert (others["payload_bytes"] == measured["sum"].loc[others.index]).all()
-    bars = found["waterfall"]
+    bars = folded["waterfall"]
     assert "unexplained" not in set(bars["kind"])
     assert bars["bytes"][:-1].sum() == bars["bytes"].iloc[-1]
     below = bars.loc[bars["label"] == BELOW, "bytes"]
@@ -81,12 +81,12 @@ def test_a_size_beyond_its_bounds_shows() -> None:
         sizes = size, count, bytes_ or size, Fraction(bytes_ or size, 2)
         return EqualCalls("expert", "all_to_all", *sizes, "forward", "a line")
 
-    def left(*found: EqualCalls) -> list[int]:
-        (cell,) = compare([bounded], found, lambda _: 2)
-        return sorted(one.payload * one.calls for one in cell.unmatched)
+    def unmatched(*measured: EqualCalls) -> list[int]:
+        (cell,) = compare([bounded], measured, lambda _: 2)
+        return sorted(equal_calls.payload * equal_calls.calls for equal_calls in cell.unmatched)
 
-    assert left(calls(40), calls(100)) == []
-    assert left(calls(39), calls(70)) == [-100, 39]
-    assert left(calls(101), calls(70)) == [-100, 101]
-    assert left(calls(-1, 150)) == []  # sums alone
-    assert left(calls(-1, 79)) != []
+    assert unmatched(calls(40), calls(100)) == []
+    assert unmatched(calls(39), calls(70)) == [-100, 39]
+    assert unmatched(calls(101), calls(70)) == [-100, 101]
+    assert unmatched(calls(-1, 150)) == []  # only sums
+    assert unmatched(calls(-1, 79)) != []

@@ -1,4 +1,4 @@
-"""Theory against trainings whose parameters are sharded: FSDP2, HSDP, and what ZeRO-3 has beyond itself."""
+"""Theory compared with trainings with sharded parameters: FSDP2, HSDP and extensions of ZeRO-3."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ EVERY: Final = [
     *(pytest.param(sharding.more, name, marks=pytest.mark.exhaustive) for name in sharding.MORE_NAMES),
     *(pytest.param(sharding.wide, name, marks=pytest.mark.exhaustive) for name in sharding.WIDE),
 ]
-CONFIGURED: Final = [one for one in EVERY if "script" not in str(one.values[1])]
+CONFIGURED: Final = [case for case in EVERY if "script" not in str(case.values[1])]
 
 Runs = Callable[[], Mapping[str, Run]]
 
 
 @functools.cache
 def tables(runs: Runs, name: str) -> NamedTables:
-    """The tables of theory of one training."""
+    """Return the theory tables of one training."""
     return fold(runs()[name], [reconciliation.ANALYSIS])
 
 
@@ -47,15 +47,16 @@ def test_sharded_trainings_are_exact(runs: Runs, name: str) -> None:
 @pytest.mark.parametrize(("runs", "name"), CONFIGURED)
 def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(runs: Runs, name: str, tmp_path: Path) -> None:
     run = runs()[name]
-    told, captured = trainings.described(sharding.wanted([name])[name], len(run.ranks), tmp_path), dict(run.job or {})
-    assert predict(told) == predict(captured)
-    zero, known = told.pop("zero", {}), captured.pop("zero", {})
-    assert zero == {key: value for key, value in known.items() if key in zero}
-    assert told == {key: value for key, value in captured.items() if key in told}
+    planned = trainings.described(sharding.wanted([name])[name], len(run.ranks), tmp_path)
+    captured = dict(run.job or {})
+    assert predict(planned) == predict(captured)
+    zero, captured_zero = planned.pop("zero", {}), captured.pop("zero", {})
+    assert zero == {key: value for key, value in captured_zero.items() if key in zero}
+    assert planned == {key: value for key, value in captured.items() if key in planned}
 
 
 def test_groups_have_the_roles_of_their_meshes() -> None:
-    """Told by the dimension's name, or by FSDP where the mesh is the whole world."""
+    """The role comes from the dimension's name, or from FSDP if the mesh is the world."""
     sizes = {
         name: {(role, op) for role, op in zip(events["role"], events["op"], strict=True)}
         for name in ("fsdp-kept", "hsdp-bf16", "fsdp-tp-bf16", "tp-sequence-again")
@@ -69,7 +70,7 @@ def test_groups_have_the_roles_of_their_meshes() -> None:
 
 
 def test_hpz_gathers_from_the_neighbours_what_zero_3_gathers_from_all() -> None:
-    """The same payload; that of two ranks leaves half of it, that of four three quarters."""
+    """The payload is the same; wire bytes are half of it among two ranks, and three quarters among four."""
     events = sharding.sharded()["zero3-hpz-again"].events()
     last = events.loc[(events["rank"] == 0) & (events["step"] == 2) & (events["op"] == "all_gather")]
     assert set(last["group_size"]) == {2, 4}

@@ -1,4 +1,4 @@
-"""A model cut over ranks computes what the whole one does, whatever is recomputed."""
+"""A tensor-parallel model computes what the undivided model does, whatever is recomputed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES = [
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_model_that_ranks_share_is_the_whole_one(ranks: int, tmp_path: Path) -> None:
-    """Loss, logits and gradients; clipping; parameters that all ranks hold are not counted twice."""
+    """Loss, logits, gradients and clipping are equal; parameters that all ranks hold are not counted twice."""
     cases = tmp_path / "cases.json"
     cases.write_text(json.dumps(CASES))
     started = trainings.parent().start("tensor_parallel", tmp_path / "log", cases, ranks=ranks, traced=False)

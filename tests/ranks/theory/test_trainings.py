@@ -1,4 +1,4 @@
-"""Theory against real trainings: three models drawn at random, and settings that change what is communicated."""
+"""Theory compared with real trainings: three models drawn at random, and settings that change the communication."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_expected_and_measured_are_the_same_table(name: str) -> None:
     """The table `expected` says what the log has, operation by operation, and its bounds hold."""
     expected = tables(trainings.variants, name)["expected"].set_index(["rank", "step", "role", "op"])
     events = trainings.variants()[name].events()
-    found = events.groupby(["rank", "step", "role", "op"], observed=True)["payload_bytes"].agg(["size", "sum"])
-    assert found["size"].to_dict() == expected["calls"].to_dict()
-    assert found["sum"].to_dict() == expected["payload_bytes"].to_dict()
+    measured = events.groupby(["rank", "step", "role", "op"], observed=True)["payload_bytes"].agg(["size", "sum"])
+    assert measured["size"].to_dict() == expected["calls"].to_dict()
+    assert measured["sum"].to_dict() == expected["payload_bytes"].to_dict()
     bounds = expected.dropna(subset="calls_max")
     assert (bounds["calls"] <= bounds["calls_max"]).all()
 
@@ -69,7 +69,7 @@ def test_tensor_parallel_models_are_exact(name: str) -> None:
 DESCRIBED = [
     *SHAPES,
     *trainings.parameters(
-        [name for name, one in trainings.VARIANTS.items() if "model" in one],
+        [name for name, wanted in trainings.VARIANTS.items() if "model" in wanted],
         trainings.VARIANT_OF_EACH_SCHEME,
         trainings.variants,
     ),
@@ -79,19 +79,19 @@ DESCRIBED = [
 
 @pytest.mark.parametrize(("runs", "name"), DESCRIBED)
 def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(runs: Runs, name: str, tmp_path: Path) -> None:
-    """Whatever theory asks for, the list of parameters included; and so it predicts the same."""
+    """The jobs agree in all that theory uses, including the list of parameters, so predictions are the same."""
     wanted = {**trainings.wanted_shapes(), **trainings.VARIANTS, **trainings.SHARED, **trainings.drawn()}
     assert_described(wanted[name], runs()[name], tmp_path)
 
 
 def bars(name: str) -> dict[str, int]:
-    """The waterfall of a variant by label."""
-    found = tables(trainings.variants, name)["waterfall"]
-    return dict(zip(found["label"], found["bytes"], strict=True))
+    """Return the waterfall of a variant by label."""
+    waterfall = tables(trainings.variants, name)["waterfall"]
+    return dict(zip(waterfall["label"], waterfall["bytes"], strict=True))
 
 
 def test_zero_2_with_owners_measures_what_equation_2_says() -> None:
-    """The setting that takes the all_reduces away: what stays is micro-batches and padding."""
+    """With owners there are no all_reduces; only micro-batches and padding differ from equation 2."""
     assert "all_reduce in place of reduce_scatter" in bars("zero2")
     assert "all_reduce in place of reduce_scatter" not in bars("zero2-owners")
 
@@ -106,7 +106,7 @@ def test_theory_imports_neither_torch_nor_deepspeed() -> None:
 
 
 def test_the_paper_s_formulas() -> None:
-    """Equation 1 for the paper's four models; equations 2 and 3 for eight ranks."""
+    """Equation 1 holds for the paper's four models, equations 2 and 3 for eight ranks."""
     models = ((512, 6, 71_459_840), (768, 12, 163_849_728), (2048, 24, 1_418_596_352), (5120, 40, 13_110_159_360))
     for hidden, layers, parameters in models:
         assert closed_forms.parameter_count(50_304, hidden, layers, 2048) == parameters
@@ -116,15 +116,15 @@ def test_the_paper_s_formulas() -> None:
 
 
 def test_the_paper_s_formulas_of_pipelines_and_tensor_parallelism() -> None:
-    """Equations 4 and 5 and their sum, by hand: b = 4, s = 2048, h = 512, L = 6."""
+    """Equations 4 and 5 and their sum equal values by hand for b = 4, s = 2048, h = 512, L = 6."""
     activation = 4 * 2048 * 512
     assert closed_forms.pipeline(4, 2048, 512, 4) == 6 * activation
     assert closed_forms.pipeline(4, 2048, 512, 1) == 0
     assert closed_forms.tensor_parallel(4, 2048, 512, 6, 2) == 37 * activation
     assert closed_forms.tensor_parallel(4, 2048, 512, 6, 1) == 0
-    # Two stages have three layers each: 38 all_reduces' halves in place of 74.
-    whole = closed_forms.three_dimensional(1000, 4, 2048, 512, 6, (2, 2, 2))
-    assert whole == 1000 + 2 * activation + 19 * activation
+    # Two stages have three layers each: 19 all_reduces instead of 37.
+    total = closed_forms.three_dimensional(1000, 4, 2048, 512, 6, (2, 2, 2))
+    assert total == 1000 + 2 * activation + 19 * activation
     assert closed_forms.three_dimensional(1000, 4, 2048, 512, 6, (8, 1, 1)) == closed_forms.data_parallel(1000, 8)
 
 
@@ -156,7 +156,7 @@ def test_no_order_makes_more_buckets_than_the_bound(limit: int) -> None:
         assert len(buckets_reaching_limit(order, [3, limit])) <= max_buckets_reaching_limit(sum(sizes), [3, limit])
 
 
-# What this project's workload refuses to build, another program may.
+# Other programs may build what this project's workload refuses.
 SHARED_TWICE: dict[str, object] = {
     "source": "deepspeed",
     "engine": "DeepSpeedEngine",

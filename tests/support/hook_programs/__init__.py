@@ -1,1 +1,1 @@
-"""Small programs that the tests of the hooks run, and what starts and reads them."""
+"""Small programs that the tests of the hooks run, and the functions that start them and read their logs."""

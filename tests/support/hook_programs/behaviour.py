@@ -1,4 +1,4 @@
-"""python behaviour.py FOLDER: what hooks must not change, asserted from within (one process, no network)."""
+"""python behaviour.py FOLDER: assert that hooks do not change a program (one process, no network)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import commtrace
 from commtrace.recording.session import session
 
 StorageWeakRef: Any = torch.multiprocessing.reductions.StorageWeakRef
-dist: Any = torch.distributed  # its stubs leave out half of it
+dist: Any = torch.distributed  # its stubs are incomplete
 
 warnings.simplefilter("error")
 LOG = sys.argv[1]
 OPERATORS = ("c10d::allreduce_", "c10d::send", "_c10d_functional::wait_tensor")
 METHODS = {name: vars(dist.Work)[name] for name in ("wait", "synchronize", "is_completed")}
-MADE = torch.nn.parallel.DistributedDataParallel.__init__
+ORIGINAL_INIT = torch.nn.parallel.DistributedDataParallel.__init__
 
 
 def hooked() -> set[bool]:
@@ -52,11 +52,11 @@ def check_install_and_uninstall() -> None:
         assert hooked() == {True}
     for _ in range(2):
         hook.uninstall()
-        assert hooked() == {True}  # a thread may be on its way into a kernel: they stay, and only hand on
+        assert hooked() == {True}  # kernels stay, because a thread may be entering one, and only forward calls
     hook.remove_kernels()
     assert hooked() == {False}
     assert {name: vars(dist.Work)[name] for name in METHODS} == METHODS
-    assert torch.nn.parallel.DistributedDataParallel.__init__ is MADE
+    assert torch.nn.parallel.DistributedDataParallel.__init__ is ORIGINAL_INIT
 
 
 def check_half_an_install_is_taken_back() -> None:
@@ -95,7 +95,7 @@ def check_nothing_is_kept_after_a_wait() -> None:
     storage = StorageWeakRef(tensor.untyped_storage())
     dist.all_reduce(tensor, async_op=True).wait()
     del tensor
-    soon(lambda: died() is None and storage.expired())  # gloo's thread lets go a moment later
+    soon(lambda: died() is None and storage.expired())  # gloo's thread releases it a moment later
 
 
 def check_nothing_is_kept_after_a_work_was_dropped() -> None:
@@ -117,8 +117,8 @@ def check_groups_end() -> None:
 
 
 def errors() -> list[tuple[type, str]]:
-    """Of calls that torch refuses."""
-    found: list[tuple[type, str]] = []
+    """Return the exceptions of calls that torch refuses."""
+    raised: list[tuple[type, str]] = []
     calls: list[Callable[[], Any]] = [
         lambda: dist.all_reduce("text"),
         lambda: dist.broadcast(torch.ones(1), src=3),
@@ -130,8 +130,8 @@ def errors() -> list[tuple[type, str]]:
         try:
             call()
         except Exception as error:
-            found.append((type(error), str(error)))
-    return found
+            raised.append((type(error), str(error)))
+    return raised
 
 
 def check_errors_are_the_same() -> None:
@@ -173,7 +173,7 @@ def check_exec_does_not_fill_memory() -> None:
 
     call_site: Any = module
 
-    most, call_site._MAX_CODES = call_site._MAX_CODES, 64
+    max_codes, call_site._MAX_CODES = call_site._MAX_CODES, 64
     for number in range(200):
         exec(compile("dist.all_reduce(torch.ones(1))", f"<made {number}>", "exec"), globals())
     from commtrace.hooks.torch.tracer import current
@@ -182,7 +182,7 @@ def check_exec_does_not_fill_memory() -> None:
     assert tracer is not None
     assert len(tracer.sites._kinds) <= 64
     assert len(tracer.sites._sites) <= 64
-    call_site._MAX_CODES = most
+    call_site._MAX_CODES = max_codes
 
 
 initialise()

@@ -1,6 +1,6 @@
 """python gpt_neox.py FOLDER ENGINE ...: the tiny GPT-NeoX-style model under each engine ("ddp", or a stage of ZeRO).
 
-With gradients accumulated over two micro-batches, several buckets, and layers recomputed in backward.
+Gradients are accumulated over two micro-batches and reduced in several buckets, and layers are recomputed in backward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from examples.gpt_neox.train import main
 
 COMMON = ("tiny", "--train-iters", "2", "--micro-batch", "2", "--gradient-accumulation", "2")
-told: dict[str, dict[str, int]] = {}
+times: dict[str, dict[str, int]] = {}
 
 
 def options(engine: str) -> list[str]:
@@ -27,5 +27,5 @@ for engine, port in zip(sys.argv[2:], os.environ["MORE_PORTS"].split(), strict=T
     os.environ["MASTER_PORT"] = port
     begin = time.monotonic_ns()
     assert main(options(engine)) == 0
-    told[engine] = {"begin": begin, "end": time.monotonic_ns()}
-(Path(sys.argv[1]) / f"rank{os.environ['RANK']}.json").write_text(json.dumps(told))
+    times[engine] = {"begin": begin, "end": time.monotonic_ns()}
+(Path(sys.argv[1]) / f"rank{os.environ['RANK']}.json").write_text(json.dumps(times))

@@ -1,7 +1,7 @@
-"""python launch.py RANKS PROGRAM [ARGUMENT ...]: the ranks of a program, forked after the imports that cost seconds.
+"""python launch.py RANKS PROGRAM [ARGUMENT ...]: fork the ranks of a program after imports that take seconds.
 
-With COMMTRACE in the environment this process has the hooks in place as any other would, and each rank, being the one
-that communicates, records for itself.
+With COMMTRACE in the environment, this process installs the hooks as any other would. Each rank has its own recorder,
+because recording starts with the first communication call.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from commtrace.network.process_exit import wait_for_threads
 sys.path.append(str(Path(__file__).parents[1]))
 from ports import free_port
 
-MORE_PORTS = 5  # for programs with several process groups of the whole world, one after the other
+MORE_PORTS = 5  # for programs that initialize the default process group several times
 
 
 def become(rank: int, world: dict[str, Any]) -> None:
-    atexit.register(wait_for_threads)  # torch's own defect, as in `nursery`
+    atexit.register(wait_for_threads)  # works around a defect of torch, see `nursery`
     os.environ.update({name: str(value) for name, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()})
     sys.argv = sys.argv[2:]
 
 
 def wait(pids: list[int]) -> int:
-    """Status of the first one that fails, after which the others would wait for ever; 0 for none."""
+    """Return the status of the first rank that fails, and kill the others, which would never end; 0 if none fails."""
     left = set(pids)
     while left:
         pid, status = os.wait()
@@ -45,10 +45,10 @@ def wait(pids: list[int]) -> int:
 
 
 def main() -> bool:
-    """True in a rank."""
+    """Fork the ranks and wait for them. Return True in a rank."""
     if os.environ.get("LAUNCH_DEEPSPEED") == "1":
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (all that its first optimizer imports)
-    gc.freeze()  # ranks that look for garbage need not go through what they share
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (with everything that its first optimizer imports)
+    gc.freeze()  # garbage collection in ranks skips the objects that they share
     ranks, pids = int(sys.argv[1]), []
     world: dict[str, Any] = {
         "WORLD_SIZE": ranks,

@@ -1,4 +1,4 @@
-"""python mixture.py FOLDER: every operator on two ranks, and what else decides a record: groups, sites, phases."""
+"""python mixture.py FOLDER: every operator on two ranks, in different groups, call sites and phases."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def collectives() -> None:
     dist.monitored_barrier()
     dist.all_reduce(torch.sparse_coo_tensor(torch.tensor([[0, 1]]), ones(2), (4,)))
     with contextlib.suppress(RuntimeError):
-        dist.all_gather([ones(4)], ones(4))  # a list too short
+        dist.all_gather([ones(4)], ones(4))  # the list is too short
 
 
 def all_to_all_and_rooted(rank: int) -> None:
     sizes = [([1, 2], [1, 3]), ([3, 1], [2, 1])][rank]
     dist.all_to_all_single(ones(8), ones(8))
     dist.all_to_all_single(ones(sum(sizes[0]), 2), ones(sum(sizes[1]), 2), sizes[0], sizes[1])
-    whole = [ones(4), ones(4)] if rank == 0 else None
-    dist.gather(ones(4), whole, dst=0)
-    dist.scatter(ones(4), whole, src=0)
+    shares = [ones(4), ones(4)] if rank == 0 else None
+    dist.gather(ones(4), shares, dst=0)
+    dist.scatter(ones(4), shares, src=0)
 
 
 def messages(rank: int) -> None:
@@ -75,7 +75,7 @@ def objects(rank: int) -> None:
 
 
 def groups(rank: int) -> None:
-    for _ in range(2):  # the second one may get the first one's address
+    for _ in range(2):  # the second group may get the first one's address
         group = dist.new_group([0, 1])
         dist.all_reduce(ones(3), group=group)
         dist.destroy_process_group(group)

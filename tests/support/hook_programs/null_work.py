@@ -1,4 +1,4 @@
-"""python null_work.py FOLDER BUILD: calls on a backend that gives no Work where NCCL gives none (one process)."""
+"""python null_work.py FOLDER BUILD: calls on a backend that returns no Work where NCCL returns none (one process)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.utils.cpp_extension import load
 
-dist: Any = torch.distributed  # its stubs leave out half of it
+dist: Any = torch.distributed  # its stubs are incomplete
 
 SOURCE = Path(__file__).with_name("null_work_backend.cpp")
 
@@ -23,13 +23,13 @@ backend: Any = load("null_work_backend", [str(SOURCE)], build_directory=sys.argv
 dist.Backend.register_backend(
     "nullwork", lambda store, rank, size, timeout: backend.create(rank, size), devices=["cpu"]
 )
-told: dict[str, dict[str, Any]] = {}
+cases: dict[str, dict[str, Any]] = {}
 
 
 def case(function: Callable[[], Any]) -> None:
     begin = time.monotonic_ns()
-    tells = function()
-    told[function.__name__] = {"begin": begin, "end": time.monotonic_ns(), "tells": tells}
+    result = function()
+    cases[function.__name__] = {"begin": begin, "end": time.monotonic_ns(), "tells": result}
 
 
 dist.init_process_group("nullwork", store=dist.HashStore(), rank=0, world_size=2)
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 @case
 def first_batch() -> None:
-    """The first calls of all are coalesced ones."""
+    """The first calls of the program are coalesced."""
     with _coalescing_manager(device=CPU, async_ops=True) as manager:
         dist.broadcast(torch.ones(2), 0)
         dist.broadcast(torch.ones(3), 0)
@@ -63,7 +63,7 @@ def nothing_is_given() -> bool:
 @case
 def asynchronous() -> Any:
     work = dist.all_reduce(torch.ones(4), async_op=True)
-    assert work.get_future().done()  # at launch, which is no end
+    assert work.get_future().done()  # done at launch, before the call is complete
     assert not work.is_completed()
     return work.wait()
 
@@ -117,5 +117,5 @@ def complete_at_once() -> None:
     work.wait()
 
 
-(Path(sys.argv[1]) / f"rank{os.environ['RANK']}.json").write_text(json.dumps(told))
+(Path(sys.argv[1]) / f"rank{os.environ['RANK']}.json").write_text(json.dumps(cases))
 dist.destroy_process_group()

@@ -1,8 +1,8 @@
-// A backend that behaves as NCCL does, on CPU tensors, and sends nothing.
+// A backend that behaves like NCCL, on CPU tensors, and sends nothing.
 //
-// It gives no Work for a synchronous call; the futures of its asynchronous Works are complete at launch, as NCCL's
-// are, and the Works themselves are not, until they are waited for or finish() is called. It coalesces: calls between
-// startCoalescing and endCoalescing have one Work together.
+// It returns no Work for a synchronous call. The futures of its asynchronous Works are complete at launch, like NCCL's;
+// the Works themselves are complete only when they are waited for or finish() was called. It coalesces: calls between
+// startCoalescing and endCoalescing share one Work.
 
 // Not torch/extension.h, which has all of torch and takes three times as long to compile.
 #include <ATen/core/ivalue.h>
@@ -95,5 +95,5 @@ c10::intrusive_ptr<c10d::Backend> create(int rank, int size) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("create", &create);
-  module.def("finish", [] { finished = true; });  // all Works, those of later calls too
+  module.def("finish", [] { finished = true; });  // completes all Works, also those of later calls
 }

@@ -1,4 +1,4 @@
-"""python on_device.py FOLDER BUILD: calls on a simulated device, whose times the program knows (one process)."""
+"""python on_device.py FOLDER BUILD: calls on a simulated device with known times (one process)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.utils.cpp_extension import load
 
-dist: Any = torch.distributed  # its stubs leave out half of it
+dist: Any = torch.distributed  # its stubs are incomplete
 
 SOURCE = Path(__file__).with_name("simulated_device.cpp")
 DEVICE = torch.device("privateuseone", 0)
@@ -25,20 +25,20 @@ device: Any = load("simulated_device", [str(SOURCE)], build_directory=sys.argv[2
 dist.Backend.register_backend(
     "simulated", lambda store, rank, size, timeout: device.create(rank, size), devices=["privateuseone"]
 )
-told: dict[str, dict[str, Any]] = {}
+cases: dict[str, dict[str, Any]] = {}
 
 
 def case(function: Callable[[], Any]) -> None:
-    """Run it on a device that begins when the host has submitted all, and wait until the device is done."""
+    """Run a case on a device that begins when the host has submitted everything, and wait until it is done."""
     before, first = device.counts(), device.launched()
     begin = time.monotonic_ns()
     device.hold()
-    tells = function()
+    result = function()
     end = time.monotonic_ns()
     device.release()
     device.join()
     counts = {name: number - before[name] for name, number in device.counts().items()}
-    told[function.__name__] = {"begin": begin, "end": end, "tells": tells, "first": first, "counts": counts}
+    cases[function.__name__] = {"begin": begin, "end": end, "tells": result, "first": first, "counts": counts}
 
 
 def reduce(ms: int, asynchronous: bool = False) -> Any:
@@ -52,12 +52,12 @@ def compute(ms: int) -> None:
 
 dist.init_process_group("simulated", store=dist.HashStore(), rank=0, world_size=2)
 
-# On a device that is idle: these meet its streams empty, and show what its clock says.
-told["idle"] = {"begin": time.monotonic_ns(), "first": 0}
+# On an idle device: these calls find empty streams, which determines the offset of its clock.
+cases["idle"] = {"begin": time.monotonic_ns(), "first": 0}
 for _ in range(20):
     reduce(1)
     device.join()
-told["idle"]["end"] = time.monotonic_ns()
+cases["idle"]["end"] = time.monotonic_ns()
 
 
 @case
@@ -79,7 +79,7 @@ def on_two_streams() -> None:
 
 @case
 def waited_for() -> None:
-    """The stream has less to do than the collective takes."""
+    """The stream has less work than the collective takes."""
     work = reduce(8, asynchronous=True)
     compute(2)
     work.wait()
@@ -88,7 +88,7 @@ def waited_for() -> None:
 
 @case
 def hidden() -> None:
-    """The stream has more to do than the collective takes."""
+    """The stream has more work than the collective takes."""
     work = reduce(2, asynchronous=True)
     compute(9)
     work.wait()
@@ -96,7 +96,7 @@ def hidden() -> None:
 
 @case
 def one_after_the_other() -> None:
-    """The backend begins with the second when it is done with the first."""
+    """The backend begins the second call when the first one is done."""
     works = [reduce(8, asynchronous=True), reduce(3, asynchronous=True)]
     compute(2)
     for work in works:
@@ -105,7 +105,7 @@ def one_after_the_other() -> None:
 
 @case
 def given_up() -> Any:
-    """What the program lets go of is let go of, long before the device has come to it."""
+    """A tensor that the program releases is freed long before the device reaches its call."""
     before = device.counts()["allocated"]
     tensor = device.make(4)
     device.next_kernel(6 * MS)
@@ -190,7 +190,7 @@ def too_many() -> None:
         reduce(0)
 
 
-# Only the drain brings events back: until a call has two of them again.
+# Only the drain thread returns events, so repeat until a call gets two of them again.
 timed = "COMMTRACE_DEVICE_TIMES" in os.environ
 deadline, taken = time.monotonic() + 60 * timed, 0
 while taken < 2 and time.monotonic() < deadline:
@@ -205,13 +205,13 @@ def afterwards() -> None:
     reduce(3)
 
 
-# The group goes while the device still has its calls to run.
+# The group is destroyed while the device still has to run its calls.
 begin = time.monotonic_ns()
 first = device.launched()
 device.hold()
 reduce(5)
 dist.destroy_process_group()
-told["group_is_gone"] = {"begin": begin, "end": time.monotonic_ns(), "first": first}
+cases["group_is_gone"] = {"begin": begin, "end": time.monotonic_ns(), "first": first}
 device.release()
 device.join()
 
@@ -223,8 +223,8 @@ if "breaks" in sys.argv:
     reduce(1)
     reduce(1)
     pending.wait()
-    told["broken"] = {"begin": begin, "end": time.monotonic_ns(), "counts": device.counts()}
+    cases["broken"] = {"begin": begin, "end": time.monotonic_ns(), "counts": device.counts()}
     dist.destroy_process_group()
 
 totals = {"counts": device.counts(), "truth": device.truth()}
-(Path(sys.argv[1]) / "told.json").write_text(json.dumps({"cases": told, **totals}))
+(Path(sys.argv[1]) / "told.json").write_text(json.dumps({"cases": cases, **totals}))

@@ -1,6 +1,6 @@
-"""python on_gpu.py CASE FOLDER: NCCL with one rank on the first GPU; tells what the profiler saw in FOLDER/told.json.
+"""python on_gpu.py CASE FOLDER: NCCL with one rank on the first GPU; writes the profiler's times to FOLDER/told.json.
 
-One rank moves no byte over a wire, but NCCL copies or reduces on the device, in streams as for many.
+One rank sends no bytes, but NCCL copies or reduces on the device, in the same streams as for many ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed
 
 import commtrace
 
-dist: Any = torch.distributed  # its stubs leave out half of it
+dist: Any = torch.distributed  # its stubs are incomplete
 GPU = torch.device("cuda", 0)
 MIB = 1 << 20
 
@@ -38,29 +38,29 @@ def gather(nbytes: int, asynchronous: bool = False) -> Any:
 
 
 def keep_busy(ms: int) -> None:
-    """The device has something to do, so that it runs behind the host."""
+    """Give the device work for `ms`, so that it runs behind the host."""
     torch.cuda._sleep(ms * 2_000_000)
 
 
 def communication(work: Callable[[], None]) -> list[int]:
-    """ns of each kernel or copy of NCCL that the device ran, in their order, by the profiler."""
+    """Return the ns of each NCCL kernel or copy on the device, in order, as profiled."""
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profiler:
         work()
         torch.cuda.synchronize()
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
-    found = sorted(
+    intervals = sorted(
         (event.start_ns(), event.duration_ns())
         for event in events
-        # NCCL's kernels, and its copies; not the annotations of torch, which begin with "nccl:".
+        # NCCL's kernels and copies; not torch's annotations, which begin with "nccl:".
         if event.device_type() == torch._C._autograd.DeviceType.CUDA and re.match("ncclDev|Memcpy", event.name())
     )
-    return [duration for _, duration in found]
+    return [duration for _, duration in intervals]
 
 
 def durations() -> dict[str, Any]:
-    """20 gathers in the caller's stream, of 1 GiB each: nothing else in it copies."""
+    """Time 20 gathers of 1 GiB each in the caller's stream, in which nothing else copies."""
     shard = torch.ones(256 * MIB, device=GPU)
     out = torch.empty_like(shard)
     begin = time.monotonic_ns()
@@ -74,7 +74,7 @@ def durations() -> dict[str, Any]:
 
 
 def waited() -> dict[str, Any]:
-    """20 gathers on the backend's stream, each waited for at once by a stream that has nothing else to do."""
+    """Time 20 gathers on the backend's stream, each waited for at once by a stream without other work."""
     shard = torch.ones(256 * MIB, device=GPU)
     out = torch.empty_like(shard)
     begin = time.monotonic_ns()
@@ -88,12 +88,12 @@ def waited() -> dict[str, Any]:
 
 
 def graph() -> dict[str, Any]:
-    """A graph is captured while calls made before it are still to be looked at, and replayed."""
+    """Capture a graph while the events of earlier calls are still to be queried, and replay it."""
     shard, out = torch.ones(MIB, device=GPU), torch.empty(MIB, device=GPU)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         dist.all_gather_into_tensor(out, shard)
-    keep_busy(300)  # longer than the drain sleeps: it asks for these while the capture goes on
+    keep_busy(300)  # longer than the drain thread sleeps, so that it queries these during the capture
     for _ in range(50):
         gather(MIB)
     captured = torch.cuda.CUDAGraph()
@@ -103,7 +103,7 @@ def graph() -> dict[str, Any]:
         dist.all_gather_into_tensor(out, doubled)
         work = dist.all_gather_into_tensor(out, doubled, async_op=True)
         work.wait()
-        time.sleep(0.3)  # several turns of the drain
+        time.sleep(0.3)  # several rounds of the drain thread
     end = time.monotonic_ns()
     results = []
     for value in (1.0, 3.0):
@@ -115,8 +115,8 @@ def graph() -> dict[str, Any]:
 
 
 def overlap() -> dict[str, Any]:
-    """Seconds of steps whose gathers run beside matrix products, traced and not, in turns."""
-    left = torch.randn(4096, 4096, device=GPU)
+    """Return the seconds of steps with overlapping gathers and matrix products, alternately traced and untraced."""
+    matrix = torch.randn(4096, 4096, device=GPU)
     shard = torch.ones(64 * MIB, device=GPU)
     out = torch.empty_like(shard)
 
@@ -124,7 +124,7 @@ def overlap() -> dict[str, Any]:
         works = []
         for _ in range(8):
             works.append(dist.all_gather_into_tensor(out, shard, async_op=True))
-            torch.mm(left, left)
+            torch.mm(matrix, matrix)
         for work in works:
             work.wait()
 
@@ -150,6 +150,6 @@ def overlap() -> dict[str, Any]:
 CASES = {"durations": durations, "waited": waited, "graph": graph, "overlap": overlap}
 
 setup()
-told = CASES[sys.argv[1]]()
-(Path(sys.argv[2]) / "told.json").write_text(json.dumps(told))
+result = CASES[sys.argv[1]]()
+(Path(sys.argv[2]) / "told.json").write_text(json.dumps(result))
 dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""python operators.py FOLDER: three ranks call every operation once, each under a name.
+"""python operators.py FOLDER: three ranks call every operation once, each as a named case.
 
-Writes FOLDER/rank0.json: for each name the times between which it ran, the lines on which it stands, and what it tells.
+Writes FOLDER/rank0.json: for each case, the begin and end of its run, its first and last source line, and its result.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-dist: Any = torch.distributed  # its stubs leave out half of it
+dist: Any = torch.distributed  # its stubs are incomplete
 
 dist.init_process_group("gloo")
 RANK, RANKS = dist.get_rank(), dist.get_world_size()
-told: dict[str, dict[str, Any]] = {}
+cases: dict[str, dict[str, Any]] = {}
 
 
 def case(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Run it now, under its name. A call that this version of gloo does not support is told as `unsupported`."""
+    """Run a case now. If this version of gloo does not support its call, keep the error as `unsupported`."""
     begin = time.monotonic_ns()
-    tells, unsupported = None, ""
+    result, unsupported = None, ""
     try:
-        tells = function()
+        result = function()
     except RuntimeError as error:
         unsupported = str(error)
         if "does not support" not in unsupported:
             raise
     code = function.__code__
     lines = [line for *_, line in code.co_lines() if line is not None]
-    told[function.__name__] = {
-        "begin": begin, "end": time.monotonic_ns(), "lines": [min(lines), max(lines)], "tells": tells,
+    cases[function.__name__] = {
+        "begin": begin, "end": time.monotonic_ns(), "lines": [min(lines), max(lines)], "tells": result,
         "unsupported": unsupported,
     }  # fmt: skip
     return function
@@ -66,7 +66,7 @@ def all_reduce_polled() -> None:
 @case
 def all_reduce_dropped() -> None:
     dist.all_reduce(torch.ones(7), async_op=True)
-    dist.barrier()  # and with it the Work has no owner in Python left
+    dist.barrier()  # afterwards, no Python object owns the Work
 
 
 @case
@@ -198,9 +198,9 @@ def monitored_barrier() -> None:
 
 @case
 def all_gather_object() -> list[Any]:
-    everybody: list[Any] = [None] * RANKS
-    dist.all_gather_object(everybody, {"rank": RANK})
-    return everybody
+    gathered: list[Any] = [None] * RANKS
+    dist.all_gather_object(gathered, {"rank": RANK})
+    return gathered
 
 
 @case
@@ -248,7 +248,7 @@ def failing_and_dropped() -> None:
     work = dist.all_reduce(torch.ones(10), op=dist.ReduceOp.BAND, async_op=True)
     while not work.get_future().done():
         time.sleep(0.001)
-    time.sleep(0.2)  # a barrier fails with the works that gloo's threads have not left yet, done or not
+    time.sleep(0.2)  # a barrier also fails if gloo's threads still hold a failed work
 
 
 @case
@@ -305,8 +305,8 @@ def functional_dropped() -> None:
 
 @case
 def functional_of_a_view() -> float:
-    whole = torch.ops._c10d_functional.all_reduce(torch.ones(20), "sum", dist.group.WORLD.group_name)
-    return float(torch.ops._c10d_functional.wait_tensor(whole[5:]).sum())
+    total = torch.ops._c10d_functional.all_reduce(torch.ones(20), "sum", dist.group.WORLD.group_name)
+    return float(torch.ops._c10d_functional.wait_tensor(total[5:]).sum())
 
 
 @case
@@ -328,7 +328,7 @@ def compiled() -> list[float]:
 
 
 def destroy_process_group() -> None:
-    """With torch 2.6, destroying a group waits, with the GIL, for a thread that may wait for it to free a tensor."""
+    """Destroy the group after a pause: torch 2.6, holding the GIL, joins a thread that may need it to free a tensor."""
     time.sleep(0.3)
     dist.destroy_process_group()
 
@@ -336,12 +336,12 @@ def destroy_process_group() -> None:
 @case
 def world_again() -> None:
     destroy_process_group()
-    os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]  # nobody must meet the old store
-    dist.init_process_group("gloo")  # under the name that the first one had
+    os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]  # no rank may connect to the old store
+    dist.init_process_group("gloo")  # under the name of the first one
     dist.all_reduce(torch.ones(3))
     dist.all_reduce(torch.ones(3))
 
 
 dist.barrier()
-(Path(sys.argv[1]) / f"rank{RANK}.json").write_text(json.dumps(told))
+(Path(sys.argv[1]) / f"rank{RANK}.json").write_text(json.dumps(cases))
 destroy_process_group()

@@ -1,4 +1,4 @@
-"""python pipeline.py FOLDER: DeepSpeed's engine trained in torch's own style, then its pipeline of two stages."""
+"""python pipeline.py FOLDER: a DeepSpeed engine trained in torch's style, then DeepSpeed's pipeline of two stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
 }
 
 torch_deepspeed: Any = sys.modules["deepspeed.comm.torch"]
-torch_deepspeed.build_shm_op = lambda: None  # would compile for a minute
+torch_deepspeed.build_shm_op = lambda: None  # would take a minute to compile
 # A stand-in for the operator that DeepSpeed would compile.
 library = torch.library.Library("deepspeed", "DEF")
 library.define("inference_all_reduce_(Tensor(a!) self) -> Tensor(a!)")
@@ -30,7 +30,7 @@ library.impl("inference_all_reduce_", lambda tensor: tensor.mul_(2), "CPU")
 
 deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 RANK = dist.get_rank()
-told: dict[str, Any] = {}
+results: dict[str, Any] = {}
 
 
 def layers() -> list[torch.nn.Module]:
@@ -39,7 +39,7 @@ def layers() -> list[torch.nn.Module]:
 
 
 def mark(name: str) -> None:
-    told[name] = time.monotonic_ns()
+    results[name] = time.monotonic_ns()
 
 
 def data() -> Any:
@@ -59,7 +59,7 @@ def train_pipeline() -> None:
 
 
 def train_as_torch_does() -> None:
-    """backward() of the loss and not of the engine."""
+    """Call backward() of the loss and not of the engine."""
     model = torch.nn.Sequential(*layers())
     config = {**CONFIG, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -80,7 +80,7 @@ train_pipeline()
 mark("shared memory")
 shared = torch.ones(6)
 torch.ops.deepspeed.inference_all_reduce_(shared)
-told["shared"] = shared.tolist()
+results["shared"] = shared.tolist()
 mark("end")
-(Path(sys.argv[1]) / f"rank{RANK}.json").write_text(json.dumps(told))
+(Path(sys.argv[1]) / f"rank{RANK}.json").write_text(json.dumps(results))
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""python plain.py FOLDER: trainings in plain PyTorch on two ranks; tells the times of each section."""
+"""python plain.py FOLDER: trainings in plain PyTorch on two ranks; writes the times of each section."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
-told: dict[str, list[int]] = {}
+times: dict[str, list[int]] = {}
 dist.init_process_group("gloo")
 
 
 def section(function: Callable[[], None]) -> None:
     begin = time.monotonic_ns()
     function()
-    told[function.__name__] = [begin, time.monotonic_ns()]
+    times[function.__name__] = [begin, time.monotonic_ns()]
 
 
 class Reduce(torch.autograd.Function):
-    """As tensor parallelism does: all_reduce forward, and backward."""
+    """An all_reduce in forward and in backward, as in tensor parallelism."""
 
     @staticmethod
     def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ apply: Any = Reduce.apply
 
 
 class Parallel(torch.nn.Module):
-    """A tensor-parallel layer, nearly."""
+    """A simplified tensor-parallel layer."""
 
     def __init__(self, recompute: bool | None = None) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def tensor_parallel() -> None:
 
 @section
 def another_optimizer() -> None:
-    """It belongs to the step, and does not end it."""
+    """A second optimizer belongs to the step, and does not end it."""
     second = Parallel()
     second_optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
     train(second, second_optimizer)
@@ -130,7 +130,7 @@ def failing_optimizer() -> None:
     try:
         optimizer.step()
     except KeyError:
-        dist.all_reduce(torch.ones(5))  # behind the failure: no optimizer's any more
+        dist.all_reduce(torch.ones(5))  # after the failure, this is no longer in the optimizer
     first_optimizer.step()
 
 
@@ -164,5 +164,5 @@ def sharded() -> None:
     evaluate(model)
 
 
-(Path(sys.argv[1]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(told))
+(Path(sys.argv[1]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(times))
 dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Starting a program of this folder, and its log as plain rows.
+"""Run the programs of this directory, and read their logs as plain rows.
 
-Each program runs once with each recorder, for all tests that look at it.
+Each program runs once with each recorder, for all tests that use it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def launch(
     before: Sequence[str] = (),
     **variables: object,
 ) -> str:
-    """Run a program to its good end, traced into `log` if that is given. What its ranks wrote to stderr.
+    """Run a program that must succeed, traced into `log` if that is given, and return its ranks' stderr.
 
-    `before` is a command that runs the command given behind it.
+    `before` is a command that runs the command appended to it.
     """
     settings = {} if log is None else {"COMMTRACE": log, "COMMTRACE_RECORDER": recorder}
     needs = {"LAUNCH_DEEPSPEED": 1, "DS_ACCELERATOR": "cpu"} if deepspeed else {}
@@ -57,7 +57,7 @@ def launch(
 
 @dataclass(frozen=True)
 class Call:
-    """One record, its numbers resolved."""
+    """One record with its ids resolved."""
 
     op: str
     variant: str
@@ -122,41 +122,41 @@ class Log:
         )
 
     def between(self, begin: int, end: int) -> list[Call]:
-        """Calls begun within these times."""
+        """Return the calls that began between these times."""
         return [call for call in self.calls if begin <= call.t_begin < end]
 
 
 def logs(directory: Path, recorder: str) -> list[Log]:
-    """By rank. Whatever a test looks for, this recorder recorded, no hook failed, and nothing is missing."""
-    found = [Log(left) for left in processes.read_all(directory)]
-    for log in found:
+    """Return the logs by rank. Assert that this recorder wrote them, no hook failed, and no record is missing."""
+    by_rank = [Log(left) for left in processes.read_all(directory)]
+    for log in by_rank:
         assert log.tables["process"][0]["recorder"] == recorder
         assert log.stats["hook_errors"] == 0, log.stats["first_error"]
         assert log.stats["dropped"] == log.stats["lost"] == 0
         assert "end" in log.tables
-    return found
+    return by_rank
 
 
 class Ran(NamedTuple):
-    """What one rank of a program told, and its log."""
+    """What one rank of a program wrote, and its log."""
 
     told: dict[str, Any]
     log: Log
 
     def case(self, name: str) -> list[Call]:
-        """The calls of one case of the program."""
+        """Return the calls of a case of the program."""
         return self.log.between(self.told[name]["begin"], self.told[name]["end"])
 
     def section(self, name: str, until: str) -> list[Call]:
-        """The calls between two marks of the program."""
+        """Return the calls between two marks of the program."""
         return self.log.between(self.told[name], self.told[until])
 
 
-_folders: list[tempfile.TemporaryDirectory[str]] = []  # until the tests end
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # kept until the tests end
 
 
 def new_folder() -> Path:
-    """Kept until the tests end."""
+    """Return a directory that is kept until the tests end."""
     _folders.append(tempfile.TemporaryDirectory())
     return Path(_folders[-1].name)
 
@@ -170,7 +170,7 @@ def ran(
     deepspeed: bool = False,
     before: tuple[str, ...] = (),
 ) -> list[Ran]:
-    """By rank. The program is given a folder, into which each rank writes what it has to tell, as `rankN.json`."""
+    """Run a program and return its ranks. Each rank writes its results to `rankN.json` in the program's directory."""
     folder = new_folder()
     launch(
         program, folder, *arguments,
@@ -181,19 +181,19 @@ def ran(
 
 
 def null_work(recorder: str) -> list[Ran]:
-    """The program on a backend of its own."""
+    """Return the ranks of the program `null_work`."""
     return ran("null_work", recorder, str(null_work_folder()), ranks=1)
 
 
 def null_work_folder() -> Path:
-    """Where the backend that gives no Work is compiled; skips the test where that is impossible."""
+    """Return the build directory of the backend that returns no Work; skip the test if it cannot be compiled."""
     return extension_folder("null_work_backend.cpp")
 
 
 def extension_folder(source: str) -> Path:
-    """Where a C++ file of this folder is compiled; skips the test where that is impossible.
+    """Return the build directory of a C++ file of this directory; skip the test if it cannot be compiled.
 
-    It is kept between runs of the tests: compiling takes half a minute. ninja compiles again where a path differs.
+    It is kept between test runs, because compiling takes half a minute. ninja compiles again if a path differs.
     """
     cpp_extension: Any = pytest.importorskip("torch.utils.cpp_extension")
     if shutil.which("g++") is None and shutil.which("c++") is None:
@@ -211,18 +211,18 @@ def extension_folder(source: str) -> Path:
 
 @dataclass(frozen=True)
 class Training:
-    """What `train.py` left: its folder, and the log of each rank (none where it ran untraced)."""
+    """What `train.py` left: its directory, and the log of each rank (none if it ran untraced)."""
 
     folder: Path
     logs: list[Log]
 
     def told(self, rank: int) -> dict[str, dict[str, Any]]:
-        """What a rank wrote of each engine: times and losses."""
-        told: dict[str, dict[str, Any]] = json.loads((self.folder / f"rank{rank}.json").read_text())
-        return told
+        """Return what a rank wrote about each engine: times and losses."""
+        results: dict[str, dict[str, Any]] = json.loads((self.folder / f"rank{rank}.json").read_text())
+        return results
 
     def calls(self, rank: int, engine: str) -> list[Call]:
-        """The calls of one training."""
+        """Return the calls of one training."""
         section = self.told(rank)[engine]
         return self.logs[rank].between(section["begin"], section["end"])
 
@@ -232,7 +232,7 @@ ENGINES = ("ddp", "0", "1", "2", "3")
 
 @functools.cache
 def training(recorder: str | None) -> Training:
-    """All engines, one after the other, on two ranks; under the profiler where traced (None: untraced)."""
+    """Train with each engine in turn on two ranks, with the profiler if `recorder` traces (None: untraced)."""
     folder = new_folder()
     log = None if recorder is None else folder / "log"
     launch("train", folder, int(recorder is not None), *ENGINES, log=log, recorder=recorder or "", deepspeed=True)

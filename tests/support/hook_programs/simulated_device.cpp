@@ -1,9 +1,9 @@
-// A device that exists on paper: streams, events and allocations of the type PrivateUse1, and a backend on it that
-// behaves as NCCL does. Everything that a recorder must not do to a device is counted, and refused.
+// A simulated device: streams, events and allocations of the type PrivateUse1, and a backend on it that behaves like
+// NCCL. Everything that a recorder must not do to a device is counted and refused.
 //
-// Its clock is the host's with another zero. What a stream is given runs after what it was given before, for as long as
-// the test says. A device that is held begins with it when it is released, however long the host took to submit it: then
-// no time depends on how busy this machine is.
+// Its clock is the host's with another origin. Work on a stream runs in the order of submission, for as long as the test
+// says. A held device begins its work when it is released, however long the host took to submit it, so that times do not
+// depend on the load of this machine.
 
 // Not torch/extension.h, which has all of torch and takes three times as long to compile.
 #include <ATen/EmptyTensor.h>
@@ -53,8 +53,8 @@ struct Event {
 
 struct Simulation {
   std::mutex mutex;
-  const int64_t zero = host_now() - 777'000'000'000;  // host's time at which its clock shows 0
-  std::vector<int64_t> epochs{0};                     // device's time of each release
+  const int64_t zero = host_now() - 777'000'000'000;  // host time at which its clock shows 0
+  std::vector<int64_t> epochs{0};                     // device time of each release
   bool held = false, broken = false, capturing = false;
   std::map<c10::StreamId, Moment> busy_until;
   int64_t next_kernel = 1'000'000;
@@ -123,7 +123,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const auto lock = locked();
     const auto &begin = *static_cast<Event*>(first), &end = *static_cast<Event*>(second);
     TORCH_CHECK(begin.timed && end.timed && simulation.passed(begin.at) && simulation.passed(end.at), "not ready");
-    // In single precision, as CUDA.
+    // In single precision, like CUDA.
     return static_cast<float>((simulation.absolute(end.at) - simulation.absolute(begin.at)) / 1e6);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
@@ -137,7 +137,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   static void refuse() {
     simulation.synchronizations++;
-    TORCH_CHECK(false, "nobody but the program may do this to the device");
+    TORCH_CHECK(false, "only the program may do this to the device");
   }
 };
 
@@ -162,7 +162,7 @@ at::Tensor make(int64_t size) {
                                    std::nullopt);
 }
 
-// A kernel in this stream; gives its begin and end.
+// Runs a kernel in this stream; returns its begin and end.
 std::pair<Moment, Moment> run(c10::StreamId stream, int64_t ns) {
   const Moment begin = simulation.stream_at(stream);
   const Moment end{begin.epoch, begin.ns + ns};
@@ -183,7 +183,7 @@ struct SimulatedWork : Work {
         future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
     future_->markCompleted(tensors);  // at launch
   }
-  // Whoever asks may hold it, or make it raise what the program should see.
+  // Counted: a caller may keep the Work alive, or trigger an error that the program should get.
   bool isCompleted() override { return simulation.peeks++, simulation.passed(end_); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return simulation.peeks++, future_; }
   float getDuration() const override {
@@ -271,7 +271,7 @@ void release() {
   simulation.epochs.push_back(begin);
 }
 
-// Until the device has done all it was given.
+// Waits until the device has finished its work.
 void join() {
   int64_t until = 0;
   {
@@ -281,13 +281,13 @@ void join() {
   while (simulation.now() <= until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-// ns of the host's clock at which the collectives truly began and ended, so far.
+// Returns when the collectives so far truly began and ended, in ns of the host's clock.
 std::vector<std::pair<int64_t, int64_t>> truth() {
   const auto lock = locked();
-  std::vector<std::pair<int64_t, int64_t>> found;
+  std::vector<std::pair<int64_t, int64_t>> times;
   for (const auto& [begin, end] : kernels)
-    found.emplace_back(simulation.absolute(begin) + simulation.zero, simulation.absolute(end) + simulation.zero);
-  return found;
+    times.emplace_back(simulation.absolute(begin) + simulation.zero, simulation.absolute(end) + simulation.zero);
+  return times;
 }
 
 std::map<std::string, int64_t> counts() {

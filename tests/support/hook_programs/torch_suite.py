@@ -1,6 +1,6 @@
 """PyTorch's own tests of torch.distributed over gloo: writes each test's outcome to a file. Arguments: the file, tests.
 
-Without names of tests, all of them. WORLD_SIZE says how many ranks each test starts, each a forked process.
+Without names of tests, all tests run. WORLD_SIZE is the number of ranks of each test, which are forked processes.
 """
 
 import json
@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.distributed_test import DistributedTest
 
 
 class ForkedTests(TestDistBackend, DistributedTest._DistTestBase):
-    """As `test/distributed/test_distributed_spawn.py` of PyTorch's repository has it, but with forked processes.
+    """The class of `test/distributed/test_distributed_spawn.py` in PyTorch's repository, but with forked processes.
 
     Importing torch in each of them would take most of the time.
     """

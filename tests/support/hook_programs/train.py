@@ -2,9 +2,9 @@
 
 ENGINE is "ddp", "fsdp2", or a stage of ZeRO.
 
-Writes losses and the times of each training into FOLDER/rank0.json; with PROFILE=1 also what torch.profiler says of the
-run, as FOLDER/ENGINE-rank0.json and, for the element sizes in lists, FOLDER/ENGINE-rank0.et.json. With TRAIN_LOGS in
-the environment each training is traced into a log of its own, TRAIN_LOGS/ENGINE.
+Writes losses and the times of each training to FOLDER/rank0.json; with PROFILE=1 also torch.profiler's trace to
+FOLDER/ENGINE-rank0.json, and its execution trace, which has the element sizes of lists, to FOLDER/ENGINE-rank0.et.json.
+With TRAIN_LOGS in the environment, each training is traced into its own log, TRAIN_LOGS/ENGINE.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def train_fsdp2() -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    whole: Any = model()
+    net: Any = model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for part in (whole[0], whole[3], whole):
-        fully_shard(part, mesh=mesh)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    for module in (net[0], net[3], net):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     losses = []
     for step in range(STEPS):
-        loss = whole(batch(step, 0)).square().mean()
+        loss = net(batch(step, 0)).square().mean()
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -75,7 +75,7 @@ def train_zero(stage: int) -> list[float]:
     import deepspeed
 
     torch_deepspeed: Any = sys.modules["deepspeed.comm.torch"]
-    torch_deepspeed.build_shm_op = lambda: None  # would compile for a minute
+    torch_deepspeed.build_shm_op = lambda: None  # would take a minute to compile
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -98,8 +98,8 @@ def train_zero(stage: int) -> list[float]:
 
 
 @contextlib.contextmanager
-def profiled(stem: Path, wanted: bool) -> Iterator[None]:
-    if not wanted:
+def profiled(stem: Path, enabled: bool) -> Iterator[None]:
+    if not enabled:
         yield
         return
     observer = torch.profiler.ExecutionTraceObserver().register_callback(f"{stem}.et.json")
@@ -111,10 +111,10 @@ def profiled(stem: Path, wanted: bool) -> Iterator[None]:
     profiler.export_chrome_trace(f"{stem}.json")
 
 
-def main(folder: Path, wanted: bool, engines: list[str]) -> None:
-    rank, told, logs = int(os.environ["RANK"]), {}, os.environ.get("TRAIN_LOGS")
+def main(folder: Path, profile: bool, engines: list[str]) -> None:
+    rank, results, logs = int(os.environ["RANK"]), {}, os.environ.get("TRAIN_LOGS")
     for engine in engines:
-        with profiled(folder / f"{engine}-rank{rank}", wanted):
+        with profiled(folder / f"{engine}-rank{rank}", profile):
             begin = time.monotonic_ns()
             if not dist.is_initialized():
                 dist.init_process_group("gloo")
@@ -127,8 +127,8 @@ def main(folder: Path, wanted: bool, engines: list[str]) -> None:
             if logs:
                 commtrace.stop()
         entry: dict[str, Any] = {"begin": begin, "end": end, "losses": [loss.hex() for loss in losses]}
-        told[engine] = entry
-    (folder / f"rank{rank}.json").write_text(json.dumps(told))
+        results[engine] = entry
+    (folder / f"rank{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

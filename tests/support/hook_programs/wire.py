@@ -1,4 +1,4 @@
-"""python wire.py FOLDER: large messages, and the bytes that the kernel saw on the loopback interface meanwhile."""
+"""python wire.py FOLDER: large messages, and the bytes that the kernel counts on the loopback interface meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHOLE = SHARE * RANKS
 
 
 def sent_bytes() -> int:
-    """All that this network namespace has sent: there is nobody else in it."""
+    """Return the bytes that this network namespace has sent; nothing else runs in it."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "lo":
@@ -42,9 +42,9 @@ OPERATIONS: dict[str, Callable[[], object]] = {
     "send": message,
 }
 
-told = {}
+results = {}
 for name, operation in OPERATIONS.items():
-    operation()  # connections are made
+    operation()  # establishes connections
     dist.barrier()
     time.sleep(0.1)
     begin, before = time.monotonic_ns(), sent_bytes()
@@ -54,7 +54,7 @@ for name, operation in OPERATIONS.items():
     end = time.monotonic_ns()
     dist.barrier()
     time.sleep(0.1)
-    told[name] = [begin, end, sent_bytes() - before]
+    results[name] = [begin, end, sent_bytes() - before]
     dist.barrier()
-(Path(sys.argv[1]) / f"rank{RANK}.json").write_text(json.dumps(told))
+(Path(sys.argv[1]) / f"rank{RANK}.json").write_text(json.dumps(results))
 dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""Every kind of call that mpi4py has, by three ranks: calls.py FILE [CASE ...] writes what each of them gave.
+"""Every kind of mpi4py call, made by three ranks: calls.py FILE [CASE ...] writes the results.
 
-A case is a function; what it returns, or the exception that it raises, goes into FILE.RANK as JSON, so that a traced
-run can be held against an untraced one; the log has the case's name as the function of its call sites.
+A case is a function. Its return value or exception goes into FILE.RANK as JSON, so that a traced run can be compared
+with an untraced one. In the log, the function of a call site is the case's name.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def bcast_with_type() -> Any:
 
 @case
 def bcast_forms() -> Any:
-    """The same eight bytes in the forms that mpi4py takes."""
+    """The same eight bytes in the forms that mpi4py accepts."""
     found: list[Any] = []
     buffers: list[Any] = [
         bytearray(range(8)),
@@ -229,7 +229,7 @@ def scan() -> Any:
 
 @case
 def derived_type() -> Any:
-    """Every other number of eight."""
+    """Every second of eight numbers."""
     column = MPI.DOUBLE.Create_vector(4, 1, 2).Commit()
     buffer = numbers(8)
     WORLD.Bcast([buffer, 1, column], 0)
@@ -331,13 +331,13 @@ def waits_of_several() -> Any:
     receiving = [WORLD.Irecv(into[tag], LAST, tag) for tag in range(4)]
     sending = [WORLD.Isend(numbers(2), NEXT, tag) for tag in range(4)]
     first = MPI.Request.Waitany(receiving)
-    some = MPI.Request.Waitsome(receiving)
+    indices = MPI.Request.Waitsome(receiving)
     statuses: list[MPI.Status] = []
     MPI.Request.Waitall(receiving, statuses)
     while not MPI.Request.Testall(sending):
         pass
     none = [MPI.Request.Waitany(receiving) == MPI.UNDEFINED, MPI.Request.Testany(sending)[0] == MPI.UNDEFINED]
-    return [into, first in range(4), all(n in range(4) for n in some or []), len(statuses), none]
+    return [into, first in range(4), all(n in range(4) for n in indices or []), len(statuses), none]
 
 
 @case
@@ -475,7 +475,7 @@ def object_barrier() -> Any:
 
 @case
 def own_pickler() -> Any:
-    """A program's own pickler serves, and the default one after it."""
+    """A program's own pickler is used, and then the default one again."""
     pickler: Any = MPI.pickle
     pickler.__init__(lambda thing: b"<" + pickle.dumps(thing), lambda data: pickle.loads(bytes(data)[1:]))
     got = WORLD.bcast([1, 2], 0)
@@ -525,7 +525,7 @@ def alone() -> Any:
 
 @case
 def between_groups() -> Any:
-    """One process on one side, two on the other."""
+    """An intercommunicator with one process on one side and two on the other."""
     side = 0 if RANK == 0 else 1
     local = WORLD.Split(side)
     inter = local.Create_intercomm(0, WORLD, 1 if side == 0 else 0, 12)
@@ -537,13 +537,13 @@ def between_groups() -> Any:
         inter.Send(into, 1, 2)
     elif RANK == 2:
         inter.Recv(into, 0, 2)
-    told = inter.bcast("inter", MPI.ROOT if RANK == 0 else 0)
+    text = inter.bcast("inter", MPI.ROOT if RANK == 0 else 0)
     merged = inter.Merge()
     merged.Barrier()
     merged.Free()
     inter.Free()
     local.Free()
-    return [into, whole, told]
+    return [into, whole, text]
 
 
 @case
@@ -554,11 +554,11 @@ def cartesian() -> Any:
     ring.Neighbor_alltoall(numbers(4), given)
     source, destination = ring.Shift(0, 1)
     ring.Sendrecv_replace(into, destination, source=source)
-    told = ring.neighbor_allgather(RANK)
+    neighbors = ring.neighbor_allgather(RANK)
     request = ring.Ineighbor_allgather(numbers(2), into)
     request.Wait()
     ring.Free()
-    return [into, given, told]
+    return [into, given, neighbors]
 
 
 @case
@@ -580,11 +580,11 @@ class Traced(MPI.Intracomm):
 
 @case
 def subclass() -> Any:
-    mine = Traced(WORLD)
-    mine.Barrier()
+    comm = Traced(WORLD)
+    comm.Barrier()
     into = np.zeros(1)
-    mine.Allreduce(numbers(1), into)
-    return [type(mine).__name__, mine == WORLD, into]
+    comm.Allreduce(numbers(1), into)
+    return [type(comm).__name__, comm == WORLD, into]
 
 
 # ---- one-sided -------------------------------------------------------------------------------------------------------
@@ -682,7 +682,7 @@ def null() -> Any:
     MPI.COMM_NULL.Barrier()
 
 
-# ---- what a program may look at --------------------------------------------------------------------------------------
+# ---- what a program may inspect --------------------------------------------------------------------------------------
 
 
 @case
@@ -731,7 +731,7 @@ def threads() -> Any:
 
 
 def shown(value: Any) -> Any:
-    """As JSON has it."""
+    """Return a value as JSON can represent it."""
     if isinstance(value, np.ndarray):
         return [str(value.dtype), value.tolist()]
     if isinstance(value, (bytes, bytearray)):
@@ -753,8 +753,8 @@ def result(function: Case) -> Any:
 
 def main() -> None:
     """Run the cases, one after another."""
-    found = {name: result(CASES[name]) for name in sys.argv[2:] or CASES}
-    Path(f"{sys.argv[1]}.{RANK}").write_text(json.dumps(found, default=repr))
+    results = {name: result(CASES[name]) for name in sys.argv[2:] or CASES}
+    Path(f"{sys.argv[1]}.{RANK}").write_text(json.dumps(results, default=repr))
 
 
 main()

@@ -1,4 +1,4 @@
-"""A program that leaves it to DeepSpeed to ask MPI who it is, as no launcher tells torch: PORT for its store."""
+"""deepspeed_discovery.py PORT: DeepSpeed gets the rank from MPI, as no launcher sets it; PORT is the store's."""
 
 from __future__ import annotations
 

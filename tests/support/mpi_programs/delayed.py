@@ -1,6 +1,6 @@
 """delayed.py [RANK PHASE MILLISECONDS STEPS]: a training with mpi4py whose computation is sleep, and one late rank.
 
-PHASE: forward or backward. STEPS: "all", or such as "5,9".
+PHASE: forward or backward. STEPS: "all", or step numbers such as "5,9".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ends in one of many ways, after some calls: ending.py HOW."""
+"""Makes some calls and ends in one of many ways: ending.py HOW."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 HOW = sys.argv[1]
-if not MPI.Is_initialized():  # as MPI4PY_RC_INITIALIZE=0 has it
+if not MPI.Is_initialized():  # with MPI4PY_RC_INITIALIZE=0
     MPI.Init_thread()
 WORLD = MPI.COMM_WORLD
 
@@ -24,7 +24,7 @@ def calls(count: int) -> None:
 
 
 def spawn() -> None:
-    """The child's side runs this program, too."""
+    """Spawn a child, which runs this program, too."""
     parent = MPI.Comm.Get_parent()
     if parent == MPI.COMM_NULL:
         child = MPI.COMM_SELF.Spawn(sys.executable, [__file__, HOW], maxprocs=1) if WORLD.Get_rank() == 0 else None
@@ -39,7 +39,7 @@ def spawn() -> None:
 
 
 def with_torch() -> None:
-    """torch.distributed beside it, whose address the ranks tell each other by MPI."""
+    """Use torch.distributed, too; the ranks exchange its address by MPI."""
     import torch
     import torch.distributed as dist
 
@@ -54,7 +54,7 @@ def with_torch() -> None:
 
 
 def again() -> None:
-    """Stops tracing, and starts it anew, with calls between."""
+    """Stop tracing and start it again, with calls in between."""
     import commtrace
 
     original = MPI.Comm.__dict__["Allreduce"]
@@ -67,7 +67,7 @@ def again() -> None:
 
 
 def fork() -> None:
-    """A child that does not communicate leaves the parent's log alone."""
+    """Fork a child that does not communicate; it must not change the parent's log."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)

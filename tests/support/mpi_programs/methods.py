@@ -1,7 +1,7 @@
-"""Every method that is recorded, on every kind of communicator that has it, by three ranks: methods.py FILE.
+"""Every recorded method, on every kind of communicator that has it, called by three ranks: methods.py FILE.
 
-What each call gave goes into FILE.RANK, and when it was made into FILE.times.RANK: by the name of the kind and the
-method, "cartesian.Ineighbor_alltoallv". Methods that this MPI does not have raise, traced or not.
+The result of each call goes into FILE.RANK, and its times into FILE.times.RANK, by kind and method, for example
+"cartesian.Ineighbor_alltoallv". Methods that this MPI does not have raise, traced or not.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
 NEXT, LAST = (RANK + 1) % SIZE, (RANK - 1) % SIZE
 DOUBLE = MPI.DOUBLE
 
-gave: dict[str, Any] = {}
+results: dict[str, Any] = {}
 times: dict[str, tuple[int, int]] = {}
 
 
-def called(name: str, call: Callable[[], Any], *looked_at: Any) -> None:
-    """Note what a call gives, or raises, and what it leaves in these buffers."""
+def called(name: str, call: Callable[[], Any], *outputs: Any) -> None:
+    """Make a call, and keep its result or exception and the contents of these buffers afterwards."""
     begin = time.monotonic_ns()
     try:
         result = shown(call())
@@ -36,14 +36,14 @@ def called(name: str, call: Callable[[], Any], *looked_at: Any) -> None:
         result = [type(error).__name__, error.Get_error_class() if isinstance(error, MPI.Exception) else str(error)]
     assert name not in times, name
     times[name] = begin, time.monotonic_ns()
-    gave[name] = [result, *map(shown, looked_at)]
+    results[name] = [result, *map(shown, outputs)]
 
 
 def shown(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [shown(one) for one in value]
+        return [shown(item) for item in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
@@ -55,7 +55,7 @@ def numbers(count: int) -> Any:
 
 
 def kinds() -> dict[str, Any]:
-    """A communicator of each kind, by its name."""
+    """Return a communicator of each kind, by name."""
     square = WORLD.Create_cart([SIZE, 1], periods=[True, False])
     side = WORLD.Split(RANK == 2)  # two processes and one
     members = WORLD.Get_group()
@@ -77,9 +77,9 @@ def kinds() -> dict[str, Any]:
 
 
 class Shape:
-    """Sizes that the arguments follow from. The root is rank 1, or the process that is one side by itself.
+    """Sizes that determine the arguments. The root is rank 1, or the process that is alone on its side.
 
-    So nobody is told MPI.PROC_NULL: neither MPI at hand gets over that in collectives that do not block.
+    So no process passes MPI.PROC_NULL, with which both tested MPIs fail in nonblocking collectives.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -89,8 +89,8 @@ class Shape:
         self.blocks = comm.Get_remote_size() if self.inter else self.size
         self.root = (MPI.ROOT if RANK == 2 else 0) if self.inter else 1
         self.is_root = self.root == (MPI.ROOT if self.inter else self.rank)
-        self.gives = self.root != MPI.ROOT
-        """Has a share of its own in a collective with a root."""
+        self.contributes = self.root != MPI.ROOT
+        """Whether the process has its own share in a collective with a root."""
         topology = isinstance(comm, MPI.Topocomm)
         self.sources: int = comm.indegree if topology else 0
         self.destinations: int = comm.outdegree if topology else 0
@@ -105,30 +105,30 @@ def typed(buffer: Any, counts: list[int]) -> list[Any]:
     return [buffer, counts, places, [DOUBLE] * len(counts)]
 
 
-def arguments(base: str, of: Shape) -> tuple[list[Any], Any]:
-    """Arguments of a collective by the name of its blocking form, and the buffer to look at afterwards."""
-    size, blocks, rank = of.size, of.blocks, of.rank
+def arguments(base: str, shape: Shape) -> tuple[list[Any], Any]:
+    """Return the arguments of a collective by the name of its blocking form, and its output buffer."""
+    size, blocks, rank = shape.size, shape.blocks, shape.rank
     whole = sum(ones(blocks))
     if base == "Barrier":
         return [], None
     if base == "Bcast":
         buffer = numbers(2)
-        return [buffer, of.root], buffer
+        return [buffer, shape.root], buffer
     if base in ("Gather", "Gatherv"):
         varied = base.endswith("v")
-        into = np.zeros(whole if varied else 2 * blocks) if of.is_root else None
-        given = numbers(rank + 1 if varied else 2) if of.gives else None
-        return [given, [into, ones(blocks)] if varied and of.is_root else into, of.root], into
+        into = np.zeros(whole if varied else 2 * blocks) if shape.is_root else None
+        given = numbers(rank + 1 if varied else 2) if shape.contributes else None
+        return [given, [into, ones(blocks)] if varied and shape.is_root else into, shape.root], into
     if base in ("Scatter", "Scatterv"):
         varied = base.endswith("v")
-        into = np.zeros(rank + 1 if varied else 2) if of.gives else None
-        given = numbers(whole if varied else 2 * blocks) if of.is_root else None
-        return [[given, ones(blocks)] if varied and of.is_root else given, into, of.root], into
+        into = np.zeros(rank + 1 if varied else 2) if shape.contributes else None
+        given = numbers(whole if varied else 2 * blocks) if shape.is_root else None
+        return [[given, ones(blocks)] if varied and shape.is_root else given, into, shape.root], into
     if base == "Reduce":
-        into = np.zeros(2) if of.is_root else None
-        return [numbers(2) if of.gives else None, into, MPI.MAX, of.root], into
-    into, given = _shared_arguments(base, of, size, blocks, rank, whole)
-    counts = [[[1, 3][:size] if size == 2 else [4] if of.inter else ones(size)]] if base == "Reduce_scatter" else []
+        into = np.zeros(2) if shape.is_root else None
+        return [numbers(2) if shape.contributes else None, into, MPI.MAX, shape.root], into
+    into, given = _rootless_buffers(base, shape, size, blocks, rank, whole)
+    counts = [[[1, 3][:size] if size == 2 else [4] if shape.inter else ones(size)]] if base == "Reduce_scatter" else []
     operator = [MPI.SUM] if base in _REDUCING else []
     return [given, into, *(counts[0] if counts else []), *operator], into[0] if isinstance(into, list) else into
 
@@ -136,9 +136,9 @@ def arguments(base: str, of: Shape) -> tuple[list[Any], Any]:
 _REDUCING = ("Allreduce", "Reduce_scatter_block", "Reduce_scatter", "Scan", "Exscan")
 
 
-def _shared_arguments(base: str, of: Shape, size: int, blocks: int, rank: int, whole: int) -> tuple[Any, Any]:
-    """What a collective without a root gets and gives."""
-    degree_in, degree_out = of.sources, of.destinations
+def _rootless_buffers(base: str, shape: Shape, size: int, blocks: int, rank: int, whole: int) -> tuple[Any, Any]:
+    """Return the receive and send buffers of a collective without a root."""
+    degree_in, degree_out = shape.sources, shape.destinations
     forms: dict[str, Callable[[], tuple[Any, Any]]] = {
         "Allgather": lambda: (np.zeros(2 * blocks), numbers(2)),
         "Allgatherv": lambda: ([np.zeros(whole), ones(blocks)], numbers(rank + 1)),
@@ -150,10 +150,12 @@ def _shared_arguments(base: str, of: Shape, size: int, blocks: int, rank: int, w
         "Allreduce": lambda: (np.zeros(2), numbers(2)),
         "Scan": lambda: (np.zeros(2), numbers(2)),
         "Exscan": lambda: (np.zeros(2), numbers(2)),
-        "Reduce_scatter_block": lambda: (np.zeros(4 // size if of.inter else 2), numbers(4 if of.inter else 2 * size)),
+        "Reduce_scatter_block": lambda: (
+            np.zeros(4 // size if shape.inter else 2), numbers(4 if shape.inter else 2 * size),
+        ),
         "Reduce_scatter": lambda: (
-            np.zeros(([1, 3] if size == 2 else [4] if of.inter else ones(size))[rank]),
-            numbers(4 if of.inter or size == 2 else sum(ones(size))),
+            np.zeros(([1, 3] if size == 2 else [4] if shape.inter else ones(size))[rank]),
+            numbers(4 if shape.inter or size == 2 else sum(ones(size))),
         ),
         "Neighbor_allgather": lambda: (np.zeros(2 * degree_in), numbers(2)),
         "Neighbor_allgatherv": lambda: ([np.zeros(2 * degree_in), [2] * degree_in], numbers(2)),
@@ -169,7 +171,7 @@ def _shared_arguments(base: str, of: Shape, size: int, blocks: int, rank: int, w
 
 
 def bases(comm: Any) -> Iterator[str]:
-    """Blocking forms that this communicator has."""
+    """Yield the blocking forms that this communicator has."""
     yield from (
         "Barrier", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv", "Allgather", "Allgatherv", "Alltoall",
         "Alltoallv", "Alltoallw", "Reduce", "Allreduce", "Reduce_scatter_block", "Reduce_scatter",
@@ -181,7 +183,7 @@ def bases(comm: Any) -> Iterator[str]:
 
 
 def collectives() -> None:
-    """Each in its three forms, and those that pickle."""
+    """Call each collective in its three forms, and those that pickle."""
     for kind, comm in kinds().items():
         shape = Shape(comm)
         for base in bases(comm):
@@ -190,7 +192,7 @@ def collectives() -> None:
             given, into = arguments(base, shape)
             called(f"{kind}.I{base.lower()}", lambda: getattr(comm, f"I{base.lower()}")(*given).Wait(), into)  # noqa: B023
             if shape.inter:
-                continue  # no MPI at hand has persistent collectives between groups that can be relied on
+                continue  # persistent collectives on intercommunicators are unreliable in all tested MPIs
             given, into = arguments(base, shape)
             called(f"{kind}.{base}_init", lambda: twice(getattr(comm, f"{base}_init")(*given)), into)  # noqa: B023
         objects(kind, comm, shape)
@@ -198,36 +200,36 @@ def collectives() -> None:
 
 
 def twice(request: Any) -> None:
-    """A persistent request is used again."""
+    """Use a persistent request twice."""
     for _ in range(2):
         request.Start()
         request.Wait()
     request.Free()
 
 
-def objects(kind: str, comm: Any, of: Shape) -> None:
-    thing, things = f"{RANK}", [f"{RANK}"] * of.blocks
+def objects(kind: str, comm: Any, shape: Shape) -> None:
+    thing, things = f"{RANK}", [f"{RANK}"] * shape.blocks
     called(f"{kind}.barrier", lambda: comm.barrier())
-    called(f"{kind}.bcast", lambda: comm.bcast(thing, of.root))
-    called(f"{kind}.gather", lambda: comm.gather(thing, of.root))
-    called(f"{kind}.scatter", lambda: comm.scatter(things if of.is_root else None, of.root))
+    called(f"{kind}.bcast", lambda: comm.bcast(thing, shape.root))
+    called(f"{kind}.gather", lambda: comm.gather(thing, shape.root))
+    called(f"{kind}.scatter", lambda: comm.scatter(things if shape.is_root else None, shape.root))
     called(f"{kind}.allgather", lambda: comm.allgather(thing))
     called(f"{kind}.alltoall", lambda: comm.alltoall(things))
-    called(f"{kind}.reduce", lambda: comm.reduce(RANK, MPI.SUM, of.root))
+    called(f"{kind}.reduce", lambda: comm.reduce(RANK, MPI.SUM, shape.root))
     called(f"{kind}.allreduce", lambda: comm.allreduce(RANK, MPI.MAX))
     if isinstance(comm, MPI.Intracomm):
         called(f"{kind}.scan", lambda: comm.scan(RANK))
         called(f"{kind}.exscan", lambda: comm.exscan(RANK))
     if isinstance(comm, MPI.Topocomm):
         called(f"{kind}.neighbor_allgather", lambda: comm.neighbor_allgather(thing))
-        called(f"{kind}.neighbor_alltoall", lambda: comm.neighbor_alltoall([thing] * of.destinations))
+        called(f"{kind}.neighbor_alltoall", lambda: comm.neighbor_alltoall([thing] * shape.destinations))
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
 def messages() -> None:
-    """To the next rank, from the last one, of four numbers, each under a tag of its own."""
+    """Send messages of four numbers to the next rank, each with its own tag, and receive from the last one."""
     comm = WORLD.Split(0, key=-RANK)  # ranks in it are not those of the world
     after, before = (comm.Get_rank() + 1) % SIZE, (comm.Get_rank() - 1) % SIZE
     MPI.Attach_buffer(bytearray(1 << 16))
@@ -236,14 +238,14 @@ def messages() -> None:
     def sends(name: str, send: Callable[[], Any]) -> None:
         into = np.zeros(4)
         receiving = comm.Irecv(into, before, tag)
-        comm.Barrier()  # all are ready, as Rsend asks for
+        comm.Barrier()  # all are ready, as Rsend requires
         called(f"message.{name}", send)
-        if gave[f"message.{name}"][0] is None:
+        if results[f"message.{name}"][0] is None:
             receiving.Wait()
         else:
             receiving.Cancel()
             receiving.Wait()
-        gave[f"message.{name}"].append(shown(into))
+        results[f"message.{name}"].append(shown(into))
 
     def receives(name: str, receive: Callable[[Any], Any]) -> None:
         into, given = np.zeros(9), numbers(4)
@@ -296,10 +298,10 @@ def pickled_messages(comm: Any, after: int, before: int) -> None:
     for mode in ("", "b", "s"):
         receiving = comm.irecv(source=before, tag=8)
         called(f"message.{mode}send", lambda: getattr(comm, f"{mode}send")(thing, after, 8))  # noqa: B023
-        gave[f"message.{mode}send"].append(receiving.wait())
+        results[f"message.{mode}send"].append(receiving.wait())
         receiving = comm.irecv(source=before, tag=8)
         called(f"message.i{mode}send", lambda: getattr(comm, f"i{mode}send")(thing, after, 8).wait())  # noqa: B023
-        gave[f"message.i{mode}send"].append(receiving.wait())
+        results[f"message.i{mode}send"].append(receiving.wait())
 
     def receives(name: str, receive: Callable[[], Any]) -> None:
         sending = comm.isend(thing, after, 9)
@@ -314,7 +316,7 @@ def pickled_messages(comm: Any, after: int, before: int) -> None:
 
 
 def partitioned(comm: Any, after: int, before: int) -> None:
-    """Three parts of two numbers, ready in another order; twice."""
+    """Send three parts of two numbers, which become ready in another order; twice."""
     into, given = np.zeros((3, 2)), numbers(6).reshape(3, 2)
     kept: dict[str, Any] = {}
 
@@ -337,78 +339,78 @@ def partitioned(comm: Any, after: int, before: int) -> None:
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
-Way = Callable[[list[Any]], object]
+Completion = Callable[[list[Any]], object]
 
 
-def ways() -> dict[str, Way]:
-    """What is done with some requests until all of them have been seen to end, by the name of the method for it."""
+def completions() -> dict[str, Completion]:
+    """Return functions that complete all of some requests, by the name of the method that they use."""
     request: Any = MPI.Request
 
-    def each(name: str) -> Way:
-        return lambda requests: [getattr(one, name)() for one in requests]
+    def wait_each(name: str) -> Completion:
+        return lambda requests: [getattr(each, name)() for each in requests]
 
-    def polled(name: str) -> Way:
-        return lambda requests: [until(getattr(one, name)) for one in requests]
+    def poll_each(name: str) -> Completion:
+        return lambda requests: [until(getattr(each, name)) for each in requests]
 
-    def at_once(name: str) -> Way:
+    def wait_all(name: str) -> Completion:
         return lambda requests: getattr(request, name)(requests)
 
-    def one_by_one(name: str) -> Way:
+    def wait_any(name: str) -> Completion:
         return lambda requests: [getattr(request, name)(requests) for _ in requests]
 
-    def polled_for_one(name: str) -> Way:
+    def poll_any_once(name: str) -> Completion:
         return lambda requests: until(getattr(request, name), requests, at=1)
 
-    def polled_one_by_one(name: str) -> Way:
-        return lambda requests: [polled_for_one(name)(requests) for _ in requests]
+    def poll_any(name: str) -> Completion:
+        return lambda requests: [poll_any_once(name)(requests) for _ in requests]
 
-    def polled_for_all(name: str) -> Way:
+    def poll_all(name: str) -> Completion:
         return lambda requests: until(getattr(request, name), requests)
 
-    def by_and_by(name: str) -> Way:
-        return lambda requests: some(getattr(request, name), requests)
+    def repeat_some(name: str) -> Completion:
+        return lambda requests: until_each_is_reported(getattr(request, name), requests)
 
     kinds = {
-        each: ("Wait", "wait"),
-        polled: ("Test", "test", "Get_status", "get_status"),
-        at_once: ("Waitall", "waitall"),
-        one_by_one: ("Waitany", "waitany"),
-        polled_for_one: ("Get_status_any", "get_status_any"),
-        polled_one_by_one: ("Testany", "testany"),
-        polled_for_all: ("Testall", "testall", "Get_status_all", "get_status_all"),
-        by_and_by: ("Waitsome", "waitsome", "Testsome", "testsome", "Get_status_some", "get_status_some"),
+        wait_each: ("Wait", "wait"),
+        poll_each: ("Test", "test", "Get_status", "get_status"),
+        wait_all: ("Waitall", "waitall"),
+        wait_any: ("Waitany", "waitany"),
+        poll_any_once: ("Get_status_any", "get_status_any"),
+        poll_any: ("Testany", "testany"),
+        poll_all: ("Testall", "testall", "Get_status_all", "get_status_all"),
+        repeat_some: ("Waitsome", "waitsome", "Testsome", "testsome", "Get_status_some", "get_status_some"),
     }
     return {name: make(name) for make, names in kinds.items() for name in names}
 
 
 def requests() -> None:
-    """Each of the ways to see two receives end."""
-    for name, way in ways().items():
+    """Complete two receives with each of the methods."""
+    for name, complete in completions().items():
         into = np.zeros((2, 3))
         receiving = [WORLD.Irecv(into[number], LAST, 50 + number) for number in range(2)]
         sending = [WORLD.Isend(numbers(3), NEXT, 50 + number) for number in range(2)]
         MPI.Request.Waitall(sending)
-        called(f"request.{name}", lambda: way(receiving) and None)  # noqa: B023
+        called(f"request.{name}", lambda: complete(receiving) and None)  # noqa: B023
         MPI.Request.Waitall(receiving)
-        gave[f"request.{name}"].append(shown(into))
+        results[f"request.{name}"].append(shown(into))
 
 
 def until(done: Callable[..., Any], *given: Any, at: int = 0) -> bool:
-    """Asked until the answer is yes: all of what it gives, or that at this place."""
+    """Call `done` until its result is true, or element `at` if the result is a tuple."""
     while True:
         answer = done(*given)
         if answer[at] if isinstance(answer, tuple) else answer:
             return True
 
 
-def some(method: Callable[..., Any], requests: list[Any]) -> None:
-    """Until each has been told of once."""
-    seen: set[int] = set()
-    while len(seen) < len(requests):
-        WORLD.Iprobe()  # MPICH's Get_status_some looks, and moves nothing along itself
+def until_each_is_reported(method: Callable[..., Any], requests: list[Any]) -> None:
+    """Call `method` until it has reported each request as complete."""
+    reported: set[int] = set()
+    while len(reported) < len(requests):
+        WORLD.Iprobe()  # MPICH's Get_status_some makes no progress itself
         answer = method(requests)
-        numbers_, *_ = answer if isinstance(answer, tuple) else (answer,)
-        seen.update(numbers_ or [])
+        indices, *_ = answer if isinstance(answer, tuple) else (answer,)
+        reported.update(indices or [])
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
@@ -444,7 +446,7 @@ def windows() -> None:
             WORLD.Barrier()
             called(f"window.{name}", lambda: under_lock(operation), into)  # noqa: B023
             WORLD.Barrier()
-            gave[f"window.{name}"].append(shown(memory))
+            results[f"window.{name}"].append(shown(memory))
     one, back = np.ones(1), np.zeros(1)
     new, old, found = (np.full(1, value, "i8") for value in (5, 0, 9))  # no MPI compares floating-point numbers
     WORLD.Barrier()
@@ -459,13 +461,13 @@ def windows() -> None:
     fetched = np.zeros(2)
     called("window.fetches", lambda: window.Get_accumulate(numbers(2), fetched, NEXT, 0, MPI.NO_OP))
     window.Fence()
-    gave["window.fetches"].append(shown(fetched))
+    results["window.fetches"].append(shown(fetched))
     started(window, memory)
     window.Free()
 
 
 def started(window: Any, memory: Any) -> None:
-    """Post, Start, Complete, Wait."""
+    """Synchronize with Post, Start, Complete and Wait."""
     world = WORLD.Get_group()
     window.Post(world.Incl([LAST]))
 
@@ -476,14 +478,14 @@ def started(window: Any, memory: Any) -> None:
 
     called("window.started", put)
     window.Wait()
-    gave["window.started"].append(shown(memory))
+    results["window.started"].append(shown(memory))
 
 
 # ---- forms of buffers, and mistakes ----------------------------------------------------------------------------------
 
 
 class WithDLPack:
-    """Memory that is told of by DLPack alone."""
+    """Memory that only DLPack describes."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -496,14 +498,14 @@ class WithDLPack:
 
 
 class WithVersionedDLPack(WithDLPack):
-    """The capsule that DLPack 1.0 brought."""
+    """Memory in the versioned capsule of DLPack 1.0."""
 
     def __dlpack__(self, **options: Any) -> Any:
         return self._array.__dlpack__(max_version=(1, 0))
 
 
 class WithDLPackAndSizes(WithDLPack):
-    """As arrays and tensors are, which have these attributes, too."""
+    """Memory that also has these attributes of arrays and tensors."""
 
     @property
     def dtype(self) -> Any:
@@ -515,15 +517,15 @@ class WithDLPackAndSizes(WithDLPack):
 
 
 class WithInterface:
-    """Memory that is told of by CUDA's array interface alone; this one lies where any process can read."""
+    """Host memory that only CUDA's array interface describes."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        told = self._array.__array_interface__
-        return {**told, "version": 3, "stream": None}
+        interface = self._array.__array_interface__
+        return {**interface, "version": 3, "stream": None}
 
 
 def buffers() -> None:
@@ -547,7 +549,7 @@ def buffers() -> None:
 
 @contextlib.contextmanager
 def nothing_cached() -> Iterator[None]:
-    """Clear what types have cached, again and again: each attribute is then looked up anew."""
+    """Clear the type cache again and again, so that each attribute is looked up anew."""
 
     def clear(*_: object) -> None:
         sys._clear_type_cache()
@@ -563,7 +565,7 @@ def nothing_cached() -> Iterator[None]:
 
 
 def mistakes() -> None:
-    """What mpi4py refuses: the same exception, in the same words, whoever looks on."""
+    """Make calls that mpi4py refuses: exceptions and their texts must be the same with tracing."""
     gone = WORLD.Dup()
     gone.Free()
     shape = Shape(WORLD)
@@ -588,10 +590,10 @@ def mistakes() -> None:
 
 
 def main() -> None:
-    """All of it."""
+    """Make all calls, and write their results and times."""
     for part in (collectives, messages, requests, windows, buffers, mistakes):
         part()
-    Path(f"{sys.argv[1]}.{RANK}").write_text(json.dumps(gave))
+    Path(f"{sys.argv[1]}.{RANK}").write_text(json.dumps(results))
     Path(f"{sys.argv[1]}.times.{RANK}").write_text(json.dumps(times))
 
 

@@ -1,4 +1,4 @@
-"""Some training steps, then a call that does not end: stuck.py KIND. Rank 1 does what the others do not."""
+"""Some training steps, then a call that does not end: stuck.py KIND. Rank 1 behaves differently."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stop() -> None:
 
 
 def waits() -> None:
-    """What the other ranks do, in the line that the diagnosis is to name."""
+    """Make the call of the other ranks; the diagnosis must name its line."""
     match KIND:
         case "absent" | "killed" | "left" | "operation" | "size":
             WORLD.Allreduce(given, taken)
@@ -52,7 +52,7 @@ def waits() -> None:
 
 
 def differs() -> None:
-    """What rank 1 does."""
+    """Make the call of rank 1, or none."""
     match KIND:
         case "killed":
             time.sleep(0.3)  # the others wait by then
@@ -76,7 +76,7 @@ def differs() -> None:
 
 
 def train() -> None:
-    """Steps of uneven length, as a training has them."""
+    """Train in steps of uneven length."""
     while True:
         time.sleep(random.uniform(0, 0.03))
         WORLD.Allreduce(given, taken)

@@ -1,6 +1,6 @@
-"""Modules of a test suite, every rank alike: writes each test's outcome to a file per rank.
+"""Run modules of a test suite on every rank, and write each test's outcome to a file per rank.
 
-Arguments: the suite's folder, where to write, the modules.
+Arguments: the suite's directory, the output directory, the modules.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Ranks that run MPI workloads, several in a row, since an import of torch costs seconds: workloads.py CASES [LOGS].
+"""Run several MPI workloads in the same ranks, because importing torch takes seconds: workloads.py CASES [LOGS].
 
-CASES is a JSON list of [workload, options, whether tensors are copied as those of a GPU are]. Rank 0 writes a line of
-JSON per case: what each rank found. With LOGS each case runs twice, first untraced and then traced into LOGS/0, LOGS/1
-and so on, and a rank finds two things.
+CASES is a JSON list of [workload, options, whether tensors are staged as for a GPU]. Rank 0 writes a line of JSON per
+case: what each rank reported. With LOGS, each case runs twice, first untraced and then traced into LOGS/0, LOGS/1 and
+so on, and each rank reports two results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpi4py import MPI
 import commtrace
 from examples.mpi_common.options import make_transport
 
-# Which argument of a method is the payload: all_gather's is what is received, other collectives' what is given.
+# Index of the argument that is the payload: for all_gather the receive buffer, for other collectives the send buffer.
 PAYLOAD = {
     "Allgather": ("all_gather", 1),
     "Reduce_scatter_block": ("reduce_scatter", 0),
@@ -35,7 +35,7 @@ MOVES_NO_TENSOR = ("Get_rank", "Get_size", "Barrier", "bcast")
 
 
 class CountingComm:
-    """A communicator that counts what goes through it, and refuses what it cannot count."""
+    """A communicator that counts calls by operation and payload, and rejects methods that it cannot count."""
 
     def __init__(self, comm: MPI.Comm, counts: Counter[tuple[str, int]]) -> None:
         self.comm, self.counts = comm, counts
@@ -57,7 +57,7 @@ class CountingComm:
 
 
 def run(workload: str, arguments: list[str], staged: bool) -> dict[str, Any]:
-    """One case on this rank."""
+    """Run one case on this rank."""
     package = f"examples.{workload}"
     options = importlib.import_module(f"{package}.options").parse(arguments, MPI.COMM_WORLD.Get_rank())
     counts: Counter[tuple[str, int]] = Counter()
@@ -70,7 +70,7 @@ def run(workload: str, arguments: list[str], staged: bool) -> dict[str, Any]:
 
 
 def twice(log: str, workload: str, arguments: list[str], staged: bool) -> list[dict[str, Any]]:
-    """One case on this rank, untraced and traced."""
+    """Run one case on this rank, untraced and traced."""
     untraced = run(workload, arguments, staged)
     commtrace.start(log)
     traced = run(workload, arguments, staged)
@@ -79,12 +79,12 @@ def twice(log: str, workload: str, arguments: list[str], staged: bool) -> list[d
 
 
 def main() -> None:
-    """All cases."""
+    """Run all cases."""
     comm = MPI.COMM_WORLD
     for number, case in enumerate(json.loads(sys.argv[1])):
-        found = comm.gather(twice(f"{sys.argv[2]}/{number}", *case) if sys.argv[2:] else run(*case))
-        if found is not None:
-            print(json.dumps(found), flush=True)
+        by_rank = comm.gather(twice(f"{sys.argv[2]}/{number}", *case) if sys.argv[2:] else run(*case))
+        if by_rank is not None:
+            print(json.dumps(by_rank), flush=True)
 
 
 if __name__ == "__main__":

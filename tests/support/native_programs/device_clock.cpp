@@ -1,4 +1,4 @@
-// A device whose clock drifts, its events observed late and early: the bounds of DeviceClock hold the truth, always.
+// The bounds of DeviceClock must always contain the true time of a device whose clock drifts, with early and late events.
 #include <cstdio>
 #include <random>
 
@@ -16,7 +16,7 @@ void check(bool holds, const char* what, int64_t number) {
   failures++;
 }
 
-// Ten minutes of events, a tenth of which meet an idle stream, and a tenth are seen at their time.
+// Ten minutes of events. A tenth of them are queued on an idle stream, and a tenth are observed at once.
 void drifting(int64_t ppm) {
   std::minstd_rand random(1);
   DeviceClock clock;

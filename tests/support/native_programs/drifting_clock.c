@@ -1,5 +1,5 @@
-/* Preloaded: CLOCK_MONOTONIC runs CLOCK_PPM parts in a million faster from when the library is loaded, and jumps forward
-   by CLOCK_STEP_MS when the program calls clock_jump. (libfaketime sets CLOCK_MONOTONIC to the time of day.) */
+/* A library to preload. Once it is loaded, CLOCK_MONOTONIC runs CLOCK_PPM parts per million faster, and jumps forward by
+   CLOCK_STEP_MS when the program calls clock_jump. (libfaketime sets CLOCK_MONOTONIC to the time of day.) */
 
 #define _GNU_SOURCE
 #include <stdlib.h>

@@ -1,4 +1,5 @@
-// Threads that call, complete, drain, close, and open again, on the slots of a ring: for a thread sanitizer, and for accounts.
+// Threads make, complete and drain calls, and close and reopen the log, on the slots of a ring: for a thread sanitizer, and
+// to check the counts.
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -14,7 +15,7 @@ using namespace commtrace;
 constexpr uint32_t kCapacity = 64, kThreads = 6, kCalls = 30000;
 
 std::mutex mutex;
-std::deque<Handle> late;  // completions that are still to come
+std::deque<Handle> late;  // calls still to be completed
 std::atomic<uint64_t> began{0}, dropped{0}, refused{0};
 std::atomic<uint64_t> log_now{0};
 std::atomic<bool> stop{false};
@@ -46,7 +47,7 @@ void caller(Slots& slots, uint32_t number) {
       continue;
     }
     began++;
-    slots.update(handle, [](Record& mine) { return mine.t_return = 2, uint8_t{kReturned}; });
+    slots.update(handle, [](Record& begun) { return begun.t_return = 2, uint8_t{kReturned}; });
     if (random() % 4 != 0) {
       complete(slots, handle);
     } else {
@@ -58,12 +59,12 @@ void caller(Slots& slots, uint32_t number) {
 
 void completer(Slots& slots) {
   while (!stop) {
-    std::vector<Handle> some;
+    std::vector<Handle> handles;
     {
       std::lock_guard<std::mutex> held(mutex);
-      for (int i = 0; i < 50 && !late.empty(); i++) some.push_back(late.front()), late.pop_front();
+      for (int i = 0; i < 50 && !late.empty(); i++) handles.push_back(late.front()), late.pop_front();
     }
-    for (Handle handle : some) complete(slots, handle), complete(slots, handle);
+    for (Handle handle : handles) complete(slots, handle), complete(slots, handle);
     std::this_thread::yield();
   }
 }
@@ -76,8 +77,8 @@ uint64_t drain(Slots& slots, bool patient) {
   uint64_t written = 0;
   for (uint32_t slot = 0; slot < kCapacity; slot++) {
     const uint8_t state = slots.state(slot);
-    const bool mine = state >= kComplete || (!patient && state == kReturned && slots.settle(slot, kReturned, kUnobservable));
-    if (!mine) continue;
+    const bool finished = state >= kComplete || (!patient && state == kReturned && slots.settle(slot, kReturned, kUnobservable));
+    if (!finished) continue;
     Record record;
     slots.copy(slot, record);
     check(record);
@@ -87,7 +88,7 @@ uint64_t drain(Slots& slots, bool patient) {
   return written;
 }
 
-// One log: until `calls` have begun or found no place. Gives how many records there were, and frees their memory.
+// Keeps a log until `calls` calls have begun or found no slot. Returns the number of records, and frees their memory.
 uint64_t keep_log(Slots& slots, uint64_t number, uint64_t calls, uint64_t& counted) {
   auto* records = static_cast<Record*>(std::calloc(kCapacity, sizeof(Record)));
   auto* cell = new uint64_t{0};
@@ -99,7 +100,7 @@ uint64_t keep_log(Slots& slots, uint64_t number, uint64_t calls, uint64_t& count
   for (uint32_t slot = 0; slot < kCapacity; slot++) left += slots.state(slot) != kFree;
   counted += *cell;
   delete cell;
-  std::free(records);  // whoever writes now is found out
+  std::free(records);  // the sanitizer detects later writes
   return written + left;
 }
 

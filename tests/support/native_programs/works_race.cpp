@@ -1,5 +1,5 @@
-// Calls that end with the objects that threads wait for, on the slots of a ring that runs short, that is closed, and opened
-// again: for a sanitizer, and for accounts. As recording_kernels.h and waits.h use Slots and Waits, without torch.
+// Threads make calls and wait for their Works, on the slots of a ring that runs out of slots, is closed and is opened again:
+// for a sanitizer, and to check the counts. Slots and Waits are used as in recording_kernels.h and waits.h, without torch.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -51,13 +51,13 @@ void wait(Ring& ring, const void* key) {
   }
 }
 
-// One to eight calls that end with one Work; seen by a wait, or, where they end by themselves, by a completion.
+// One to eight calls that share one Work; they end by a wait, or by a completion.
 void communicate(Ring& ring, uint32_t number, std::minstd_rand& random, Works& kept) {
   const uint64_t log = log_now;
   std::vector<Handle> batch;
   for (uint32_t calls = random() % 4 == 0 ? 8 : 1; calls > 0; calls--) batch.push_back(begin(ring, number, log));
-  for (Handle handle : batch) ring.slots.update(handle, [](Record& mine) { return mine.t_return = 2, uint8_t{kReturned}; });
-  if (random() % 8 == 0) std::this_thread::yield();  // the log may be closed, or the places be taken
+  for (Handle handle : batch) ring.slots.update(handle, [](Record& begun) { return begun.t_return = 2, uint8_t{kReturned}; });
+  if (random() % 8 == 0) std::this_thread::yield();  // the log may be closed, or the slots be reused
   auto work = c10::make_intrusive<Work>();
   const bool by_wait = random() % 2;
   const auto weak = by_wait ? std::optional<Weak>(weak_reference(work.get())) : std::nullopt;
@@ -70,7 +70,7 @@ void communicate(Ring& ring, uint32_t number, std::minstd_rand& random, Works& k
   switch (random() % 3) {
     case 0: wait(ring, work.get()); break;
     case 1: kept.push_back(std::move(work)); break;
-    default: break;  // forgotten
+    default: break;  // dropped
   }
   if (!by_wait)
     for (Handle handle : batch) end(ring, handle);
@@ -91,7 +91,7 @@ void release(Ring& ring, uint32_t slot) {
   ring.slots.release(slot);
 }
 
-// As Recording::finished; gives up on returned calls, as if places were always short.
+// Like Recording::finished; gives up on returned calls, as if slots were always short.
 uint64_t drain(Ring& ring, bool patient) {
   uint64_t written = 0;
   for (uint32_t slot = 0; slot < kCapacity; slot++) {
@@ -119,7 +119,7 @@ uint64_t keep_log(Ring& ring, uint64_t number, uint64_t until, uint64_t& counted
     if (ring.slots.state(slot) != kFree) release(ring, slot), written++;
   counted += *cell;
   delete cell;
-  std::free(records);  // whoever writes now is found out
+  std::free(records);  // the sanitizer detects later writes
   return written;
 }
 

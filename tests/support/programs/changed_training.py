@@ -1,4 +1,4 @@
-"""changed_training.py STEPS CHANGE: a training under DDP, with one change of what it communicates, or with "none"."""
+"""changed_training.py STEPS CHANGE: a training under DDP with one change in its communication, or "none"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def calls_of_the_program(step: int, change: str, alone: dist.ProcessGroup) -> None:
-    """Reduce some numbers, as programs do for their statistics."""
+    """Reduce some numbers, like programs that collect statistics."""
     sizes = [3, 5]
     if change == "order" and step == 1:
         sizes.reverse()

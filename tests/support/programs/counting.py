@@ -1,4 +1,4 @@
-"""Communicates until it is killed, and counts outside the log what it has finished: counting.py COUNTERS."""
+"""Communicates until it is killed, and counts its finished calls outside the log: counting.py COUNTERS."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """python delayed.py SCHEME [RANK PHASE MILLISECONDS STEPS]: a training whose computation is sleep, and one late rank.
 
-SCHEME: ddp, zero1, zero3, tensor or pipeline. PHASE: forward, backward or optimizer. STEPS: "all", or such as "5,9".
+SCHEME: ddp, zero1, zero3, tensor or pipeline. PHASE: forward, backward or optimizer. STEPS: "all", or numbers ("5,9").
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ step = 0
 
 
 def compute(phase: str) -> None:
-    """Sleep; the late rank does so for longer."""
+    """Sleep; the late rank sleeps longer."""
     time.sleep(SECONDS[phase])
     if dist.get_rank() == int(RANK) and phase == PHASE and (AT == "all" or str(step) in AT.split(",")):
         time.sleep(float(MILLISECONDS) / 1000)
@@ -70,7 +70,7 @@ def zero(stage: int) -> None:
     global step
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled now, for minutes
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled now, which takes minutes
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "Adam", "params": {"torch_adam": True}},

@@ -36,7 +36,7 @@ elif how == "handled SIGTERM":
 elif how == "forgotten":
     work = dist.all_reduce(torch.ones(4), async_op=True)
     assert work is not None
-    work.get_future().then(lambda _: None).wait()  # behind all other callbacks
+    work.get_future().then(lambda _: None).wait()  # after all other callbacks
     del work
 elif how == "exec":
     os.execv("/bin/sh", ["sh", "-c", "exit 6"])
@@ -44,7 +44,7 @@ elif how == "thread":
     # Ends after the main thread, before exit handlers: its call is recorded.
     threading.Timer(0.2, lambda: dist.all_reduce(torch.ones(4))).start()
 elif how == "busy daemon":
-    atexit.unregister(wait_for_threads)  # torch aborts it, which waiting only puts off
+    atexit.unregister(wait_for_threads)  # torch aborts this process, which waiting would only delay
 
     def busy() -> None:
         while True:

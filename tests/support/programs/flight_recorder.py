@@ -1,7 +1,7 @@
 """stuck.py with torch's flight recorder: flight_recorder.py KIND FOLDER.
 
-Each rank writes a dump, FOLDER/rank_N, once FOLDER/now exists. gloo's dumps do not name the process groups
-(`pg_config`), as those of NCCL do: they are added in the same form.
+Each rank writes a dump, FOLDER/rank_N, once FOLDER/now exists. Unlike NCCL's dumps, gloo's do not contain the process
+groups (`pg_config`); they are added in the same form.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dump() -> None:
     part.rename(FOLDER / f"rank_{dist.get_rank()}")
 
 
-# Where gloo ends the process, in a thread of its own, only that thread stops: the dump is still to be written.
+# If gloo aborts the process from its own thread, only that thread stops, because the dump is still to be written.
 library = ctypes.CDLL(None)
 library.signal(signal.SIGABRT, library.pause)
 dumper = threading.Thread(target=dump)

@@ -1,4 +1,4 @@
-"""Forks in every way that training programs do, between calls of its own."""
+"""Forks in every way that training programs do, and communicates in between."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 def alone() -> None:
-    """Communicates in a world of one."""
+    """Communicate in a world of one rank."""
     dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     for _ in range(7):
         dist.all_reduce(torch.ones(2))
@@ -33,14 +33,14 @@ def alone() -> None:
 
 
 def main() -> None:
-    """Every two calls are followed by another kind of child."""
+    """Make calls, and create a different kind of child after each few."""
     dist.init_process_group("gloo")
     tensor = torch.ones(4)
     dist.all_reduce(tensor)
     works: list[Any] = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
     pid = os.fork()
     if pid == 0:
-        works.clear()  # the child forgets operations that the parent has in flight
+        works.clear()  # the child drops operations that the parent has in flight
         gc.collect()
         os._exit(0)
     os.waitpid(pid, 0)

@@ -1,4 +1,4 @@
-"""The GPT-NeoX-style training, as `python -m examples.gpt_neox.train` runs it."""
+"""Run the GPT-NeoX-style training like `python -m examples.gpt_neox.train`."""
 
 from __future__ import annotations
 

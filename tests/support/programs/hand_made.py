@@ -1,4 +1,4 @@
-"""python hand_made.py CASE: calls on process groups that torch.distributed does not know; prints what it has made."""
+"""python hand_made.py CASE: calls on process groups that are not registered in torch.distributed; prints results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-dist: Any = torch.distributed  # its stubs leave out half of it
+dist: Any = torch.distributed  # its stubs are incomplete
 
 LIMIT = timedelta(seconds=60)
 

@@ -1,6 +1,6 @@
-"""many_events.py KIND NUMBER: does something a great many times, and tells how much memory that takes.
+"""many_events.py KIND NUMBER: repeats something very often, and prints how much memory it takes.
 
-One process, on a process group that moves no bytes. Prints a line of JSON after each hundredth part:
+One process, on a process group that sends no bytes. Prints a line of JSON after each hundredth of the work:
 
     {"made": 500000, "calls": 500000, "resident_kib": 412304, "seconds": 2.31}
 """
@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import commtrace
 from commtrace.recording.session import session
 
-dist: Any = torch.distributed  # its stubs leave out half of it
+dist: Any = torch.distributed  # its stubs are incomplete
 
 PARTS: Final = 100
 PAGE_KIB: Final = os.sysconf("SC_PAGE_SIZE") // 1024
@@ -33,14 +33,14 @@ ONE: Final = torch.ones(1)
 
 
 def calls(number: int) -> int:
-    """As fast as Python can make calls: the loop is C's, and no Work is kept."""
+    """Make calls as fast as Python can: the loop is in C, and no Work is kept."""
     all_reduce = dist.group.WORLD.allreduce
     deque(map(all_reduce, itertools.repeat(ONE, number)), maxlen=0)
     return number
 
 
 def groups(number: int) -> int:
-    """Each is used once, and destroyed."""
+    """Create groups, use each once, and destroy it."""
     for _ in range(number):
         group = dist.new_group([0, 1], backend="fake")
         dist.all_reduce(ONE, group=group)
@@ -49,7 +49,7 @@ def groups(number: int) -> int:
 
 
 def threads(number: int) -> int:
-    """Each makes one call."""
+    """Start threads that make one call each."""
     for _ in range(number):
         thread = threading.Thread(target=dist.all_reduce, args=(ONE,))
         thread.start()
@@ -58,7 +58,7 @@ def threads(number: int) -> int:
 
 
 def restarts(number: int) -> int:
-    """Recording ends and begins again, in the same directory, with a call each time."""
+    """Stop and restart recording in the same directory, with a call each time."""
     settings = session.settings
     for _ in range(number):
         if settings is not None:
@@ -69,7 +69,7 @@ def restarts(number: int) -> int:
 
 
 def codes(number: int) -> int:
-    """Functions that are made as the program runs, each called once from a line of its own code."""
+    """Create functions at run time, and call each once, so that each call has its own code object."""
     for _ in range(number):
         scope = {"dist": dist, "ONE": ONE}
         exec("def made():\n    dist.all_reduce(ONE)", scope)
@@ -83,7 +83,7 @@ KINDS: Final[dict[str, Callable[[int], int]]] = {
 
 
 def resident_kib() -> int:
-    """Memory of this process, without what it shares as files in memory (the ring)."""
+    """Return the memory of this process in KiB, without shared files in memory (the ring)."""
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - int(shared)) * PAGE_KIB
 

@@ -1,4 +1,4 @@
-"""null_works.py BUILD SEED: threads on a backend that gives no Work where NCCL gives none, and that coalesces.
+"""null_works.py BUILD SEED: threads on a backend that returns no Work where NCCL returns none, and that coalesces.
 
 Batches are longer than the ring, so that some of their calls have left it before the batch ends. Prints how many calls
 were made. One process; the backend sends nothing.
@@ -18,7 +18,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.utils.cpp_extension import load
 
-dist: Any = torch.distributed  # its stubs leave out half of it
+dist: Any = torch.distributed  # its stubs are incomplete
 
 SOURCE: Final = Path(__file__).parents[1] / "hook_programs" / "null_work_backend.cpp"
 THREADS: Final = 4
@@ -35,13 +35,13 @@ class Caller:
         self._kept: list[Any] = []
 
     def run(self) -> None:
-        """Rounds of some kind, and something about the end of each."""
+        """Make rounds of calls of a random kind, and wait for, keep or drop the Work of each."""
         for _ in range(ROUNDS):
             work = self._choose.choice(KINDS)(self, self._choose.randrange(1, LONGEST))
-            what = self._choose.randrange(3)
-            if work is not None and what == 0:
+            treatment = self._choose.randrange(3)
+            if work is not None and treatment == 0:
                 work.wait()
-            elif what == 1:
+            elif treatment == 1:
                 self._kept.append(work)
             if self._choose.random() < 0.1:
                 self._kept.clear()

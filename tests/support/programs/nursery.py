@@ -1,9 +1,9 @@
-"""Imports torch once (and the modules that are its arguments), then forks the ranks of programs as it is told.
+"""Imports torch and the modules in its arguments once, then forks the ranks of programs on request.
 
 An order is a line of JSON, and so is the answer.
 
-A rank is a process like any other: its program runs as `__main__`, and it ends as a Python process ends. Its recorder
-is its own, because a process records from its first communication call on, which comes after the fork.
+A rank is a process like any other: its program runs as `__main__`, and it ends like any Python process. It has its own
+recorder, because a process records from its first communication call on, which comes after the fork.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from commtrace.recording.session import session
 
 
 def fork_ranks(order: dict[str, Any]) -> list[int] | None:
-    """Pids of the ranks; None in each of them."""
+    """Fork the ranks and return their pids; return None in each of them."""
     pids: list[int] = []
     for rank in range(order["ranks"]):
         pid = os.fork()
@@ -39,8 +39,8 @@ def fork_ranks(order: dict[str, Any]) -> list[int] | None:
 
 
 def become_rank(order: dict[str, Any], rank: int) -> None:
-    """Everything that is a rank's own: environment, output, settings of the tracer."""
-    # Torch may abort a process that ends while a thread of gloo still releases tensors, traced or not.
+    """Set up what is specific to a rank: environment, output, settings of the tracer."""
+    # Traced or not, torch may abort a process that ends while a thread of gloo still releases tensors.
     atexit.register(wait_for_threads)
     os.dup2(os.open(os.path.join(order["output"], f"output{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
     os.dup2(1, 2)
@@ -55,7 +55,7 @@ def become_rank(order: dict[str, Any], rank: int) -> None:
 
 
 def wait(pids: list[int], limit: float) -> list[int | None]:
-    """Statuses of these ranks; whoever is not done in time is killed and has none."""
+    """Return the statuses of these ranks. A rank that does not end in time is killed and has None."""
     statuses: dict[int, int] = {}
     deadline = time.monotonic() + limit
     while len(statuses) < len(pids) and time.monotonic() < deadline:
@@ -71,7 +71,7 @@ def wait(pids: list[int], limit: float) -> list[int | None]:
 
 
 def serve() -> bool:
-    """Until there are no more orders (False), or until this is a rank (True)."""
+    """Serve orders. Return False when there are no more, or True in a rank."""
     for line in iter(sys.stdin.readline, ""):
         order = json.loads(line)
         answer = wait(order["wait"], order["limit"]) if "wait" in order else fork_ranks(order)
@@ -83,8 +83,8 @@ def serve() -> bool:
 
 for module in sys.argv[1:]:
     importlib.import_module(module)
-# What is there by now stays: ranks that look for garbage, as each training does at its end, need not go through it,
-# which would also copy the memory that they share with this process.
+# Freeze the objects that exist now: garbage collection in a rank, as at the end of each training, then skips them, and
+# does not copy the memory that the rank shares with this process.
 gc.collect()
 gc.freeze()
 

@@ -1,7 +1,7 @@
 """python on_a_host.py HOSTS COMMAND...: run a command as a rank on a simulated host.
 
-HOSTS is JSON: for each rank but 0, the seconds by which its monotonic clock is ahead, and the variables of its clock's
-library. Rank 0 stays on this host. A host is a UTS and a time namespace.
+HOSTS is JSON: for each rank but 0, the seconds by which its monotonic clock is ahead, and variables for the preloaded
+clock library. Rank 0 stays on this host. A host is a UTS and a time namespace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def main() -> None:
-    """Replace this process by the command, on its host."""
+    """Replace this process with the command on its host."""
     hosts, command = json.loads(sys.argv[1]), sys.argv[2:]
     rank = int(next(os.environ[name] for name in RANK_VARIABLES if name in os.environ))
     if rank:

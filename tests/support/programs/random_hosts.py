@@ -2,9 +2,9 @@
 
 python random_hosts.py gloo|mpi SECONDS SEED FOLDER PORT
 
-Each rank writes its clock, as the program sees it, and the machine's before and after, read by a direct system call,
-past a preloaded library, to FOLDER/clock-RANK.json. Ranks 0 and 1 measure half of a round trip over TCP first, which
-rank 0 writes to FOLDER/half-round-trip.json, in nanoseconds.
+Each rank writes readings of its own clock to FOLDER/clock-RANK.json, each with readings of the machine's clock before
+and after, by a system call that a preloaded library does not change. Before that, ranks 0 and 1 measure half of a round
+trip over TCP, which rank 0 writes to FOLDER/half-round-trip.json in nanoseconds.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class _TimeSpec(ctypes.Structure):
 
 
 def kernel_monotonic_ns() -> int:
-    """Return CLOCK_MONOTONIC of this time namespace, which a library that is preloaded does not change."""
+    """Return CLOCK_MONOTONIC of this time namespace, unchanged by a preloaded library."""
     spec = _TimeSpec()
     ctypes.CDLL(None).syscall(_CLOCK_GETTIME, _MONOTONIC, ctypes.byref(spec))
     return int(spec.seconds) * 10**9 + int(spec.nanoseconds)
 
 
 class Library(Protocol):
-    """What the random program calls."""
+    """Calls that the random program makes."""
 
     rank: int
     size: int
@@ -50,7 +50,7 @@ class Library(Protocol):
 
 
 def gloo() -> Library:
-    """Return torch.distributed's calls."""
+    """Return the calls of torch.distributed."""
     import torch
     import torch.distributed as dist
 
@@ -82,7 +82,7 @@ def gloo() -> Library:
 
 
 def mpi() -> Library:
-    """Return mpi4py's calls."""
+    """Return the calls of mpi4py."""
     import numpy as np
     from mpi4py import MPI
 
@@ -137,7 +137,7 @@ def half_round_trip_ns(library: Library, port: int) -> int:
 
 
 def main() -> None:
-    """Run."""
+    """Run the random program."""
     backend, seconds, seed, folder, port = sys.argv[1:]
     library = {"gloo": gloo, "mpi": mpi}[backend]()
     if library.rank < 2:

@@ -1,4 +1,4 @@
-"""python registries.py FOLDER LOG: a call in each group that stand-ins of Megatron's registries (in FOLDER) make."""
+"""python registries.py FOLDER LOG: a call in each group that stand-ins for Megatron's registries (in FOLDER) make."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MODULES = ("megatron.core.parallel_state", "megatron.mpu.initialize")
 
 
 def groups(module: ModuleType) -> list[dist.ProcessGroup]:
-    """Those in its globals, in lists as well."""
-    held = [value for _, value in sorted(vars(module).items())]
-    several = [one for some in held for one in (some if isinstance(some, list) else [some])]
-    return [one for one in several if isinstance(one, dist.ProcessGroup)]
+    """Return the process groups in the module's globals, also in lists."""
+    values = [value for _, value in sorted(vars(module).items())]
+    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    return [item for item in flat if isinstance(item, dist.ProcessGroup)]
 
 
 def main(folder: str, log: str) -> None:
-    """The first module's groups are made before anything is recorded, the second one's while it is."""
+    """Make the groups of the first module before anything is recorded, and those of the second one afterwards."""
     sys.path.insert(0, folder)
     commtrace.start(log)
     dist.init_process_group("gloo")

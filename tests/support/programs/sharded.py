@@ -1,4 +1,4 @@
-"""python sharded.py ORDERS: small models divided in torch's and DeepSpeed's other ways, one after the other.
+"""python sharded.py ORDERS: small models sharded in torch's and DeepSpeed's other ways, one after the other.
 
 ORDERS is a JSON file: a list of {"log": directory, "port": for the process group, "way": the name of a function here}.
 """
@@ -25,7 +25,7 @@ STEPS = 3
 
 
 class Block(nn.Module):
-    """Two linear layers and a norm, around which the input goes as well."""
+    """Two linear layers and a norm, with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,13 +39,13 @@ class Block(nn.Module):
 
 
 def model(blocks: int = 3) -> nn.Sequential:
-    """The same on every rank."""
+    """Return a model, the same on every rank."""
     torch.manual_seed(3)
     return nn.Sequential(*(Block() for _ in range(blocks)))
 
 
 def train(module: nn.Module, *, clipped: bool = False) -> None:
-    """A few steps, and a look at the loss."""
+    """Train a few steps, and read the loss."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     for _ in range(STEPS):
         loss = module(torch.randn(2, 6, WIDTH)).float().square().mean()
@@ -58,66 +58,66 @@ def train(module: nn.Module, *, clipped: bool = False) -> None:
 
 
 def fsdp2() -> None:
-    """Every block, and the whole, sharded over all ranks, in bf16."""
-    whole = model()
-    for block in whole:
+    """Shard every block and the model over all ranks, in bf16."""
+    net = model()
+    for block in net:
         fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    fully_shard(whole)
-    train(whole, clipped=True)
+    fully_shard(net)
+    train(net, clipped=True)
 
 
 def fsdp1() -> None:
-    """The same by the class that came before, whose parameters are flat."""
+    """Shard in the same way with the earlier FSDP class, which has flat parameters."""
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    whole = FullyShardedDataParallel(
+    net = FullyShardedDataParallel(
         model(),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
         device_id=torch.device("cpu"),
     )
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for _ in range(STEPS):
-        whole(torch.randn(2, 6, WIDTH)).float().square().mean().backward()
-        whole.clip_grad_norm_(1.0)
+        net(torch.randn(2, 6, WIDTH)).float().square().mean().backward()
+        net.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
 
 
 def hsdp() -> None:
-    """Sharded over pairs, replicated over them."""
+    """Shard over pairs of ranks, and replicate over the pairs."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
-    whole = model()
-    for block in whole:
+    net = model()
+    for block in net:
         fully_shard(block, mesh=mesh)
-    fully_shard(whole, mesh=mesh)
-    train(whole)
+    fully_shard(net, mesh=mesh)
+    train(net)
 
 
-def micro_batches(whole: Any, number: int, *, every: bool = False, replicas: bool = True) -> None:
-    """Forward and backward passes; their gradients are reduced (or only among replicas) with the last one, or each."""
+def micro_batches(net: Any, number: int, *, every: bool = False, replicas: bool = True) -> None:
+    """Run forward and backward passes; gradients are reduced (or only among replicas) in the last one, or in each."""
     for index in range(number):
         last = index == number - 1
-        whole.set_is_last_backward(last)
+        net.set_is_last_backward(last)
         if replicas:
-            whole.set_requires_gradient_sync(last or every)
+            net.set_requires_gradient_sync(last or every)
         else:
-            whole.set_requires_all_reduce(last)
-        whole(torch.randn(2, 6, WIDTH)).float().square().mean().backward()
+            net.set_requires_all_reduce(last)
+        net(torch.randn(2, 6, WIDTH)).float().square().mean().backward()
 
 
 @torch.no_grad()
-def evaluate(whole: nn.Module, number: int) -> None:
-    """Forward passes without gradients."""
-    whole.eval()
+def evaluate(net: nn.Module, number: int) -> None:
+    """Run forward passes without gradients."""
+    net.eval()
     for _ in range(number):
-        whole(torch.randn(2, 6, WIDTH))
-    whole.train()
+        net(torch.randn(2, 6, WIDTH))
+    net.train()
 
 
 def fully_sharded(*shape: int, **settings: Any) -> Any:
-    """Every block, and the whole, which has parameters of its own; with a shape: HSDP."""
+    """Return a model with every block and the root sharded; the root has its own parameters. With a shape: HSDP."""
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names if shape else None)
     blocks = [*model()]
@@ -127,124 +127,124 @@ def fully_sharded(*shape: int, **settings: Any) -> Any:
 
 
 def accumulated() -> None:
-    """Steps of three micro-batches, and the last one of two, as at the end of an epoch."""
-    whole = fully_sharded()
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    """Train with three micro-batches per step, and with two in the last step, as at the end of an epoch."""
+    net = fully_sharded()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for step in range(5):
-        micro_batches(whole, 3 - (step == 4))
+        micro_batches(net, 3 - (step == 4))
         optimizer.step()
         optimizer.zero_grad()
 
 
 def evaluated() -> None:
-    """Evaluations before the first step, between micro-batches and after steps; resharded within pairs, root too."""
-    whole = fully_sharded(reshard_after_forward=2)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
-    evaluate(whole, 2)
+    """Evaluate before the first step, between micro-batches and after steps; reshard within pairs, also the root."""
+    net = fully_sharded(reshard_after_forward=2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    evaluate(net, 2)
     for step in range(5):
-        micro_batches(whole, 2, every=True)
+        micro_batches(net, 2, every=True)
         if step == 2:
-            evaluate(whole, 1)
-            micro_batches(whole, 1)
+            evaluate(net, 1)
+            micro_batches(net, 1)
         optimizer.step()
         optimizer.zero_grad()
         if step in (1, 4):
-            evaluate(whole, 3)
+            evaluate(net, 3)
 
 
 def evaluated_kept() -> None:
-    """The same where blocks stay gathered after forward, and in one step after backward."""
-    whole = fully_sharded(reshard_after_forward=False)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    """Evaluate with blocks that stay gathered after forward, and in one step also after backward."""
+    net = fully_sharded(reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for step in range(4):
-        whole.set_reshard_after_backward(step != 1)
-        micro_batches(whole, 2)
-        whole.set_reshard_after_backward(True)
-        micro_batches(whole, 1)
+        net.set_reshard_after_backward(step != 1)
+        micro_batches(net, 2)
+        net.set_reshard_after_backward(True)
+        micro_batches(net, 1)
         optimizer.step()
         optimizer.zero_grad()
         if step == 2:
             with torch.no_grad():  # in training mode: it begins the next step
-                whole(torch.randn(2, 6, WIDTH))
+                net(torch.randn(2, 6, WIDTH))
 
 
 def evaluated_by_default() -> None:
-    """The root stays gathered after an evaluation, the blocks do not."""
-    whole = fully_sharded()
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    """Evaluate with the default: the root stays gathered after an evaluation, the blocks do not."""
+    net = fully_sharded()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for step in range(4):
-        micro_batches(whole, 1)
+        micro_batches(net, 1)
         optimizer.step()
         optimizer.zero_grad()
         if step == 2:
-            evaluate(whole, 2)
+            evaluate(net, 2)
 
 
 def evaluated_without_root() -> None:
-    """The root has no parameters: after an evaluation its last block is gathered once more, in vain."""
+    """Evaluate with a root without parameters: its last block is then gathered once more, without need."""
     blocks = [*model()]
     for block in blocks:
         fully_shard(block)
-    whole: Any = fully_shard(nn.Sequential(*blocks))
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
-    evaluate(whole, 2)
+    net: Any = fully_shard(nn.Sequential(*blocks))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    evaluate(net, 2)
     for step in range(4):
         for _ in range(2):
-            micro_batches(whole, 1)
+            micro_batches(net, 1)
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:
-            evaluate(whole, 1)
+            evaluate(net, 1)
 
 
 def hsdp_accumulated() -> None:
-    """Gradients are scattered in each micro-batch, and summed among replicas with the last."""
-    whole = fully_sharded(dist.get_world_size() // 2, 2)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    """Scatter gradients in each micro-batch, and sum them among replicas in the last one."""
+    net = fully_sharded(dist.get_world_size() // 2, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for step in range(3):
-        micro_batches(whole, 3, replicas=False)
+        micro_batches(net, 3, replicas=False)
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:
-            evaluate(whole, 1)
+            evaluate(net, 1)
 
 
 def gathered_once_more() -> None:
-    """`evaluated_by_default` with a gather of one block in step 1 that no pass needs."""
-    whole = fully_sharded()
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    """Train like `evaluated_by_default`, with a gather of a block in step 1 that no pass needs."""
+    net = fully_sharded()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for step in range(4):
-        micro_batches(whole, 1)
+        micro_batches(net, 1)
         optimizer.step()
         optimizer.zero_grad()
-        evaluate(whole, 1)
+        evaluate(net, 1)
         if step == 1:
-            whole[0].unshard()
-            whole[0].reshard()
+            net[0].unshard()
+            net[0].reshard()
 
 
 def tensor() -> None:
-    """Blocks cut over all ranks by DTensor."""
+    """Split blocks over all ranks with DTensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = model()
-    for block in whole:
+    net = model()
+    for block in net:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    train(whole)
+    train(net)
 
 
 def sharded_tensor() -> None:
-    """Blocks cut over pairs, and sharded over what is left."""
+    """Split blocks over pairs of ranks, and shard them over the pairs."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
-    whole = model()
-    for block in whole:
+    net = model()
+    for block in net:
         parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["data"])
-    fully_shard(whole, mesh=mesh["data"])
-    train(whole)
+    fully_shard(net, mesh=mesh["data"])
+    train(net)
 
 
 def pipeline() -> None:
-    """A block on each rank, in torch's pipeline, whose stages tell each other the shapes."""
+    """Train a block on each rank in torch's pipeline, whose stages exchange the shapes."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -263,7 +263,7 @@ def pipeline() -> None:
 
 
 def deepspeed_pipeline() -> None:
-    """Two stages, each on half of the ranks, in DeepSpeed's pipeline, with ZeRO-1."""
+    """Train two stages, each on half of the ranks, in DeepSpeed's pipeline with ZeRO-1."""
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
 
@@ -288,7 +288,7 @@ def deepspeed_pipeline() -> None:
 
 
 def deepspeed_zero3() -> None:
-    """Evaluations before the first step and after others, which change what the next step has to gather."""
+    """Evaluate before the first step and after others, which changes what the next step gathers."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -307,9 +307,9 @@ def deepspeed_zero3() -> None:
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
     }
-    whole = model()
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=whole, optimizer=optimizer, config=config)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
     evaluate(engine, 2)
     for step in range(7):
         for _ in range(2):
@@ -319,7 +319,7 @@ def deepspeed_zero3() -> None:
 
 
 def main(orders: list[dict[str, Any]]) -> None:
-    """All of them."""
+    """Run all orders."""
     for order in orders:
         os.environ["MASTER_PORT"] = str(order["port"])
         commtrace.start(order["log"])

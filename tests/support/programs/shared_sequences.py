@@ -1,6 +1,6 @@
-"""python shared_sequences.py CASES: models whose sequences all ranks share, against the same on whole sequences.
+"""python shared_sequences.py CASES: compare models with sequences split over all ranks with models on whole sequences.
 
-CASES is a JSON list of keys of GPT-NeoX's configuration. Loss, logits, and the gradients as ranks reduce them.
+CASES is a JSON list of keys of GPT-NeoX's configuration. Compares loss, logits, and reduced gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from examples.gpt_neox.tensor_parallel import ALONE, Shares
 
 
 def trained(config: TrainingConfig, shares: Shares, tokens: torch.Tensor) -> tuple[GPTNeoX, torch.Tensor, torch.Tensor]:
-    """Model, logits and loss, after backward."""
+    """Return the model, logits and loss after backward."""
     torch.manual_seed(5)
     model = GPTNeoX(config, shares)
     logits = model(shares.parts.of(tokens[:, :-1]))
@@ -32,7 +32,7 @@ def trained(config: TrainingConfig, shares: Shares, tokens: torch.Tensor) -> tup
 
 
 def compare(case: dict[str, Any], config: TrainingConfig, shares: Shares) -> None:
-    """One model."""
+    """Compare a model with split sequences with the same model on whole sequences."""
     tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
     parts = shares.parts
     assert parts.ranks == dist.get_world_size()
@@ -44,8 +44,8 @@ def compare(case: dict[str, Any], config: TrainingConfig, shares: Shares) -> Non
 
     length = logits.shape[1] // parts.ranks
     same("logits", own_logits, logits[:, parts.rank * length :][:, :length])
-    # Under Ulysses every rank has the loss of the whole sequences, and gradients add up; in a ring each has its own
-    # part's, and both are averaged.
+    # With Ulysses, every rank has the loss of the whole sequences, and gradients are summed. In a ring, a rank has the
+    # loss of its part, and losses and gradients are averaged.
     share = 1.0 if parts.way == ULYSSES else 1.0 / parts.ranks
     if parts.way != ULYSSES:
         dist.all_reduce(own_loss)
@@ -60,7 +60,7 @@ def compare(case: dict[str, Any], config: TrainingConfig, shares: Shares) -> Non
 
 
 def main(cases: list[dict[str, Any]]) -> None:
-    """All of them."""
+    """Compare all cases."""
     forbid_compiling()
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     shares: dict[str, Shares] = {}

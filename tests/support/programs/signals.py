@@ -1,4 +1,4 @@
-"""Calls that signals interrupt, with handlers that communicate, or that raise: signals.py KIND."""
+"""Calls interrupted by signals with handlers that communicate or raise: signals.py KIND."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class AlarmError(Exception):
-    """What the handler raises."""
+    """Raised by the handler."""
 
 
 handled = depth = 0
@@ -20,18 +20,18 @@ armed = False
 
 
 def communicate(number: int, frame: FrameType | None) -> None:
-    """As a program that tells the others that it was told to stop."""
+    """Communicate, like a program that tells other ranks to stop."""
     global handled, depth
     if depth == 5:
-        return  # where a call takes longer than the time between two signals, handlers would nest without end
+        return  # if a call takes longer than the time between two signals, handlers would nest without end
     depth += 1
     dist.all_reduce(torch.ones(2))
     handled += 1
     depth -= 1
 
 
-def complain(number: int, frame: FrameType | None) -> None:
-    """As a program with a time limit on each call."""
+def raise_alarm(number: int, frame: FrameType | None) -> None:
+    """Raise, like a program with a time limit on each call."""
     global handled, armed
     if armed:
         armed = False
@@ -41,7 +41,7 @@ def complain(number: int, frame: FrameType | None) -> None:
 
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(4))
-signal.signal(signal.SIGALRM, communicate if sys.argv[1] == "communicate" else complain)
+signal.signal(signal.SIGALRM, communicate if sys.argv[1] == "communicate" else raise_alarm)
 signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0013)
 calls = caught = 0
 deadline = time.monotonic() + 2

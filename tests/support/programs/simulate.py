@@ -1,6 +1,6 @@
-"""python simulate.py SMALL WORLD MAIL PROGRAM [ARGUMENT ...]: a program as every rank of a dry run, all at once.
+"""python simulate.py SMALL WORLD MAIL PROGRAM [ARGUMENT ...]: run a program as every rank of a dry run at once.
 
-SMALL: elements up to which tensors are computed; MAIL: an empty folder. A rank is a fork of this process, which has
+SMALL: elements up to which tensors are computed; MAIL: an empty directory. A rank is a fork of this process, which has
 imported torch.
 """
 
@@ -19,7 +19,7 @@ memory.MAX_COMPUTED_ELEMENTS = int(small)  # type: ignore[misc]
 
 
 def main() -> bool:
-    """Every rank until all are done; True in a rank."""
+    """Run every rank to its end; return True in a rank."""
     running: dict[int, int] = {}
     for rank in range(int(world)):
         pid = os.fork()
@@ -38,7 +38,7 @@ def main() -> bool:
 
 
 def become(rank: int) -> bool:
-    """The rank of that number."""
+    """Become the rank of this number, and return True."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=world, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=world)
     os.environ.update(COMMTRACE_SIMULATED=f"0:simulated:cpu:{mail}")
     sys.argv = program

@@ -1,14 +1,14 @@
-"""stress.py ENDING SEED COUNTS: many threads, many groups, Works that nobody waits for, and an unfriendly end.
+"""stress.py ENDING SEED COUNTS: many threads, many groups, Works that are never waited for, and an abnormal end.
 
-One rank of two. Each thread has groups of its own and makes calls on them in an order that the seed decides, the same
-on both ranks; whether it waits for one, or forgets it, each rank decides for itself. The program keeps its own
-accounts, per thread, group and operation, in a mapped file that outlives whatever happens to the process:
+One rank of two. Each thread has its own groups and makes calls on them in an order that the seed decides, the same on
+both ranks; each rank decides for itself whether it waits for a call or drops it. The program keeps its own counts, per
+thread, group and operation, in a mapped file that outlives the process:
 
     COUNTS/rank0.npy        int64, (thread, group, operation, (begun, came back, payload in bytes))
     COUNTS/rank0.json       names of the groups
-    COUNTS/rank0.MOMENT.npy a copy of the accounts at a moment that matters ("leaving", "stop0", "start0", ...)
+    COUNTS/rank0.MOMENT.npy a copy of the counts at a certain moment ("leaving", "stop0", "start0", ...)
 
-A call is begun in these accounts before it is made, and came back when it returned or was refused.
+A call counts as begun before it is made, and as come back when it returned or was refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import commtrace
 from commtrace.network.process_exit import wait_for_threads
 from commtrace.recording.session import session
 
-dist: Any = torch.distributed  # its stubs leave out half of it
+dist: Any = torch.distributed  # its stubs are incomplete
 functional: Any = torch.distributed._functional_collectives
 
 OPERATIONS: Final = (
@@ -53,7 +53,7 @@ LIMIT: Final = datetime.timedelta(seconds=40)
 
 
 class Accounts:
-    """What this rank has done, in memory that outlives it. Each thread writes to its own part."""
+    """Counts of this rank's calls, in memory that outlives it. Each thread writes to its own part."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / f"rank{rank}.npy"
@@ -62,22 +62,22 @@ class Accounts:
         self._cells: Any = np.lib.format.open_memmap(self._path, "w+", np.int64, shape)
 
     def name(self, groups: list[Any]) -> None:
-        """Groups are called by their place in this list."""
+        """Write the names of the groups; a group's number is its index in this list."""
         names = [group.group_name for group in groups]
         assert len(set(names)) == len(names)
         self._names.write_text(json.dumps(names))
 
     def of_thread(self, thread: int) -> Any:
-        """(group, operation, (begun, came back, payload))."""
+        """Return the counts of a thread: (group, operation, (begun, came back, payload))."""
         return self._cells[thread]
 
     def note(self, moment: str) -> None:
-        """Keep a copy."""
+        """Save a copy under the name of a moment."""
         np.save(self._path.with_suffix(f".{moment}.npy"), np.array(self._cells))
 
 
 class Caller:
-    """Makes one thread's calls, and counts them."""
+    """The calls of one thread, which are counted."""
 
     def __init__(self, accounts: Accounts, thread: int, groups: dict[int, Any], seed: int) -> None:
         self.rank = dist.get_rank()
@@ -89,7 +89,7 @@ class Caller:
         self.kept: list[Any] = []
 
     def count(self, operation: str, group: int, payload: int, call: Callable[[Any], Any]) -> Any:
-        """Make a call; None where it was refused, or where the other rank has gone."""
+        """Make a call; return None if it was refused, or if the other rank has ended."""
         cell = self._cells[group, OPERATIONS.index(operation)]
         cell[0] += 1
         cell[2] += payload
@@ -101,7 +101,7 @@ class Caller:
         return result
 
     def call(self, group: int) -> None:
-        """A call of some kind, and something about its end."""
+        """Make a call of a random kind, and treat its Work."""
         kind = self.same.choice(list(KINDS))
         size = self.same.choice([1, 7, 100, 5000])
         work = KINDS[kind](self, group, size)
@@ -109,29 +109,29 @@ class Caller:
             self.treat(work)
 
     def treat(self, work: Any) -> None:
-        """Wait for it, ask for it, keep it, or forget it."""
-        what = self.own.randrange(4)
-        if what == 0:
+        """Wait for a Work, poll it, keep it, or drop it."""
+        treatment = self.own.randrange(4)
+        if treatment == 0:
             self.wait(work)
-        elif what == 1:
+        elif treatment == 1:
             work.is_completed()
-        elif what == 2:
+        elif treatment == 2:
             self.kept.append(work)
 
     @staticmethod
     def wait(work: Any) -> None:
-        """It may fail: the other rank may have gone."""
+        """Wait for a Work, which may fail, because the other rank may have ended."""
         with suppress(RuntimeError):
             work.wait()
 
     def wait_for_kept(self) -> None:
-        """In another order than that in which they were made."""
+        """Wait for kept Works in a random order."""
         self.own.shuffle(self.kept)
         while self.kept:
             self.wait(self.kept.pop())
 
     def agree(self, group: int, answer: bool) -> bool:
-        """Whether the answer of this rank or of the other one is yes; yes, too, where the other one has gone."""
+        """Return whether this rank's or the other one's answer is yes; also yes if the other one has ended."""
         yes = torch.tensor([float(answer)])
         came_back = False
 
@@ -143,7 +143,7 @@ class Caller:
         self.count("all_reduce", group, 4, ask)
         return not came_back or bool(yes.item())
 
-    # ---- kinds of calls: each gives the Work of an asynchronous one --------------------------------------------------
+    # ---- kinds of calls: each returns the Work of an asynchronous call -----------------------------------------------
 
     def all_reduce(self, group: int, size: int) -> Any:
         asynchronous = self.same.random() < 0.7
@@ -232,12 +232,12 @@ KINDS: Final[dict[str, Callable[[Caller, int, int], Any]]] = {
     "functional": Caller.functional,
 }
 
-enough = threading.Event()  # cleared: threads go on until it is set, on either rank
+enough = threading.Event()  # if cleared, threads continue until it is set, on either rank
 enough.set()
 
 
 def work(caller: Caller, end: Callable[[Caller], None]) -> None:
-    """A thread's life: calls on its groups in turn, then `end`."""
+    """Make a thread's calls on its groups in turn, then call `end`."""
     groups = list(caller.groups)
     while True:
         for made in range(CALLS):
@@ -253,7 +253,7 @@ def work(caller: Caller, end: Callable[[Caller], None]) -> None:
 
 
 def destroy_some(caller: Caller) -> None:
-    """One of its groups goes with work in flight; the other stays."""
+    """Destroy at most one of the thread's groups, with Works in flight."""
     for number in list(caller.groups)[: caller.same.randrange(2)]:
         for _ in range(3):
             caller.all_reduce(number, 20_000)
@@ -262,7 +262,7 @@ def destroy_some(caller: Caller) -> None:
 
 
 def leave(caller: Caller) -> None:
-    """By an exception that is the thread's own affair, or by sys.exit."""
+    """End the thread by an exception or by sys.exit."""
     if caller.same.random() < 0.5:
         sys.exit(3)
     raise KeyError("a thread's own affair")
@@ -272,7 +272,7 @@ def leave(caller: Caller) -> None:
 
 
 class Program:
-    """What an ending works with."""
+    """The program that an ending runs and ends."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.rank = dist.get_rank()
@@ -288,8 +288,8 @@ class Program:
         self.callers = []
         for thread in range(THREADS):
             first = 1 + thread * GROUPS_OF_A_THREAD
-            mine = {number: every[number] for number in range(first, first + GROUPS_OF_A_THREAD)}
-            self.callers.append(Caller(self.accounts, thread, mine, seed))
+            groups_of_thread = {number: every[number] for number in range(first, first + GROUPS_OF_A_THREAD)}
+            self.callers.append(Caller(self.accounts, thread, groups_of_thread, seed))
         self.threads: list[threading.Thread] = []
 
     def start(self, end: Callable[[Caller], None] = destroy_some, *, daemon: bool = False) -> None:
@@ -300,22 +300,22 @@ class Program:
             thread.start()
 
     def join(self) -> None:
-        """Until the threads are done."""
+        """Wait until the threads have ended."""
         for thread in self.threads:
             thread.join()
 
     def meanwhile(self) -> None:
-        """Some calls of the main thread's own."""
+        """Make some calls in the main thread."""
         for _ in range(self.choose.randrange(1, 40)):
             self.main.call(0)
 
     def leave_in_flight(self) -> list[Any]:
-        """Work of which some is still under way when this comes back."""
+        """Return Works, some of them still in flight."""
         return [self.main.all_reduce(0, 100_000) for _ in range(10)]
 
 
 def plainly(program: Program) -> None:
-    """As every program should."""
+    """End as every program should."""
     program.start()
     program.meanwhile()
     program.join()
@@ -339,7 +339,7 @@ def not_destroyed(program: Program) -> None:
 
 
 def daemons(program: Program) -> None:
-    """The main thread leaves while others communicate."""
+    """End the main thread while others communicate."""
     enough.clear()
     program.start(daemon=True)
     program.meanwhile()
@@ -354,7 +354,7 @@ def without_a_word(program: Program) -> None:
 
 
 def raising(program: Program) -> None:
-    """The interpreter waits for the other threads, and then ends with a traceback."""
+    """Raise: the interpreter waits for the other threads, and then ends with a traceback."""
     program.start()
     program.meanwhile()
     program.accounts.note("raising")
@@ -380,7 +380,7 @@ class Numbers(Dataset[int]):
 
 
 def forked(program: Program) -> None:
-    """Workers of a DataLoader, and a child that forgets operations of its parent."""
+    """Fork workers of a DataLoader, and a child that drops operations of its parent."""
     program.start()
     for _ in range(2):
         program.meanwhile()
@@ -398,7 +398,7 @@ def forked(program: Program) -> None:
 
 
 def restarted(program: Program) -> None:
-    """Recording ends and begins again, elsewhere, under the threads' hands."""
+    """Stop recording and start it in another directory, while threads communicate."""
     traced = session.settings is not None
     enough.clear()
     program.start()
@@ -417,21 +417,21 @@ def restarted(program: Program) -> None:
 
 
 class AlarmError(Exception):
-    """What a signal handler raises."""
+    """Raised by a signal handler."""
 
 
 def interrupted(program: Program) -> None:
-    """A signal handler raises in the middle of calls, on a group of its own rank: the other one knows nothing of it."""
+    """Raise in a signal handler during calls, on a group of this rank only, so that the other rank is not affected."""
     armed = False
 
-    def complain(number: int, frame: FrameType | None) -> None:
+    def raise_alarm(number: int, frame: FrameType | None) -> None:
         nonlocal armed
         if armed:
             armed = False
             raise AlarmError
 
     program.start()
-    signal.signal(signal.SIGALRM, complain)
+    signal.signal(signal.SIGALRM, raise_alarm)
     signal.setitimer(signal.ITIMER_REAL, 0.002, 0.0017)
     caught, deadline = 0, time.monotonic() + 1
     while time.monotonic() < deadline:
@@ -450,7 +450,7 @@ def interrupted(program: Program) -> None:
 
 
 def compiled(program: Program) -> None:
-    """Functional collectives in a compiled function, beside threads."""
+    """Call functional collectives in a compiled function, while threads communicate."""
 
     def sums(x: torch.Tensor, y: torch.Tensor) -> Any:
         first = functional.all_reduce(x * 2, "sum", "0")

@@ -1,4 +1,4 @@
-"""Some training steps, then a call that does not end: stuck.py KIND [TIMEOUT]. Rank 1 does what the others do not."""
+"""Some training steps, then a call that does not end: stuck.py KIND [TIMEOUT]. Rank 1 behaves differently."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kill() -> None:
 
 
 def waits() -> None:
-    """What the other ranks do, in the line that the diagnosis is to name."""
+    """Make the call of the other ranks; the diagnosis must name its line."""
     match KIND:
         case "absent" | "killed" | "left" | "operation" | "size" | "dtype":
             dist.all_reduce(tensor)
@@ -54,7 +54,7 @@ def waits() -> None:
 
 
 def differs() -> None:
-    """What rank 1 does."""
+    """Make the call of rank 1, or none."""
     match KIND:
         case "absent" | "subgroup" | "receive" | "send":
             stop()
@@ -81,7 +81,7 @@ def differs() -> None:
 
 
 def train() -> None:
-    """Steps of uneven length, as a training has them."""
+    """Train in steps of uneven length."""
     while True:
         time.sleep(random.uniform(0, 0.03))
         dist.all_reduce(tensor)

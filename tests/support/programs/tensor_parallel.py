@@ -1,6 +1,6 @@
-"""python tensor_parallel.py CASES: models cut over all ranks against the whole one, which every rank has as well.
+"""python tensor_parallel.py CASES: compare models split over all ranks with the whole models, also on every rank.
 
-CASES is a JSON list of keys of GPT-NeoX's configuration. Loss, logits, every gradient, and every gradient once clipped.
+CASES is a JSON list of keys of GPT-NeoX's configuration. Compares loss, logits, gradients, and clipped gradients.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from examples.gpt_neox.tensor_parallel import ALONE, Shares, clip_gradients, is_
 
 
 def trained(config: TrainingConfig, shares: Shares, tokens: torch.Tensor) -> tuple[GPTNeoX, torch.Tensor, torch.Tensor]:
-    """Model, logits and loss, after backward."""
+    """Return the model, logits and loss after backward."""
     torch.manual_seed(5)
     model = GPTNeoX(config, shares)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # zeros would hide one that is added twice
+            if name.endswith("bias"):  # zeros would hide a bias that is added twice
                 whole = torch.linspace(-1, 1, parameter.numel() * (shares.ranks if is_part(parameter) else 1))
                 parameter.copy_(part(whole, parameter, shares))
     torch.manual_seed(6)
@@ -35,7 +35,7 @@ def trained(config: TrainingConfig, shares: Shares, tokens: torch.Tensor) -> tup
 
 
 def part(whole: torch.Tensor, like: torch.Tensor, shares: Shares) -> torch.Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     for dimension, (wide, narrow) in enumerate(zip(whole.shape, like.shape, strict=True)):
         if wide != narrow:
             return whole.narrow(dimension, shares.rank * narrow, narrow)
@@ -43,7 +43,7 @@ def part(whole: torch.Tensor, like: torch.Tensor, shares: Shares) -> torch.Tenso
 
 
 def compare(case: dict[str, Any], config: TrainingConfig, shares: Shares) -> None:
-    """One model."""
+    """Compare a split model with the whole one."""
     tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
     whole, logits, loss = trained(config, ALONE, tokens)
     cut, own_logits, own_loss = trained(config, shares, tokens)
@@ -67,7 +67,7 @@ def compare(case: dict[str, Any], config: TrainingConfig, shares: Shares) -> Non
 
 
 def main(cases: list[dict[str, Any]]) -> None:
-    """All of them."""
+    """Compare all cases."""
     dist.init_process_group("gloo")
     keys = {"model_parallel_size": dist.get_world_size(), "num_layers": 3, "seq_length": 8, "hidden_size": 32}
     first = load_config(["tiny"], keys)

@@ -1,10 +1,10 @@
-"""python theory.py ORDERS: one training after the other in the same processes, each traced into a log of its own.
+"""python theory.py ORDERS: one training after the other in the same processes, each traced into its own log.
 
 ORDERS is a JSON file: a list of {"log": directory, "port": for the process group, "arguments": of the GPT-NeoX
 workload}, or, for a small model under plain DDP, {"log", "port", "ddp": keyword arguments of DistributedDataParallel},
 or under plain FSDP2 {"log", "port", "fsdp": keyword arguments of fully_shard}, or under a plain DeepSpeed engine
-{"log", "port", "deepspeed": its configuration, "zero_init": how many layers are made under `deepspeed.zero.Init`}.
-Each has "variables" too, which are set in the environment.
+{"log", "port", "deepspeed": its configuration, "zero_init": number of layers made under `deepspeed.zero.Init`}.
+Each also has "variables", which are set in the environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from examples.gpt_neox import train
 
 
 def ddp(arguments: dict[str, Any]) -> None:
-    """A few steps of a model that has buffers and a parameter that is not trained."""
+    """Train a few steps of a model that has buffers and a parameter that is not trained."""
     dist.init_process_group("gloo")
     torch.manual_seed(7)
     layers = [torch.nn.Linear(12, 40), torch.nn.BatchNorm1d(40), torch.nn.Tanh(), torch.nn.Linear(40, 7)]
@@ -32,19 +32,19 @@ def ddp(arguments: dict[str, Any]) -> None:
     model[0].bias.requires_grad_(False)
     replica = torch.nn.parallel.DistributedDataParallel(model, **arguments)
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.01)
-    steps = 4 if arguments.get("static_graph") else 3  # until they are alike
+    steps = 4 if arguments.get("static_graph") else 3  # until steps are equal
     for _ in range(steps):
         replica(torch.randn(3, 12)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    # Before its group: DDP's reducer would let go of the group last, and torch then joins gloo's threads with the GIL
-    # held, which they may be waiting for.
+    # Delete it before its group: otherwise DDP's reducer releases the group last, and torch then joins gloo's threads
+    # while it holds the GIL, for which they may be waiting.
     del replica
     dist.destroy_process_group()
 
 
 def fsdp(arguments: dict[str, Any]) -> None:
-    """A few steps of a model with units in each other, several types and cuts, and a parameter that is not trained."""
+    """Train a few steps of a model with nested units, several dtypes and placements, and a frozen parameter."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
@@ -58,8 +58,8 @@ def fsdp(arguments: dict[str, Any]) -> None:
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     fully_shard(inner[2], mesh=mesh, mp_policy=half, reshard_after_forward=False)
     fully_shard(inner, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32))
-    across = Shard(1)
-    fully_shard(model, mesh=mesh, shard_placement_fn=lambda one: across if one.shape == (13, 12) else None, **arguments)
+    columns = Shard(1)
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: columns if p.shape == (13, 12) else None, **arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
         model(torch.randn(3, 12)).square().mean().backward()
@@ -69,7 +69,7 @@ def fsdp(arguments: dict[str, Any]) -> None:
 
 
 def plain_deepspeed(settings: dict[str, Any], partitioned_layers: int) -> None:
-    """A few steps of a model whose first layers are partitioned when they are made, the others by the engine."""
+    """Train a few steps of a model whose first layers are partitioned when they are made, the others by the engine."""
     import deepspeed
 
     deepspeed.init_distributed("gloo")
@@ -84,11 +84,11 @@ def plain_deepspeed(settings: dict[str, Any], partitioned_layers: int) -> None:
         engine.backward(engine(torch.randn(3, 12)).square().mean())
         engine.step()
     engine.destroy()
-    deepspeed.comm.destroy_process_group()  # clears DeepSpeed's cache of groups, too
+    deepspeed.comm.destroy_process_group()  # also clears DeepSpeed's cache of groups
 
 
 def main(orders: list[dict[str, Any]]) -> None:
-    """All of them."""
+    """Run all orders."""
     linear = torch.nn.functional.linear
     for order in orders:
         os.environ.update(order["variables"], MASTER_PORT=str(order["port"]))
@@ -102,7 +102,7 @@ def main(orders: list[dict[str, Any]]) -> None:
         elif train.main(order["arguments"]):
             sys.exit(1)
         commtrace.stop()
-        # Where ZeRO-3 leaves its own (memory_efficient_linear), which hands gradients out in another order.
+        # ZeRO-3 leaves its own function here (memory_efficient_linear), which returns gradients in another order.
         torch.nn.functional.linear = linear
         gc.collect()
 

@@ -19,12 +19,12 @@ from commtrace.recording.session import session
 
 
 def fail(*_: Any, **__: Any) -> Any:
-    """Stands in for a part of commtrace."""
+    """Stand in for a part of commtrace, and fail."""
     raise ValueError("injected")
 
 
 def inject(name: str, argument: str) -> Callable[[int], None]:
-    """Break something; what is returned is called with each step."""
+    """Break a part of commtrace. The returned function is called with each step."""
     if name == "site":
         from commtrace.hooks.call_site import CallSites
 
@@ -62,7 +62,7 @@ def inject(name: str, argument: str) -> Callable[[int], None]:
 
 
 def remove(log: Path) -> None:
-    """The log directory goes away, some drains after the last call, and stays away for some more."""
+    """Remove the log directory some drains after the last call."""
     time.sleep(0.1)
     if dist.get_rank() == 0:
         shutil.rmtree(log)

@@ -1,4 +1,4 @@
-"""A training script for GPUs, as scripts for CUDA alone are written: nothing in it works without one."""
+"""A training script written for CUDA only: nothing in it works without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ torch.cuda.set_rng_state(state)
 
 
 class Block(nn.Module):
-    """Whose normalization autocast computes in float32, on a GPU alone."""
+    """A block whose normalization autocast computes in float32 only on a GPU."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.linear.bias.size = self.linear.bias.numel = self.linear.bias.data_ptr = 2  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of a width."""
+        """Return the input plus its normalized linear map."""
         normal = self.norm(x)
         assert normal.dtype is torch.float32
         assert self.linear(normal).dtype is torch.float16

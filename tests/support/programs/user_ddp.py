@@ -1,4 +1,4 @@
-"""A classifier under DistributedDataParallel, as tutorials train one: torchrun user_ddp.py --epochs 2
+"""A classifier under DistributedDataParallel, as in tutorials: torchrun user_ddp.py --epochs 2
 
 Mixed precision, gradient clipping, a learning rate with a warm-up, a checkpoint after each epoch, all ranks' loss.
 """
@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Points in the plane, and which side of a spiral they are on."""
+    """Points in the plane, labelled by their side of a spiral."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -36,7 +36,7 @@ class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def build(width: int) -> nn.Module:
-    """The model."""
+    """Return the model."""
     return nn.Sequential(
         nn.Linear(2, width),
         nn.BatchNorm1d(width),
@@ -49,7 +49,7 @@ def build(width: int) -> nn.Module:
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:
-    """Of a number that each rank has."""
+    """Return the mean of a value over all ranks."""
     total = value.detach().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
@@ -64,7 +64,7 @@ def train_epoch(
     scaler: torch.amp.GradScaler,
     device: torch.device,
 ) -> float:
-    """Train; returns the mean loss."""
+    """Train an epoch, and return the mean loss."""
     model.train()
     running = 0.0
     for number, (points, labels) in enumerate(loader):
@@ -91,7 +91,7 @@ def train_epoch(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: DataLoader[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> float:
-    """Of all ranks."""
+    """Return the accuracy over all ranks."""
     model.eval()
     counts = torch.zeros(2, device=device)
     for points, labels in loader:
@@ -102,7 +102,7 @@ def accuracy(model: nn.Module, loader: DataLoader[tuple[torch.Tensor, torch.Tens
 
 
 def save(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, epoch: int, folder: Path) -> None:
-    """On rank 0; the others wait."""
+    """Save a checkpoint on rank 0, while the others wait."""
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}

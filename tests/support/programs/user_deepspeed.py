@@ -1,6 +1,6 @@
-"""A classifier under DeepSpeed, as its tutorial trains one: deepspeed user_deepspeed.py --deepspeed_config ds.json
+"""A classifier under DeepSpeed, as in its tutorial: deepspeed user_deepspeed.py --deepspeed_config ds.json
 
-The engine makes the optimizer, the learning rate's schedule and the loader; a checkpoint is saved by all ranks.
+The engine makes the optimizer, the learning rate schedule and the loader; all ranks save a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 
 def add_arguments() -> argparse.Namespace:
-    """The tutorial's, and DeepSpeed's own."""
+    """Return the tutorial's arguments and DeepSpeed's own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-e", "--epochs", type=int, default=1)
     parser.add_argument("--local_rank", type=int, default=-1, help="passed by the launcher")
@@ -25,7 +25,7 @@ def add_arguments() -> argparse.Namespace:
 
 
 class Net(nn.Module):
-    """For pictures of 16 times 16 in ten classes."""
+    """A network for images of 16 x 16 pixels in ten classes."""
 
     def __init__(self, width: int = 96) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def pictures(count: int) -> TensorDataset:
-    """Noise with a bar, whose place is the class."""
+    """Return noise with a bar, whose position is the class."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 10, (count,), generator=generator)
     images = torch.randn(count, 1, 16, 16, generator=generator)

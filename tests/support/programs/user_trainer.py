@@ -1,5 +1,7 @@
-"""A loop in the style of Hugging Face's Trainer: arguments in a dataclass, callbacks, accumulation without
-synchronising, evaluation whose predictions are gathered, logs by the main process, and a model saved at the end.
+"""A training loop in the style of Hugging Face's Trainer.
+
+It has arguments in a dataclass, callbacks, gradient accumulation without synchronization, an evaluation that gathers
+predictions, logs by the main process, and checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class Arguments:
-    """What can be set on the command line: key=value."""
+    """Arguments that can be set on the command line as key=value."""
 
     output: str = "out"
     epochs: int = 2
@@ -40,7 +42,7 @@ class Arguments:
 
 @dataclass
 class State:
-    """Where the training is."""
+    """State of the training."""
 
     step: int = 0
     log_history: list[dict[str, float]] = field(default_factory=list)
@@ -48,7 +50,7 @@ class State:
 
 
 class Words(Dataset[list[int]]):
-    """Counting modulo a number, from somewhere, for a while."""
+    """Sequences that count modulo `vocabulary` from a random start, of random length."""
 
     def __init__(self, count: int, vocabulary: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -66,7 +68,7 @@ class Words(Dataset[list[int]]):
 
 
 def collate(rows: Sequence[list[int]]) -> Batch:
-    """Padded to a multiple of 16, with labels that leave padding out."""
+    """Return a batch padded to a multiple of 16, with labels that exclude the padding."""
     longest = -(-max(len(row) for row in rows) // 16) * 16
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
@@ -74,7 +76,7 @@ def collate(rows: Sequence[list[int]]) -> Batch:
 
 
 class LanguageModel(nn.Module):
-    """A small causal transformer that gives its loss."""
+    """A small causal transformer that returns its loss."""
 
     def __init__(self, vocabulary: int = 64, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -104,25 +106,25 @@ class LanguageModel(nn.Module):
 
 
 class Callback:
-    """Hears of events."""
+    """Base class of callbacks."""
 
     def on_log(self, state: State, logs: dict[str, float]) -> None:
-        """Something was logged."""
+        """Handle logged values."""
 
     def on_evaluate(self, metrics: dict[str, float]) -> bool:
-        """Whether to stop."""
+        """Return whether to stop."""
         return False
 
 
 class Print(Callback):
-    """What is logged, to the terminal."""
+    """Print logged values."""
 
     def on_log(self, state: State, logs: dict[str, float]) -> None:
         print(json.dumps({"step": state.step, **{name: round(value, 4) for name, value in logs.items()}}), flush=True)
 
 
 class EarlyStopping(Callback):
-    """When the loss on the test set has not become smaller for a while."""
+    """Stop when the loss on the test set has not decreased for `patience` evaluations."""
 
     def __init__(self, patience: int) -> None:
         self.patience, self.waited, self.best = patience, 0, math.inf
@@ -134,7 +136,7 @@ class EarlyStopping(Callback):
 
 
 class Trainer:
-    """Trains, logs, evaluates, saves."""
+    """Training with logs, evaluation and checkpoints."""
 
     def __init__(self, model: LanguageModel, args: Arguments, train: Words, test: Words, *callbacks: Callback) -> None:
         self.args, self.train_set, self.test_set, self.callbacks = args, train, test, callbacks
@@ -151,16 +153,16 @@ class Trainer:
 
     @property
     def is_world_process_zero(self) -> bool:
-        """The one that logs and saves."""
+        """Whether this process logs and saves."""
         return dist.get_rank() == 0
 
     def loader(self, data: Words, shuffle: bool) -> DataLoader[list[int]]:
-        """This rank's share."""
+        """Return a loader of this rank's share."""
         sampler: DistributedSampler[list[int]] = DistributedSampler(data, shuffle=shuffle, seed=self.args.seed)
         return DataLoader(data, self.args.batch_size, sampler=sampler, collate_fn=collate)
 
     def batches(self, data: Words, shuffle: bool, epoch: int = 0) -> Iterator[Batch]:
-        """On the device."""
+        """Yield this rank's batches on the device."""
         loader = self.loader(data, shuffle)
         assert isinstance(loader.sampler, DistributedSampler)
         loader.sampler.set_epoch(epoch)
@@ -168,7 +170,7 @@ class Trainer:
             yield {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def train(self) -> State:
-        """All epochs."""
+        """Train all epochs."""
         for epoch in range(self.args.epochs):
             for number, batch in enumerate(self.batches(self.train_set, True, epoch), 1):
                 boundary = number % self.args.gradient_accumulation_steps == 0
@@ -176,13 +178,13 @@ class Trainer:
                 if boundary:
                     self.step_end()
             metrics = self.evaluate()
-            wishes = [callback.on_evaluate(metrics) for callback in self.callbacks]
-            if any(wishes):
+            stops = [callback.on_evaluate(metrics) for callback in self.callbacks]
+            if any(stops):
                 break
         return self.state
 
     def training_step(self, batch: Batch, boundary: bool) -> None:
-        """Forward and backward; gradients are synchronised with the last micro-batch only."""
+        """Run forward and backward; gradients are synchronized in the last micro-batch only."""
         self.wrapped.train()
         quiet = isinstance(self.wrapped, DistributedDataParallel) and not boundary
         with self.wrapped.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
@@ -191,14 +193,14 @@ class Trainer:
         self.tr_loss += loss.detach()
 
     def step_end(self) -> None:
-        """The optimizer, the logs."""
+        """Step the optimizer, and log."""
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
         self.state.step += 1
         if self.state.step % self.args.logging_steps == 0:
-            # The mean over all ranks, as each has its own.
+            # The mean over all ranks, each of which has its own loss.
             loss = self.gather(self.tr_loss.repeat(1)).mean().item() / self.args.logging_steps
             self.tr_loss -= self.tr_loss
             logs = {"loss": loss, "grad_norm": norm.item(), "learning_rate": float(self.schedule.get_last_lr()[0])}
@@ -206,7 +208,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Loss and accuracy on all ranks' shares of the test set."""
+        """Return loss and accuracy over all ranks' shares of the test set."""
         self.wrapped.eval()
         losses, right, counted = [], 0, 0
         for batch in self.batches(self.test_set, False):
@@ -226,13 +228,13 @@ class Trainer:
         return metrics
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of all ranks, one after the other."""
+        """Return the tensors of all ranks, concatenated."""
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, tensor.contiguous())
         return torch.cat(parts)
 
     def pad_across_processes(self, tensor: torch.Tensor) -> torch.Tensor:
-        """To the longest sequence of any rank."""
+        """Pad to the longest sequence of any rank."""
         sizes = self.gather(torch.tensor([tensor.shape[1]], device=tensor.device))
         longest = int(sizes.max())
         padded = tensor.new_full((tensor.shape[0], longest), -100)
@@ -240,14 +242,14 @@ class Trainer:
         return padded
 
     def log(self, logs: dict[str, float]) -> None:
-        """By the main process."""
+        """Keep the values, and pass them to callbacks in the main process."""
         self.state.log_history.append(logs)
         if self.is_world_process_zero:
             for callback in self.callbacks:
                 callback.on_log(self.state, logs)
 
     def save(self) -> None:
-        """The model and where the training is; the main process alone."""
+        """Save the model and the training state, in the main process only."""
         if self.is_world_process_zero:
             folder = Path(self.args.output, f"checkpoint-{self.state.step}")
             folder.mkdir(parents=True, exist_ok=True)
@@ -258,7 +260,7 @@ class Trainer:
 
 def main(argv: Sequence[str]) -> None:
     """Train."""
-    given: dict[str, Any] = dict(one.split("=", 1) for one in argv)
+    given: dict[str, Any] = dict(argument.split("=", 1) for argument in argv)
     types = {name: type(value) for name, value in asdict(Arguments()).items()}
     args = Arguments(**{name: types[name](value) for name, value in given.items()})
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

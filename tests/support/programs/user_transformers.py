@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on a small GPT-2, as its documentation has it; argument 1: a DeepSpeed configuration."""
+"""Hugging Face's Trainer on a small GPT-2, as in its documentation; argument 1: a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Always the same ones."""
+    """Random tokens, the same in every run."""
 
     def __len__(self) -> int:
         return 64

@@ -1,4 +1,4 @@
-"""Every analysis is a fold: it does not matter how the records are cut into blocks."""
+"""Every analysis is a fold: its tables do not depend on how records are cut into blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOLDS = [analysis for analysis in ALL if isinstance(analysis, Analysis)]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A process of a run of four."""
+    """Return a run with one process, rank 1 of 4."""
     folder = tmp_path_factory.mktemp("log")
     LogFactory(folder).process(1, world_size=4).known(
         {WORLD: [0, 1, 2, 3], PAIR: [1, 2], ALONE: [1]}, {PAIR: "pipeline"}
@@ -36,8 +36,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return open_run(folder)
 
 
-def random(seed: int, count: int) -> Records:
-    """Records with all sorts of values, unknown ids among them."""
+def random_records(seed: int, count: int) -> Records:
+    """Return records with random values, including unknown ids."""
     draw = np.random.default_rng(seed)
     rows = np.repeat(record(), count)
     for name, highest in (
@@ -68,33 +68,33 @@ def test_the_timeline_s_step_does_not_depend_on_where_blocks_are_cut(run: Run) -
     rows = np.concatenate([record(step=step, t_begin=1 + step, t_return=2 + step) for step in (1, 2, 3)])
     analysis = timeline.ANALYSIS
     blocks = [rows, rows[:2], rows[2:]]
-    whole, first, second = (analysis.partial(block_of(run, block)) for block in blocks)
-    assert_frame_equal(analysis.merge([first, second]), analysis.merge([whole]))
-    assert whole["last_step"].tolist() == [3, 3]
+    uncut, first, second = (analysis.partial(block_of(run, block)) for block in blocks)
+    assert_frame_equal(analysis.merge([first, second]), analysis.merge([uncut]))
+    assert uncut["last_step"].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("analysis", FOLDS, ids=lambda analysis: analysis.name)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1 << 30), count=st.integers(0, 200), data=st.data())
 def test_parts_merge_to_the_whole(analysis: Analysis, run: Run, seed: int, count: int, data: st.DataObject) -> None:
-    rows = random(seed, count)
+    rows = random_records(seed, count)
     cut = data.draw(st.integers(0, count))
-    whole = merged_partials(analysis, block_of(run, rows))
-    parts = merged_partials(analysis, block_of(run, rows[:cut]), block_of(run, rows[cut:]))
+    uncut = merged_partials(analysis, block_of(run, rows))
+    merged = merged_partials(analysis, block_of(run, rows[:cut]), block_of(run, rows[cut:]))
     nested = analysis.merge(
         [
             analysis.merge([analysis.partial(block_of(run, rows[:cut]))]),
             analysis.partial(block_of(run, rows[cut:])),
         ]
     )
-    assert_frame_equal(whole, parts, rtol=1e-12)
-    assert_frame_equal(whole, nested, rtol=1e-12)
+    assert_frame_equal(uncut, merged, rtol=1e-12)
+    assert_frame_equal(uncut, nested, rtol=1e-12)
 
 
 @pytest.mark.parametrize("analysis", FOLDS, ids=lambda analysis: analysis.name)
 def test_nothing_gives_the_columns(analysis: Analysis, run: Run) -> None:
-    some = merged_partials(analysis, block_of(run, random(1, 50)))
-    assert list(merged_partials(analysis).columns) == list(some.columns)
+    filled = merged_partials(analysis, block_of(run, random_records(1, 50)))
+    assert list(merged_partials(analysis).columns) == list(filled.columns)
     assert len(analysis.partial(EMPTY_BLOCK)) == 0
 
 
@@ -111,7 +111,7 @@ RECORDS = 18
 
 
 def differently_numbered(folder: Path) -> Run:
-    """A run of three processes that number their operations, groups and call sites in different orders."""
+    """Return a run of three processes that number their operations, groups and call sites in different orders."""
     log = LogFactory(folder)
     for rank in range(3):
         process = log.process(rank, pid=4711 + rank, world_size=3)
@@ -122,7 +122,7 @@ def differently_numbered(folder: Path) -> Run:
             process.add("sites", **{**row, "id": 2 * number})
         for number, ranks in enumerate(np.roll(np.array(groups, object), rank), 1):
             process.add("groups", id=1000 * number, ranks=ranks, name="", desc="", index=0, backend="gloo")
-        rows = random(rank, RECORDS)
+        rows = random_records(rank, RECORDS)
         rows["group"] *= 1000
         process.write(rows[:10]).write(rows[10:]).end()
     return open_run(folder)
@@ -147,29 +147,29 @@ def test_blocks_that_span_processes_have_the_labels_of_each(tmp_path: Path) -> N
 
 def test_tables_do_not_depend_on_the_size_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = differently_numbered(tmp_path)
-    whole = fold(run, ALL)
+    expected = fold(run, ALL)
     for rows in (1, 7, RECORDS):
         monkeypatch.setattr("commtrace.analyses.record_blocks.ROWS_OF_BLOCK", rows)
         for name, table in fold(run, ALL).items():
-            assert_frame_equal(whole[name], table, rtol=1e-12)
+            assert_frame_equal(expected[name], table, rtol=1e-12)
 
 
 @given(
     st.lists(st.tuples(st.integers(-3, 3), st.sampled_from([0, 7, 1 << 40]), st.integers(0, 1 << 62)), max_size=50),
 )
 def test_grouping_is_exact(rows: list[tuple[int, int, int]]) -> None:
-    first_column, second, values = (np.array([row[at] for row in rows], np.int64) for at in range(3))
+    first_column, second, values = (np.array([row[column] for row in rows], np.int64) for column in range(3))
     first, groups = group_rows([first_column, second])
     assert len({(row[0], row[1]) for row in rows}) == len(first)
     for row, group in zip(rows, groups, strict=True):
         assert rows[first[group]][:2] == row[:2]
     sums = sum_groups(values >> 6, groups, len(first))
-    for group, at in enumerate(first):
-        assert sums[group] == sum(row[2] >> 6 for row in rows if row[:2] == rows[at][:2])
+    for group, index in enumerate(first):
+        assert sums[group] == sum(row[2] >> 6 for row in rows if row[:2] == rows[index][:2])
 
 
 @given(values=st.lists(st.integers(-3, 3)))
 def test_positions_are_those_of_each_value(values: list[int]) -> None:
-    positions = {value: at.tolist() for value, at in positions_by_value(np.array(values, np.int64)).items()}
-    assert positions == {value: [at for at, other in enumerate(values) if other == value] for value in set(values)}
+    positions = {value: indexes.tolist() for value, indexes in positions_by_value(np.array(values, np.int64)).items()}
+    assert positions == {value: [i for i, other in enumerate(values) if other == value] for value in set(values)}
     assert [*positions] == sorted(positions)

@@ -1,4 +1,4 @@
-"""Reports of many ranks: their size does not grow with ranks that are alike, and ranks that differ are named."""
+"""Reports of many ranks: equivalent ranks do not make them longer, and ranks that differ are named."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ODD = 17
 
 
 def write_log(folder: Path, ranks: int, odd: int | None = None) -> None:
-    """Write the log of a job whose ranks do the same; the odd one makes a call more in each step."""
+    """Write the log of a job whose ranks make equal calls; rank `odd` makes one more in each step."""
     log = LogFactory(folder)
     for rank in range(ranks):
         rows = [
@@ -56,7 +56,7 @@ def write_log(folder: Path, ranks: int, odd: int | None = None) -> None:
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, NamedTables]:
-    """A run with an odd rank, and its tables."""
+    """Return a run with an odd rank, and its tables."""
     folder = tmp_path_factory.mktemp("odd")
     write_log(folder, 40, ODD)
     run = open_run(folder)
@@ -116,7 +116,7 @@ def test_per_rank_shows_every_rank(odd: tuple[Run, NamedTables], capsys: pytest.
 
 
 def balance(values: dict[str, Any]) -> pd.DataFrame:
-    """Return a table `ranks`, with 0 where nothing is said."""
+    """Return a table `ranks` with these columns, and 0 in the others."""
     count = len(next(iter(values.values())))
     table = pd.DataFrame(dict.fromkeys(TABLES["ranks"].column_names, 0), index=range(count))
     return table.assign(rank=range(count), **values)

@@ -1,4 +1,4 @@
-"""The trace for ui.perfetto.dev, read back with the messages that it is made of."""
+"""The trace for ui.perfetto.dev, read back with Perfetto's protobuf messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pb2 = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
 
 
 class Slice(NamedTuple):
-    """A span of time on a track, by the names of the tracks from host to track."""
+    """A slice; `track` has the names of the tracks from the host to its own."""
 
     track: tuple[str, ...]
     name: str
@@ -36,7 +36,7 @@ class Slice(NamedTuple):
 
 
 class Trace:
-    """A file as the viewer reads it."""
+    """A trace file as the viewer reads it."""
 
     def __init__(self, path: Path) -> None:
         trace = pb2.Trace()
@@ -72,10 +72,10 @@ class Trace:
                 assert begin <= packet.timestamp
                 inside = tuple(names["event_names"][outer.name_iid] for outer, _ in stack)
                 arguments = {
-                    names["debug_annotation_names"][one.name_iid]: one.int_value
-                    if one.WhichOneof("value") == "int_value"
-                    else names["texts"][one.string_value_iid]
-                    for one in began.debug_annotations
+                    names["debug_annotation_names"][annotation.name_iid]: annotation.int_value
+                    if annotation.WhichOneof("value") == "int_value"
+                    else names["texts"][annotation.string_value_iid]
+                    for annotation in began.debug_annotations
                 }
                 flows = [*began.flow_ids, *began.terminating_flow_ids]
                 self.slices.append(
@@ -88,12 +88,12 @@ class Trace:
         self.last = max((end for *_, end, _, _, _, _ in self.slices), default=0)
 
     def calls(self, group: str) -> list[Slice]:
-        """Slices of calls on tracks whose name begins with `group`."""
-        return [one for one in self.slices if one.track[-1].startswith(group) and "payload bytes" in one.arguments]
+        """Return the slices of calls on tracks whose name begins with `group`."""
+        return [call for call in self.slices if call.track[-1].startswith(group) and "payload bytes" in call.arguments]
 
 
-def exported(run: Run, out: Path, **wanted: Any) -> Trace:
-    export_perfetto(run, out, **wanted)
+def exported(run: Run, out: Path, **selection: Any) -> Trace:
+    export_perfetto(run, out, **selection)
     return Trace(out)
 
 
@@ -103,7 +103,8 @@ def test_every_call_is_a_slice_in_its_phase_and_step(tmp_path: Path) -> None:
     trace = exported(run, tmp_path / "run.pftrace")
     events = run.events()
     shown = sorted(
-        (*one.track, one.name, one.begin, one.end, one.arguments["payload bytes"]) for one in trace.calls("thread")
+        (*call.track, call.name, call.begin, call.end, call.arguments["payload bytes"])
+        for call in trace.calls("thread")
     )
     first = int(events["t_begin_ns"].min())
     assert shown == sorted(
@@ -113,13 +114,13 @@ def test_every_call_is_a_slice_in_its_phase_and_step(tmp_path: Path) -> None:
         )
         for row in rows_of(events)
     )  # fmt: skip
-    for one in trace.calls("thread"):
-        step, phase = one.inside
-        assert step == ("start-up" if one.arguments.get("step") is None else f"step {one.arguments['step']}")
+    for call in trace.calls("thread"):
+        step, phase = call.inside
+        assert step == ("start-up" if call.arguments.get("step") is None else f"step {call.arguments['step']}")
         assert phase == ("init" if step == "start-up" else phase)
-        assert one.arguments["dimension"] == "data"
-        assert one.arguments["group"] == "0-1"
-    assert {one.name for one in trace.slices if one.inside == ()} >= {"start-up", "step 0", "step 1", "step 2"}
+        assert call.arguments["dimension"] == "data"
+        assert call.arguments["group"] == "0-1"
+    assert {span.name for span in trace.slices if span.inside == ()} >= {"start-up", "step 0", "step 1", "step 2"}
     ended = events.loc[events["t_end_ns"] > 0]
     assert len(trace.calls("in flight")) == len(ended)
     assert trace.clock == {6: 0, 1: UNIX_NS - 1_000 + first}
@@ -134,24 +135,26 @@ def test_arrows_join_the_calls_of_one_operation(tmp_path: Path) -> None:
         process.write([record(t_begin=1_000 + rank), message, record(seq=7 + rank, t_begin=7_000, t_return=7_100)])
     trace = exported(open_run(tmp_path / "log"), tmp_path / "run.pftrace")
     by_flow: dict[int, list[Slice]] = defaultdict(list)
-    for one in trace.slices:
-        if one.flow is not None:
-            by_flow[one.flow].append(one)
-    joined = [sorted((one.track[1], one.name, one.flow_ends) for one in flow) for flow in by_flow.values()]
+    for span in trace.slices:
+        if span.flow is not None:
+            by_flow[span.flow].append(span)
+    joined = [sorted((call.track[1], call.name, call.flow_ends) for call in flow) for flow in by_flow.values()]
     assert sorted(flow for flow in joined if len(flow) == 2) == [
         [("rank 0", "all_reduce", False), ("rank 1", "all_reduce", True)],
         [("rank 0", "send", True), ("rank 1", "recv", False)],
     ], "the receiver came first"
     assert sorted(map(len, joined)) == [1, 1, 2, 2], "operations 7 and 8 have no counterpart"
-    late = {one.track[1]: one.arguments["wait for ranks (ns)"] for one in trace.calls("thread") if one.name == "recv"}
+    late = {
+        call.track[1]: call.arguments["wait for ranks (ns)"] for call in trace.calls("thread") if call.name == "recv"
+    }
     assert late == {"rank 1": 1_000}, "the send begins 1,000 ns after it"
-    [receive] = [one for one in trace.calls("thread") if one.name == "recv"]
+    [receive] = [call for call in trace.calls("thread") if call.name == "recv"]
     assert receive.arguments["peer"] == 0
     assert receive.arguments["tag"] == 3
 
 
 def test_calls_that_overlap_get_tracks_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(perfetto, "_BLOCK", 64)  # steps, phases and tracks go on from block to block
+    monkeypatch.setattr(perfetto, "_BLOCK", 64)  # steps, phases and tracks continue across blocks
     rng = np.random.default_rng(0)
     rows = []
     for seq in range(200):
@@ -168,15 +171,15 @@ def test_calls_that_overlap_get_tracks_of_their_own(tmp_path: Path, monkeypatch:
     expected = sorted(
         (int(row["seq"][0]), int(row["t_begin"][0]) - first, int(row["t_return"][0]) - first) for row in rows
     )
-    shown = [(one.arguments["sequence number"], one.begin, one.end) for one in trace.calls("thread")]
+    shown = [(call.arguments["sequence number"], call.begin, call.end) for call in trace.calls("thread")]
     assert sorted(shown) == expected
-    flights = [(one.arguments["sequence number"], one.begin, one.end) for one in trace.calls("in flight")]
+    flights = [(call.arguments["sequence number"], call.begin, call.end) for call in trace.calls("in flight")]
     assert sorted(flights) == sorted(
         (int(r["seq"][0]), int(r["t_begin"][0]) - first, int(r["t_end"][0]) - first) for r in rows
     )
-    waits = [one for one in trace.slices if one.name == "program waits"]
+    waits = [span for span in trace.slices if span.name == "program waits"]
     assert len(waits) == sum(int(row["t_wait"][0] < row["t_end"][0]) for row in rows)
-    assert all(one.inside == ("all_reduce",) for one in waits)
+    assert all(wait.inside == ("all_reduce",) for wait in waits)
 
 
 def test_counters_are_the_sums_of_what_is_in_flight(tmp_path: Path) -> None:
@@ -198,22 +201,22 @@ def test_a_call_that_never_returned_lasts_to_the_last_time_of_its_process(tmp_pa
     other = record(seq=0, kind=ALL_GATHER, t_begin=1_000, t_return=2_000, t_end=12_000)
     LogFactory(tmp_path / "log").process(0).known().write([other, begun])
     trace = exported(open_run(tmp_path / "log"), tmp_path / "run.pftrace")
-    [hung] = [one for one in trace.calls("thread") if one.name == "all_reduce"]
+    [hung] = [call for call in trace.calls("thread") if call.name == "all_reduce"]
     assert (hung.begin, hung.end, hung.arguments["state"]) == (9_000, 11_000, "begun")
-    assert [one.name for one in trace.calls("in flight")] == ["all_gather"]
+    assert [call.name for call in trace.calls("in flight")] == ["all_gather"]
 
 
 def test_ranks_and_steps_are_chosen_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training(tmp_path / "log", ranks=3, steps=5)
-    for wanted, ranks, steps in (
+    for options, ranks, steps in (
         (["--ranks", "0,2", "--steps", "1-2,4"], {"rank 0", "rank 2"}, {"step 1", "step 2", "step 4"}),
         (["--steps", "start-up"], {"rank 0", "rank 1", "rank 2"}, {"start-up"}),
     ):
         out = tmp_path / "run.pftrace"
-        assert cli.main(["export", str(tmp_path / "log"), "--out", str(out), "--force", *wanted]) == 0
+        assert cli.main(["export", str(tmp_path / "log"), "--out", str(out), "--force", *options]) == 0
         trace = Trace(out)
-        assert {one.track[1] for one in trace.slices} == ranks
-        assert {one.name for one in trace.slices if one.name.startswith(("step", "start"))} == steps
+        assert {span.track[1] for span in trace.slices} == ranks
+        assert {span.name for span in trace.slices if span.name.startswith(("step", "start"))} == steps
         assert f"{len(trace.calls('thread'))} calls" in capsys.readouterr().out
 
 
@@ -223,7 +226,7 @@ def test_hosts_are_processes_on_one_clock(tmp_path: Path) -> None:
         process = log.process(rank, pid=rank + 10, host=host, boot_id=host, mono_ns=mono).known()
         process.write([record(t_begin=mono + 50, t_return=mono + 80, t_wait=0, t_end=0, clock=0)])
     trace = exported(open_run(tmp_path / "log"), tmp_path / "run.pftrace")
-    assert sorted((one.track[0], one.begin, one.end) for one in trace.calls("thread")) == [
+    assert sorted((call.track[0], call.begin, call.end) for call in trace.calls("thread")) == [
         ("host node1", 0, 30),
         ("host node2", 0, 30),
     ]

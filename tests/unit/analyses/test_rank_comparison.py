@@ -1,4 +1,4 @@
-"""Alike ranks, and alike steps of theirs, are compared with theory once; what that costs does not grow with them."""
+"""Equivalent ranks and steps are compared with theory once, so that more of them cost no more comparisons."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from commtrace.run import open_run
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of recorded logs, of two ranks each."""
+    """Return the directory of recorded logs, of two ranks each."""
     folder = tmp_path_factory.mktemp("recorded")
     damaged_logs.unpack(folder)
     return folder
 
 
 def long_log(recorded: Path, scheme: str, folder: Path, **repetition: Any) -> Path:
-    """Return a log made from that of a scheme."""
+    """Write a log that repeats the recorded log of a scheme, and return its directory."""
     write_repeated(recorded / scheme, folder, Repetition(**repetition))
     return folder
 
@@ -59,7 +59,7 @@ def test_comparisons_do_not_grow_with_ranks_and_steps(
         monkeypatch.setattr(rank_comparison, name, counted)
     log = long_log(recorded, "ddp", tmp_path, ranks=ranks, repeats=repeats, together=True)
     tables = fold(open_run(log), [reconciliation.ANALYSIS])
-    # Start-up, the first two steps, those with their sizes, and those without.
+    # Start-up, the first two steps, the other steps with sizes, and those without.
     assert calls == {"predict": 1, "compare_step": 5}
     for name in ("expected", "reconciliation"):
         by_rank = [table.drop(columns="rank").reset_index(drop=True) for _, table in tables[name].groupby("rank")]
@@ -78,7 +78,8 @@ def test_steps_whose_records_were_removed_are_not_compared(recorded: Path, tmp_p
     run = open_run(log)
     cells = fold(run, [reconciliation.ANALYSIS])["reconciliation"]
     assert {*cells["cause"]} == {"expected"}
-    assert {*cells["step"]} == {*range(258, 302)}  # of step 252, a part may have been removed
+    # The first 16 records are of steps 252 to 257, any of which may be incomplete.
+    assert {*cells["step"]} == {*range(258, 302)}
     assert run.processes[1].losses == "the first 762 of 912 calls were removed to keep the log below its limit"
 
 

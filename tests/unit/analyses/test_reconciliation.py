@@ -1,4 +1,4 @@
-"""What differs from theory gets a name, or is shown as unexplained; sums stay exact whatever was measured."""
+"""Differences from theory have a cause or are shown as unexplained, and sums are always exact."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from commtrace.theory import ExpectedCall
 
 
 def differing(run: Run, rank: int = 0) -> dict[str, tuple[int, int, int]]:
-    """Calls missing, calls more, and bytes, by cause."""
+    """Return missing calls, extra calls, and bytes, by cause."""
     table = run.table("reconciliation")
-    some = table.loc[(table["cause"] != "expected") & (table["rank"] == rank)]
-    sums = some.groupby("cause")[["expected_calls", "measured_calls", "difference_bytes"]].sum()
+    differences = table.loc[(table["cause"] != "expected") & (table["rank"] == rank)]
+    sums = differences.groupby("cause")[["expected_calls", "measured_calls", "difference_bytes"]].sum()
     return {str(row.Index): (row[1], row[2], row[3]) for row in sums.itertuples()}
 
 
@@ -83,28 +83,29 @@ def test_differences_have_names(cause: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, change(every_step()), ZERO_1, **options)
     for rank in range(RANKS):
         assert differing(run, rank) == {cause: numbers}
-    told = run.table("theory")
-    assert told["unexplained_bytes"].tolist() == [0] * RANKS
+    theory = run.table("theory")
+    assert theory["unexplained_bytes"].tolist() == [0] * RANKS
     assert_adds_up(run)
 
 
 def test_steps_that_only_other_ranks_have(tmp_path: Path) -> None:
-    """A rank that stops early misses all of them; a step in the middle that has no call is missing as well."""
+    """A rank that stops early lacks all later steps, and a step without calls in the middle is missing as well."""
     rows = every_step()
     early = [row for row in rows if row["step"][0] < 1]
     gap = [row for row in rows if row["step"][0] != 1]
     run = run_of(tmp_path, rows, ZERO_1, others={1: early, 2: gap})
-    one, two = -sum(calls_of(early)) + sum(calls_of(rows)), sum(calls_of(rows)) - sum(calls_of(gap))
+    early_bytes = sum(payloads_of(rows)) - sum(payloads_of(early))
+    gap_bytes = sum(payloads_of(rows)) - sum(payloads_of(gap))
     assert differing(run, 0) == {}
     assert differing(run, 1) == {
-        "the log ends before this step, unlike the logs of other ranks": (len(rows) - len(early), 0, -one)
+        "the log ends before this step, unlike the logs of other ranks": (len(rows) - len(early), 0, -early_bytes)
     }
-    assert differing(run, 2) == {UNEXPLAINED: (len(rows) - len(gap), 0, -two)}
+    assert differing(run, 2) == {UNEXPLAINED: (len(rows) - len(gap), 0, -gap_bytes)}
     assert_adds_up(run)
 
 
-def calls_of(rows: list[Records]) -> list[int]:
-    """Payloads."""
+def payloads_of(rows: list[Records]) -> list[int]:
+    """Return the payloads of records."""
     return [int(row["payload"][0]) for row in rows]
 
 
@@ -127,7 +128,7 @@ def test_what_has_no_name_is_unexplained(change: Callable[[list[Records]], list[
 
 
 def assert_adds_up(run: Run) -> None:
-    """From the formula to the log, to the byte; and the table of cells has every byte of the log."""
+    """Assert that the waterfall adds up to the byte, and that the table of cells has every byte of the log."""
     bars = run.table("waterfall")
     if len(bars):
         assert bars["bytes"][:-1].sum() == bars["bytes"].iloc[-1]
@@ -177,7 +178,7 @@ def test_other_versions_are_said(tmp_path: Path) -> None:
 
 
 def test_a_record_removed_from_the_file_shows(tmp_path: Path) -> None:
-    """Through the whole reader: the file is rewritten without one record."""
+    """A record that is missing from a segment file makes a difference on its rank only."""
     rows = every_step()
     run_of(tmp_path, rows, ZERO_1)
     segment = sorted(tmp_path.rglob("*.npy"))[0]
@@ -191,7 +192,7 @@ def test_a_record_removed_from_the_file_shows(tmp_path: Path) -> None:
 
 
 def section(run: Run, width: int) -> list[str]:
-    """Its lines in a report."""
+    """Return the lines of the section in a report."""
     from rich.console import Console
 
     from commtrace.analyses.report.terminal import render
@@ -224,7 +225,7 @@ def test_tables_are_frames(tmp_path: Path) -> None:
 
 
 def test_a_library_s_call_in_an_evaluation_is_sooner_the_expected_one_than_a_call_of_the_program() -> None:
-    """Where rules expect the calls of evaluations; of a library's calls, those in training come first."""
+    """A library's calls in training match first, then those in evaluations, then calls of the program."""
     calls = [
         EqualCalls("data", "broadcast", 8, 1, 8, Fraction(8), phase, site, 2)
         for phase, site in (
@@ -233,8 +234,8 @@ def test_a_library_s_call_in_an_evaluation_is_sooner_the_expected_one_than_a_cal
             ("forward", "site-packages/deepspeed/utils.py:89 compare"),
         )
     ]
-    left = []
+    unmatched_phases = []
     for expected in (1, 2, 3):
         (cell,) = compare([ExpectedCall("broadcast", 8, "comparison", expected)], calls, lambda role: 2)
-        left.append([leftover.phase for leftover in cell.unmatched])
-    assert left == [["evaluation", "init"], ["init"], []]
+        unmatched_phases.append([leftover.phase for leftover in cell.unmatched])
+    assert unmatched_phases == [["evaluation", "init"], ["init"], []]

@@ -1,4 +1,4 @@
-"""Descriptions of tables against the tables of real logs."""
+"""Table specifications, compared with the tables of real logs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ZEROS = {name: LOGS / name for name in ("zero1", "zero3")}
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
-    """Every table that commtrace makes."""
+    """Return every table that commtrace makes."""
     zeros = {name: open_run(path) for name, path in ZEROS.items()}
     folder = tmp_path_factory.mktemp("scaling")
     for ranks in (2, 4):

@@ -1,4 +1,4 @@
-"""The tables of the analyses against what one counts by hand."""
+"""Tables of the analyses, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from commtrace.schema import Clock, Flag, Phase, State
 
 
 def rows(table: pd.DataFrame, *columns: str) -> list[tuple[Any, ...]]:
-    """Rows of a table as tuples."""
+    """Return the rows of a table as tuples."""
     return list(table[[*columns]].itertuples(index=False, name=None))
 
 
 def cells(table: pd.DataFrame, row: str, *columns: str) -> list[Any]:
-    """Values of one row of an indexed table."""
+    """Return values of one row of an indexed table."""
     return [table.loc[row, column] for column in columns]
 
 
 def single(tmp_path: Path, *records: Any, **process: Any) -> Run:
-    """A run of one process that recorded these."""
+    """Return a run of one process with these records."""
     log = LogFactory(tmp_path).process(0, world_size=4, **process)
     log.known({WORLD: [0, 1, 2, 3], PAIR: [0, 1], ALONE: [0]}, {PAIR: "pipeline"}).write([*records]).end()
     return open_run(tmp_path)
@@ -155,7 +155,7 @@ def test_message_sizes(tmp_path: Path) -> None:
 
 
 def times(run: Run) -> pd.DataFrame:
-    """Host time of the only operation by measure."""
+    """Return the host time of the only operation, by measure."""
     return run.table("host_time").set_index("measure")
 
 
@@ -204,7 +204,7 @@ def test_no_time_known_is_missing_and_not_zero(tmp_path: Path) -> None:
 def test_bandwidth(tmp_path: Path) -> None:
     run = single(
         tmp_path,
-        record(payload=8_000, t_begin=1_000, t_end=5_000),  # of 4 ranks by a wait: 2 GB/s, busbw 3
+        record(payload=8_000, t_begin=1_000, t_end=5_000),  # 4 ranks, end observed by a wait: 2 GB/s, busbw 3
         record(payload=8_000, t_begin=1_000, t_start=4_000, t_end=5_000, clock=Clock.DEVICE),  # 8 GB/s, busbw 12
         record(payload=8_000, group=ALONE),  # nothing leaves the rank
         record(payload=8_000, batch=3),  # the end is that of the batch
@@ -249,7 +249,7 @@ def test_coverage_of_a_damaged_run(tmp_path: Path) -> None:
     expected = {"ranks_seen": 3, "world_size": 4, "ranks_missing": "1", "without_end": 2, "records": 4, "files_cut": 1}
     assert {name: coverage[name] for name in expected} == expected
     assert coverage["first_error"] == "KeyError: 'x'"
-    assert pd.isna(coverage["calls"])  # rank 2 did not say
+    assert pd.isna(coverage["calls"])  # rank 2 wrote no counters
     assert run.table("processes")["not_found"].fillna(-1).tolist() == [3, -1, -1]
     assert rows(run.table("states"), "state", "calls") == [("complete", 3), ("begun", 1)]
     assert run.table("blind_spots")["processes"].tolist() == [2]
@@ -272,7 +272,7 @@ def test_tracing_cost(tmp_path: Path) -> None:
     split = ["first_calls", "first_mean_ns", "steady_mean_ns"]
     assert table.head(2)[split].isna().all(axis=None)  # an older commtrace did not count them
     assert rows(table.tail(1), *split) == [(4, 100_000, 2_000)]
-    # Weighted by calls; of the processes that counted.
+    # Weighted by calls, over the processes that counted.
     assert cost_per_call(table) == "2.00 us a call (first call of a call site: 100 us)"
     assert cost_per_call(table.head(1)) == "5.00 us a call"
 

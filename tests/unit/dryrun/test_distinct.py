@@ -1,4 +1,4 @@
-"""Which ranks differ: told by the groups that a program makes, and by running few."""
+"""Ranks that differ, found from the groups that a program makes and by running a few ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commtrace.dryrun.distinct_ranks import RankMismatchError, coordinates, fami
 
 
 def grid(tensor: int, data: int, pipeline: int) -> list[list[int]]:
-    """Megatron's groups, tensor innermost: all of one kind after the other."""
+    """Return Megatron's groups, one kind after the other; tensor-parallel ranks are neighbours."""
     world = range(tensor * data * pipeline)
     kinds: tuple[Callable[[int], Hashable], ...] = (
         lambda rank: rank // tensor,
@@ -19,23 +19,23 @@ def grid(tensor: int, data: int, pipeline: int) -> list[list[int]]:
     )
     groups: list[list[int]] = []
     for kind in kinds:
-        found: dict[Hashable, list[int]] = {}
+        groups_by_key: dict[Hashable, list[int]] = {}
         for rank in world:
-            found.setdefault(kind(rank), []).append(rank)
-        groups += found.values()
+            groups_by_key.setdefault(kind(rank), []).append(rank)
+        groups += groups_by_key.values()
     return groups
 
 
 class Job:
-    """Ranks that communicate as `like` says, and those of them that were run."""
+    """A job in which ranks with equal `kind_of(rank)` communicate equally; `run` has the ranks that were run."""
 
-    def __init__(self, like: Callable[[int], Hashable]) -> None:
-        self.like = like
+    def __init__(self, kind_of: Callable[[int], Hashable]) -> None:
+        self.kind_of = kind_of
         self.run: set[int] = set()
 
     def __call__(self, ranks: Sequence[int]) -> Mapping[int, Hashable]:
         self.run.update(ranks)
-        return {rank: self.like(rank) for rank in self.run}
+        return {rank: self.kind_of(rank) for rank in self.run}
 
 
 def test_families_have_every_rank_once() -> None:
@@ -76,16 +76,16 @@ def test_where_ranks_change_is_found() -> None:
 
 
 def test_stages_and_the_first_tensor_rank_differ() -> None:
-    """Every stage of four differs, tensor rank 0 does of two, data ranks do not of sixteen: eight kinds."""
+    """Four different stages, two different tensor ranks and 16 equal data ranks make eight kinds."""
 
-    def like(rank: int) -> Hashable:
+    def kind_of(rank: int) -> Hashable:
         return rank // 32, rank % 2 == 0
 
-    found = find_distinct(128, grid(2, 16, 4), job := Job(like))
-    assert len(found) == 8
-    assert sorted(rank for ranks in found.values() for rank in ranks) == [*range(128)]
-    for first, ranks in found.items():
-        assert {like(rank) for rank in ranks} == {like(first)}
+    distinct = find_distinct(128, grid(2, 16, 4), job := Job(kind_of))
+    assert len(distinct) == 8
+    assert sorted(rank for ranks in distinct.values() for rank in ranks) == [*range(128)]
+    for first, ranks in distinct.items():
+        assert {kind_of(rank) for rank in ranks} == {kind_of(first)}
     assert len(job.run) < 40
 
 

@@ -15,7 +15,7 @@ from commtrace.dryrun import rank_processes
 
 @dataclass
 class Waiting:
-    """Stands in for the process of a rank: what it waits for each time that it is asked, the last one for ever."""
+    """Fake process of a rank; `waits` are the results of `awaited_message`, call by call, and the last one repeats."""
 
     waits: list[tuple[int, int] | None]
     has_message: bool = False
@@ -28,7 +28,7 @@ class Waiting:
 
 
 def skipped(folder: Path, *ranks: Waiting) -> list[str]:
-    """The ranks that are to continue, after all have been seen to wait."""
+    """Return the files that let ranks continue, after all ranks were seen waiting."""
     running: Any = dict(enumerate(ranks))
     waits = {rank: process.awaited_message() for rank, process in running.items()}
     job: Any = SimpleNamespace(messages=folder)

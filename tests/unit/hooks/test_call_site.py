@@ -1,4 +1,4 @@
-"""Which code only passes calls on, and which has the line that a report names."""
+"""Call sites: which functions are wrappers, and which have the line that a report names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commtrace.hooks import call_site
 
 
 def code(path: str, function: str) -> CodeType:
-    """The code object of a function in a file."""
+    """Return the code object of a function in a file."""
     module = compile(f"def {function}(): pass", path, "exec")
     return next(constant for constant in module.co_consts if isinstance(constant, CodeType))
 

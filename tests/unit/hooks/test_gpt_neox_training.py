@@ -1,4 +1,4 @@
-"""GPT-NeoX's training loop: a stand-in of its module, with what its functions call of an engine without a pipeline."""
+"""GPT-NeoX's training loop, with a stand-in for its module that trains without a pipeline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def evaluate(model):
     model.evaluates = False
 """
 FORWARD, EVALUATION, OTHER = Phase.FORWARD, Phase.EVALUATION, Phase.OTHER
-PARTS = ("broadcast_data", "engine", "cross_entropy")
+CALLS = ("broadcast_data", "engine", "cross_entropy")
 
 
 class Model:
@@ -59,7 +59,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def test_a_batch_belongs_to_its_step_and_to_its_forward_pass(training: ModuleType) -> None:
     for step in range(2):
         training.train_step(Model())
-        assert training.calls == [*((part, step, FORWARD) for part in PARTS), ("reduce_losses", step, OTHER)]
+        assert training.calls == [*((call, step, FORWARD) for call in CALLS), ("reduce_losses", step, OTHER)]
         training.calls.clear()
 
 
@@ -67,7 +67,7 @@ def test_an_evaluation_is_one_phase_and_begins_no_step(training: ModuleType) -> 
     training.train_step(Model())
     training.calls.clear()
     training.evaluate(Model())
-    assert training.calls == [(part, 0, EVALUATION) for part in (*PARTS, "reduce_losses")]
+    assert training.calls == [(call, 0, EVALUATION) for call in (*CALLS, "reduce_losses")]
     training.calls.clear()
     training.train_step(Model())
     assert training.calls[0] == ("broadcast_data", 1, FORWARD)
@@ -79,6 +79,7 @@ def test_the_functions_are_restored_and_others_left_alone(
     hooked = training.train_step
     gpt_neox_training.uninstall()
     assert training.train_step is not hooked
-    monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))  # Megatron-LM's package
+    # Megatron-LM has a package of this name.
+    monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
     gpt_neox_training.install()
     assert not gpt_neox_training._patches

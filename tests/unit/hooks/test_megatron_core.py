@@ -1,6 +1,6 @@
-"""Megatron-Core's schedules and optimizers: stand-ins of their modules that call each other as Megatron-Core 0.16 does.
+"""Megatron-Core's schedules and optimizers, with stand-ins that call each other as those of Megatron-Core 0.16 do.
 
-A call of the stand-ins notes (what, step, phase, micro-batch), as a record would.
+The stand-ins note each call as (name, step, phase, micro-batch).
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ JOB = {"num_microbatches": 2, "micro_batch_size": 3}
 
 
 class Stage(SimpleNamespace):
-    """What the stand-ins define, and the calls that they noted since they were last asked for."""
+    """The definitions of the stand-ins, and the calls that they noted."""
 
     def noted(self) -> list[tuple[Any, ...]]:
+        """Return the calls noted since the last call of this method."""
         noted, self.calls[:] = [*self.calls], []
         return noted
 
@@ -142,7 +143,7 @@ def test_messages_are_of_the_pass_that_they_serve(stage: Stage) -> None:
             ("send", step, FORWARD, -1),
             ("recv grad", step, BACKWARD, -1),
             ("tensor backward", step, BACKWARD, 0),
-            ("send grad", step, OTHER, -1),  # both directions without a batch
+            ("send grad", step, OTHER, -1),  # both directions, not in a batch
             ("recv", step, OTHER, -1),
             ("norm", step, OPTIMIZER, -1),
             ("log", step, OTHER, -1),

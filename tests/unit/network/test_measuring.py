@@ -1,4 +1,4 @@
-"""Measuring an operation: sizes, values that show what arrived, rounds, and what counts. Time is the test's."""
+"""Measurement of an operation: sizes, checks of the received values, rounds and statistics, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from commtrace.network.operations import (
 )
 
 
-class Ranks(BenchGroup):
-    """Rank `rank` of `size`, whose peers are computed; a call takes `call_us` on a clock that only calls move.
+class SimulatedRank(BenchGroup):
+    """Rank `rank` of `size` with simulated peers and clock; a call takes `call_us`, and a barrier 1 s.
 
-    damage: changes the result of every call. others: what the other ranks measured, as a factor of what this one did.
+    `damage` changes the result of every call; `others` are the times of all ranks as factors of this rank's.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Ranks(BenchGroup):
 
     def barrier(self) -> None:
         self.barriers += 1
-        self.now += 1.0  # must not be in any time
+        self.now += 1.0  # must not be in any measured time
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         return [[value * factor for value in values] for factor in self._others]
 
     def call(self, op: str, source: Values, result: Values, messages: int) -> Call:
-        def one() -> None:
+        def call_once() -> None:
             self.calls += 1
             self.now += self._us(op, self.calls) * 1e-6
             if source.any() or result.any():
@@ -80,14 +80,14 @@ class Ranks(BenchGroup):
                     result[:] = right
                     self._damage(result)
 
-        return one
+        return call_once
 
 
 def _moved(op: str, rank: int, size: int, source: Values, result: Values) -> Values | None:
-    """Return what the operation does to every rank's input, from its definition and not from `expected_values`."""
+    """Return what this rank receives, from the definition of the operation and not from `expected_values`."""
     count = len(result) if op == "broadcast" else max(len(source), len(result))
-    whole = (np.arange(count) % 251).astype(np.float32)
-    inputs = [whole + other for other in range(size)]
+    values = (np.arange(count) % 251).astype(np.float32)
+    inputs = [values + other for other in range(size)]
     share = count // size
     if op in ("all_reduce", "reduce", "reduce_scatter"):
         total: Values = np.sum(inputs, axis=0, dtype=np.float32)
@@ -95,9 +95,9 @@ def _moved(op: str, rank: int, size: int, source: Values, result: Values) -> Val
             return None
         return total[rank * share : (rank + 1) * share] if op == "reduce_scatter" else total
     if op in ("all_gather", "gather"):
-        return None if op == "gather" and rank else np.concatenate([one[:share] for one in inputs])
+        return None if op == "gather" and rank else np.concatenate([data[:share] for data in inputs])
     if op == "all_to_all":
-        return np.concatenate([one[rank * share : (rank + 1) * share] for one in inputs])
+        return np.concatenate([data[rank * share : (rank + 1) * share] for data in inputs])
     if op == "scatter":
         return inputs[0][rank * share : (rank + 1) * share]
     if op == "broadcast":
@@ -120,7 +120,7 @@ def test_right_data_is_right_and_wrong_data_is_counted(op: str) -> None:
     size = ranks_of(op)
 
     def row_of(rank: int, **options: Any) -> BenchRow | None:
-        group = Ranks(rank, size, **options)
+        group = SimulatedRank(rank, size, **options)
         return measured(group, op, 3 * 4 * 1000, 1, 0.001, group.clock)
 
     for rank in range(size):
@@ -133,13 +133,14 @@ def test_right_data_is_right_and_wrong_data_is_counted(op: str) -> None:
         values[-1] = 0.5
 
     counts = [row_of(rank, damage=spoil) for rank in range(size)]
-    found = [0 if row is None else row.wrong for row in counts]
+    wrong_counts = [0 if row is None else row.wrong for row in counts]
     checked = (
         [expected_values(op, rank_values(3000), rank, size) is not None for rank in range(size)]
         if op != "barrier"
         else [False] * size
     )
-    assert found == [2 * size * is_checked for is_checked in checked]  # `gather` of the fake: each rank has the same
+    # The simulated `gather` returns this rank's count for every rank.
+    assert wrong_counts == [2 * size * is_checked for is_checked in checked]
 
 
 def test_a_share_in_the_wrong_place_is_seen() -> None:
@@ -147,13 +148,13 @@ def test_a_share_in_the_wrong_place_is_seen() -> None:
         half = len(values) // 2
         values[:] = np.concatenate([values[half:], values[:half]])
 
-    row = measured(Ranks(0, 4, damage=swap), "all_gather", 1 << 16, 1, 0.001, clock=lambda: 0.0)
+    row = measured(SimulatedRank(0, 4, damage=swap), "all_gather", 1 << 16, 1, 0.001, clock=lambda: 0.0)
     assert row is not None
     assert row.wrong > 1000
 
 
 def test_a_round_is_of_calls_alone_and_of_the_slowest_rank() -> None:
-    group = Ranks(0, 2, others=(1.0, 1.5))
+    group = SimulatedRank(0, 2, others=(1.0, 1.5))
     row = measured(group, "all_reduce", 1024, 1, 0.01, clock=group.clock)
     assert row is not None
     assert (row.op, row.ranks, row.payload_bytes, row.rounds) == ("all_reduce", 2, 1024, 10)
@@ -162,19 +163,19 @@ def test_a_round_is_of_calls_alone_and_of_the_slowest_rank() -> None:
         assert time == pytest.approx(15.0)
     assert row.rank_min_us == pytest.approx(10.0)
     assert row.rank_avg_us == pytest.approx(12.5)
-    assert group.barriers == 11  # the warm-up's, and one before each round
+    assert group.barriers == 11  # one for the warm-up, and one before each round
 
 
 def test_calls_before_the_clock_do_not_count() -> None:
-    group = Ranks(0, 2, call_us=lambda op, calls: 1000.0 if calls <= 22 else 10.0)
+    group = SimulatedRank(0, 2, call_us=lambda op, calls: 1000.0 if calls <= 22 else 10.0)
     row = measured(group, "all_reduce", 1024, 1, 0.01, clock=group.clock)
     assert row is not None
     assert row.max_us == pytest.approx(10.0)
 
 
 def test_spread_is_of_rounds() -> None:
-    slow = 22 + 5 * 3  # three calls of each round: the sixth round is slower
-    group = Ranks(0, 2, call_us=lambda op, calls: 100.0 if slow < calls <= slow + 3 else 10.0)
+    slow = 22 + 5 * 3  # with three calls per round, the sixth round is slower
+    group = SimulatedRank(0, 2, call_us=lambda op, calls: 100.0 if slow < calls <= slow + 3 else 10.0)
     row = measured(group, "all_reduce", 1024, 1, 3e-4, clock=group.clock)
     assert row is not None
     assert (row.calls, row.rounds) == (3, 10)
@@ -183,7 +184,7 @@ def test_spread_is_of_rounds() -> None:
 
 
 def test_what_is_slow_is_called_a_few_times() -> None:
-    group = Ranks(0, 2, call_us=lambda op, calls: 1e6)
+    group = SimulatedRank(0, 2, call_us=lambda op, calls: 1e6)
     row = measured(group, "all_reduce", 1 << 20, 1, 0.2, clock=group.clock)
     assert row is not None
     assert (row.calls, row.rounds) == (1, 3)
@@ -191,7 +192,7 @@ def test_what_is_slow_is_called_a_few_times() -> None:
 
 def test_of_a_ping_pong_half_counts_and_of_a_window_one_message() -> None:
     for op, part in (("send_recv", 1 / 2), ("send_recv_window", 1 / 64)):
-        group = Ranks(0, 2)
+        group = SimulatedRank(0, 2)
         row = measured(group, op, 4096, 2, 0.01, clock=group.clock)
         assert row is not None
         assert row.hosts == 2
@@ -200,14 +201,14 @@ def test_of_a_ping_pong_half_counts_and_of_a_window_one_message() -> None:
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_sizes_share_memory_and_nothing_else(op: str) -> None:
-    """What a larger size has left there is neither moved nor counted, and no size has memory of its own."""
-    seen: list[tuple[int, int]] = []
+    """All sizes use the same memory, without the data that a larger size has left there."""
+    addresses: list[tuple[int, int]] = []
 
-    class Watched(Ranks):
+    class Watched(SimulatedRank):
         def call(self, op: str, source: Values, result: Values, messages: int) -> Call:
             assert not source.any()
             assert not result.any()
-            seen.append((source.ctypes.data, result.ctypes.data))
+            addresses.append((source.ctypes.data, result.ctypes.data))
             return super().call(op, source, result, messages)
 
     def spoil(values: Values) -> None:
@@ -216,12 +217,12 @@ def test_sizes_share_memory_and_nothing_else(op: str) -> None:
     memory = BenchBuffers(group := Watched(size=ranks_of(op), damage=spoil), 1 << 14)
     for size in (1 << 14, 24, 3 << 10):
         assert measure(group, op, size, 1, 0.001, memory, group.clock) is not None
-    assert len(set(seen)) == 1
+    assert len(set(addresses)) == 1
 
 
 def test_a_size_without_equal_shares_is_left_out_or_rounded_down() -> None:
-    assert measured(Ranks(0, 4), "all_gather", 12, 1, 0.01, clock=lambda: 0.0) is None
-    row = measured(Ranks(0, 3), "all_to_all", 64, 1, 0.001, clock=lambda: 0.0)
+    assert measured(SimulatedRank(0, 4), "all_gather", 12, 1, 0.01, clock=lambda: 0.0) is None
+    row = measured(SimulatedRank(0, 3), "all_to_all", 64, 1, 0.001, clock=lambda: 0.0)
     assert row is not None
     assert row.payload_bytes == 60
     assert [payload_elements(op, 64, 3) for op in ("all_reduce", "all_gather", "broadcast")] == [16, 15, 16]
@@ -236,10 +237,10 @@ def test_buffers_have_nccl_tests_sizes(op: str, gives: int, takes: int) -> None:
 
 
 def test_bytes_are_those_of_busbw() -> None:
-    found = {op: float(bus_bytes(op, 1200, 4)) for op in OPERATIONS}
-    assert found["all_reduce"] == 1800
-    assert found["all_gather"] == found["gather"] == found["all_to_all"] == 900
-    assert found["broadcast"] == found["send_recv"] == found["send_recv_window"] == 1200
+    bytes_by_op = {op: float(bus_bytes(op, 1200, 4)) for op in OPERATIONS}
+    assert bytes_by_op["all_reduce"] == 1800
+    assert bytes_by_op["all_gather"] == bytes_by_op["gather"] == bytes_by_op["all_to_all"] == 900
+    assert bytes_by_op["broadcast"] == bytes_by_op["send_recv"] == bytes_by_op["send_recv_window"] == 1200
 
 
 def test_sizes_are_powers_of_two() -> None:

@@ -1,4 +1,4 @@
-"""Times of a network: what was measured comes back, what was not is extrapolated and says so."""
+"""Times of a network: measured times are reproduced, and others are extrapolated and marked as such."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from commtrace.volume import busbw_factor
 
 
 def total(network: Network, op: str, payload: int, ranks: int, hosts: int = 1) -> float:
-    found = network.expected(op, payload, ranks, hosts)
-    assert found is not None
-    return found.total_us
+    expected = network.expected(op, payload, ranks, hosts)
+    assert expected is not None
+    return expected.total_us
 
 
 # ---- measured --------------------------------------------------------------------------------------------------------
@@ -37,21 +37,21 @@ def total(network: Network, op: str, payload: int, ranks: int, hosts: int = 1) -
 
 def test_what_was_measured_comes_back() -> None:
     network = MeasuredNetwork("it", results([*ideal("all_reduce", 4), *ideal("send_recv", 2, gb_per_s=2.0)]))
-    found = network.expected("all_reduce", 1 << 20, 4, 1)
-    assert found is not None
-    assert found.source == "fitted"
-    assert found.latency_us == pytest.approx(10.0)
-    assert found.bandwidth_us == pytest.approx(1.5 * (1 << 20) / 1e3)
-    for op in ("send", "recv", "sendrecv"):  # whatever group a message is sent in
+    expected = network.expected("all_reduce", 1 << 20, 4, 1)
+    assert expected is not None
+    assert expected.source == "fitted"
+    assert expected.latency_us == pytest.approx(10.0)
+    assert expected.bandwidth_us == pytest.approx(1.5 * (1 << 20) / 1e3)
+    for op in ("send", "recv", "sendrecv"):  # in a group of any size
         assert total(network, op, 1 << 20, 16) == pytest.approx(10.0 + (1 << 20) / 2e3)
     assert network.expected("all_gather", 1 << 20, 4, 1) is None
     assert network.expected("scan", 1 << 20, 4, 1) is None
 
 
 def test_nothing_leaves_a_group_of_one() -> None:
-    found = MeasuredNetwork("it", results(ideal("all_reduce", 4))).expected("all_reduce", 1 << 20, 1, 1)
-    assert found is not None
-    assert (found.total_us, found.source) == (0.0, "local")
+    expected = MeasuredNetwork("it", results(ideal("all_reduce", 4))).expected("all_reduce", 1 << 20, 1, 1)
+    assert expected is not None
+    assert (expected.total_us, expected.source) == (0.0, "local")
 
 
 @pytest.mark.parametrize(
@@ -60,25 +60,25 @@ def test_nothing_leaves_a_group_of_one() -> None:
 )
 def test_other_groups_follow_the_algorithm_that_was_seen(alpha: Any, latency: float) -> None:
     measured = results([*ideal("all_gather", 2, alpha=alpha), *ideal("all_gather", 8, alpha=alpha)])
-    found = MeasuredNetwork("it", measured).expected("all_gather", 1 << 20, 16, 1)
-    assert found is not None
-    assert found.source == "extrapolated"
-    assert found.latency_us == pytest.approx(latency)
-    assert found.bandwidth_us == pytest.approx(15 / 16 * (1 << 20) / 1e3)  # the bus bandwidth stays
+    expected = MeasuredNetwork("it", measured).expected("all_gather", 1 << 20, 16, 1)
+    assert expected is not None
+    assert expected.source == "extrapolated"
+    assert expected.latency_us == pytest.approx(latency)
+    assert expected.bandwidth_us == pytest.approx(15 / 16 * (1 << 20) / 1e3)  # the bus bandwidth stays the same
 
 
 def test_of_one_group_the_ring_is_taken() -> None:
-    found = MeasuredNetwork("it", results(ideal("all_reduce", 2))).expected("all_reduce", 0, 9, 1)
-    assert found is not None
-    assert found.latency_us == pytest.approx(80.0)
-    assert found.source == "extrapolated"
+    expected = MeasuredNetwork("it", results(ideal("all_reduce", 2))).expected("all_reduce", 0, 9, 1)
+    assert expected is not None
+    assert expected.latency_us == pytest.approx(80.0)
+    assert expected.source == "extrapolated"
 
 
 def test_sizes_beyond_those_measured_are_extrapolated() -> None:
-    found = MeasuredNetwork("it", results(ideal("all_reduce", 2))).expected("all_reduce", 1 << 30, 2, 1)
-    assert found is not None
-    assert found.source == "extrapolated"
-    assert found.total_us == pytest.approx(10.0 + (1 << 30) / 1e3)
+    expected = MeasuredNetwork("it", results(ideal("all_reduce", 2))).expected("all_reduce", 1 << 30, 2, 1)
+    assert expected is not None
+    assert expected.source == "extrapolated"
+    assert expected.total_us == pytest.approx(10.0 + (1 << 30) / 1e3)
 
 
 def test_groups_over_hosts_are_not_told_from_groups_within_one() -> None:
@@ -109,10 +109,10 @@ NEAR, FAR = Level(1.0, 100.0), Level(10.0, 10.0)
 )
 def test_on_one_host_a_large_message_has_the_links_bandwidth(op: str) -> None:
     payload = 1 << 34
-    found = cost(op, payload, 8, 1, NEAR, FAR)
+    predicted = cost(op, payload, 8, 1, NEAR, FAR)
     factor = busbw_factor(op, 8)
     assert factor is not None
-    assert payload * factor / found.total_us / 1e3 == pytest.approx(100.0, rel=0.001)
+    assert payload * factor / predicted.total_us / 1e3 == pytest.approx(100.0, rel=0.001)
 
 
 def test_over_hosts_a_ring_has_the_nics_of_all_its_ranks() -> None:
@@ -131,8 +131,8 @@ def test_the_latency_over_hosts_is_that_of_the_faster_algorithm() -> None:
 
 
 def test_an_all_to_all_sends_to_other_hosts_what_is_theirs() -> None:
-    found = cost("all_to_all", 32 << 20, 32, 4, NEAR, FAR)
-    assert found.bandwidth_us == pytest.approx((24 << 20) / 10e3)
+    predicted = cost("all_to_all", 32 << 20, 32, 4, NEAR, FAR)
+    assert predicted.bandwidth_us == pytest.approx((24 << 20) / 10e3)
 
 
 def test_messages_within_a_host_and_between_two() -> None:
@@ -158,7 +158,7 @@ def test_ranks_fill_one_host_after_the_other(ranks: int, stride: int, hosts: int
 
 # ---- descriptions ----------------------------------------------------------------------------------------------------
 
-MINE: dict[str, Any] = {
+DESCRIPTION: dict[str, Any] = {
     "format": "commtrace-network-description",
     "version": 1,
     "name": "mine",
@@ -188,14 +188,14 @@ def test_shipped_descriptions_have_a_source_for_each_figure() -> None:
 
 
 def test_an_own_description(tmp_path: Path) -> None:
-    network = open_network(save(tmp_path, MINE))
-    found = network.expected("send", 125_000, 2, 2)
-    assert found is not None
-    assert (found.latency_us, found.bandwidth_us, found.source) == (5.0, 10.0, "described")
+    network = open_network(save(tmp_path, DESCRIPTION))
+    expected = network.expected("send", 125_000, 2, 2)
+    assert expected is not None
+    assert (expected.latency_us, expected.bandwidth_us, expected.source) == (5.0, 10.0, "described")
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"ranks_per_node": 0}, "ranks_per_node is 0; a whole number"),
         ({"ranks_per_node": None}, "ranks_per_node is None"),
@@ -212,11 +212,11 @@ def test_an_own_description(tmp_path: Path) -> None:
         ({"intra_node": {"latency_us": 1, "bandwidth_gb_per_s": 1, "x": 1}}, "intra_node: unknown key x"),
     ],
 )
-def test_a_wrong_description_is_said(change: dict[str, Any], words: str, tmp_path: Path) -> None:
-    file = save(tmp_path, {**copy.deepcopy(MINE), **change})
+def test_a_wrong_description_is_said(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = save(tmp_path, {**copy.deepcopy(DESCRIPTION), **change})
     with pytest.raises(NetworkError) as error:
         open_network(file)
-    assert words in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).startswith(file)
 
 

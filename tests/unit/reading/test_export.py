@@ -1,4 +1,4 @@
-"""The event table in files."""
+"""Export of the event table to files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commtrace.schema import EVENT_COLUMNS, EVENT_TABLE_VERSION
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A run of two ranks, one of which has two segments."""
+    """Return a run of two ranks, with a further process of rank 0 that has two segments."""
     training(tmp_path / "log").process(0, pid=2).known().write(record()).write(record(kind=99, group=99))
     return open_run(tmp_path / "log")
 
@@ -76,19 +76,19 @@ def test_an_existing_file_is_kept_unless_forced(run: Run, tmp_path: Path) -> Non
     assert out.read_text().startswith("rank,op,")
 
 
-@pytest.mark.parametrize(("number", "mend"), [(errno.ENOSPC, "make room"), (errno.EACCES, "where you may write")])
+@pytest.mark.parametrize(("number", "fix"), [(errno.ENOSPC, "make room"), (errno.EACCES, "where you may write")])
 def test_half_a_file_is_removed_and_the_old_one_is_kept(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, mend: str
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fix: str
 ) -> None:
     out = tmp_path / "events.csv"
     out.write_text("precious")
 
-    def fail(run: Run, path: Path, *wanted: object) -> int:
+    def fail(run: Run, path: Path, *selection: object) -> int:
         path.write_text("half")
         raise OSError(number, "No way")
 
     monkeypatch.setitem(commtrace.reading.export.WRITERS, "csv", fail)
-    with pytest.raises(OutputError, match=f"cannot be written \\(no way\\); .*{mend}"):
+    with pytest.raises(OutputError, match=f"cannot be written \\(no way\\); .*{fix}"):
         export(run, out, "csv", force=True)
     assert out.read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.csv", "log"]

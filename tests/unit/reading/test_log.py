@@ -1,4 +1,4 @@
-"""Reading logs from disk, whole and damaged."""
+"""Reading complete and damaged logs from disk."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from commtrace.schema import RECORD, Records, State
 
 
 def read(log: Log) -> Records:
-    """All records of a log."""
+    """Return all records of a log."""
     return records(block for process in log.processes for segment in process.segments for block in segment.blocks())
 
 
 def kinds(log: Log) -> list[str]:
-    """The kinds of its notes."""
+    """Return the kinds of the notes of a log."""
     return [note.kind for note in log.notes]
 
 
@@ -110,10 +110,10 @@ def test_a_segment_cut_at_any_byte(tmp_path: Path, open_: bool, stride: int) -> 
     rows = records(record(seq=number) for number in range(3))
     process = LogFactory(tmp_path).process().write(rows, open_=open_)
     (path,) = process.segments
-    whole = path.read_bytes()
-    header = len(whole) - rows.nbytes
-    for length in {*range(0, len(whole), stride), *range(header, len(whole), RECORD.itemsize)}:
-        path.write_bytes(whole[:length])
+    content = path.read_bytes()
+    header = len(content) - rows.nbytes
+    for length in {*range(0, len(content), stride), *range(header, len(content), RECORD.itemsize)}:
+        path.write_bytes(content[:length])
         log = open_log(tmp_path)
         complete, rest = divmod(max(length - header, 0), RECORD.itemsize)
         assert (read(log) == rows[:complete]).all()
@@ -125,19 +125,19 @@ def test_a_segment_cut_at_any_byte(tmp_path: Path, open_: bool, stride: int) -> 
 def test_a_tables_file_cut_at_any_byte(tmp_path: Path, stride: int) -> None:
     log = training(tmp_path, ranks=1, steps=1)
     (path,) = (log.directory / RUN / "node17").glob("*.jsonl")
-    whole = path.read_bytes()
-    for length in range(0, len(whole), stride):
-        path.write_bytes(whole[:length])
-        found = open_log(tmp_path)
-        assert len(read(found)) == 3
-        assert (found.processes[0].rank, found.processes[0].pid, found.run) == (0, 4711, RUN)
-        # A cut right before a line's end loses nothing; elsewhere in a line it costs that line, and is said.
-        assert kinds(found) == (
-            [] if whole[length - 1 : length] in (b"\n", b"}", b"") and _whole(whole[:length]) else ["cut"]
+    content = path.read_bytes()
+    for length in range(0, len(content), stride):
+        path.write_bytes(content[:length])
+        opened = open_log(tmp_path)
+        assert len(read(opened)) == 3
+        assert (opened.processes[0].rank, opened.processes[0].pid, opened.run) == (0, 4711, RUN)
+        # A cut at the end of a line loses nothing; a cut within a line loses that line, and a note says so.
+        assert kinds(opened) == (
+            [] if content[length - 1 : length] in (b"\n", b"}", b"") and _parses(content[:length]) else ["cut"]
         )
 
 
-def _whole(data: bytes) -> bool:
+def _parses(data: bytes) -> bool:
     try:
         return all(isinstance(json.loads(line), dict) for line in data.splitlines())
     except ValueError:
@@ -181,7 +181,7 @@ def test_garbage_in_a_tables_file(tmp_path_factory: pytest.TempPathFactory, line
 
 
 def check_with_line(directory: Path, line: bytes) -> None:
-    """A log with this line in its tables is read."""
+    """Assert that a log with this line in its tables can be read."""
     process = LogFactory(directory).process().known()
     with open(process.tables, "ab") as file:
         file.write(line + b"\n")
@@ -218,8 +218,8 @@ def test_missing_segments(tmp_path: Path) -> None:
     log.process(0).write(record(), number=0).write(record(), number=3)
     log.process(1).stats(calls=7)
     log.process(2).write(record(), number=2).stats(removed=1000)  # the oldest were removed, which is no damage
-    found = open_log(tmp_path)
-    assert [note.what for note in found.notes] == [
+    opened = open_log(tmp_path)
+    assert [note.what for note in opened.notes] == [
         "segments 1 to 2 are missing",
         "no segments, though 7 calls were counted",
     ]
@@ -246,9 +246,9 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(builtins, "open", deny)
-    found = open_log(tmp_path)
-    assert [(note.kind, note.path, note.what) for note in found.notes] == [("unreadable", denied, "permission denied")]
-    assert len(read(found)) == 1
+    opened = open_log(tmp_path)
+    assert [(note.kind, note.path, note.what) for note in opened.notes] == [("unreadable", denied, "permission denied")]
+    assert len(read(opened)) == 1
 
 
 # --- no log, newer log, several runs --------------------------------------------------------------------------------
@@ -320,9 +320,9 @@ def test_two_processes_of_one_rank_are_counted_and_named(tmp_path: Path) -> None
     log = LogFactory(tmp_path)
     log.process(0, pid=1).write(record())
     log.process(0, pid=2).write(record())
-    found = open_log(tmp_path)
-    assert len(read(found)) == 2
-    assert [note.what for note in found.notes] == ["rank 0 has more than one process (process ids 1 and 2)"]
+    opened = open_log(tmp_path)
+    assert len(read(opened)) == 2
+    assert [note.what for note in opened.notes] == ["rank 0 has more than one process (process ids 1 and 2)"]
 
 
 def test_processes_that_disagree_on_the_number_of_ranks(tmp_path: Path) -> None:

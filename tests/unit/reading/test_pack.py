@@ -1,4 +1,4 @@
-"""Packed logs: every command finds in them what it finds in the log."""
+"""Packed logs: every command gives the results that it gives for the log."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def test_damaged_logs_give_equal_results(seed: int, tmp_path: Path, capsys: pyte
     damaged_logs.unpack(tmp_path)
     if seed % 2:
         log_versions.to_version_2(tmp_path)
-    chance = random.Random(seed)
-    log = tmp_path / chance.choice(damaged_logs.SCHEMES)
+    rng = random.Random(seed)
+    log = tmp_path / rng.choice(damaged_logs.SCHEMES)
     other = tmp_path / "other"
     training(other, ranks=3, steps=6)
-    damaged_logs.damage(log, other, chance)
+    damaged_logs.damage(log, other, rng)
     if main(["report", str(log)]) == 0:
         assert_equal(log, pack(log), other, capsys)
 
@@ -89,18 +89,18 @@ def test_ranks_share_row_groups_and_segments_their_blocks(tmp_path: Path, monkey
     segments = [
         [segment for process in open_log(path).processes for segment in process.segments] for path in (log, packed)
     ]
-    for ours, theirs in zip(*segments, strict=True):
-        assert isinstance(theirs, PackedSegment)
+    for segment_of_log, segment_of_pack in zip(*segments, strict=True):
+        assert isinstance(segment_of_pack, PackedSegment)
         for size in (1, 4, 100):
             for count in (0, 2, 5, 11, 100):
-                pair = [segment.last(count) for segment in (ours, theirs)]
+                pair = [segment.last(count) for segment in (segment_of_log, segment_of_pack)]
                 blocks = [[*segment.blocks(size)] for segment in pair]
                 assert [block.tolist() for block in blocks[0]] == [block.tolist() for block in blocks[1]]
                 assert pair[0].damaged == pair[1].damaged
                 assert pair[0].last_step == pair[1].last_step
         memory = bytearray(4 * RECORD.itemsize)
-        in_memory = [block.copy() for block in theirs.blocks(4, memory)]
-        assert records(in_memory).tolist() == records(ours.blocks()).tolist()
+        in_memory = [block.copy() for block in segment_of_pack.blocks(4, memory)]
+        assert records(in_memory).tolist() == records(segment_of_log.blocks()).tolist()
 
 
 def test_columns_are_those_of_the_event_table(tmp_path: Path) -> None:
@@ -135,14 +135,14 @@ def test_wanted_events_are_read_by_statistics(tmp_path: Path, monkeypatch: pytes
     read: list[int] = []
     part_file = commtrace.reading.packed_log.PartFile
     monkeypatch.setattr(part_file, "records", _counted(part_file.records, read))
-    for wanted, groups in (
+    for selection, groups in (
         ({"steps": [3, 17]}, range(3, 12)), ({"ranks": [1]}, range(8, 14)), ({"ops": ["barrier"]}, range(3, 4)),
         ({"ranks": [2], "steps": [-1], "ops": ["barrier"]}, range(1, 3)),
     ):  # fmt: skip
         read.clear()
-        events = open_run(packed).events(**wanted)
-        assert len({*read}) in groups, wanted
-        assert events.equals(open_run(tmp_path / "log").events(**wanted))
+        events = open_run(packed).events(**selection)
+        assert len({*read}) in groups, selection
+        assert events.equals(open_run(tmp_path / "log").events(**selection))
         assert len(events)
     assert open_run(packed).notes == ()
 
@@ -172,10 +172,10 @@ def test_the_log_does_not_change(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in log.rglob("*") if path.is_file()} == before
 
 
-def failure(words: Sequence[object], capsys: pytest.CaptureFixture[str]) -> str:
-    """The error of a command."""
+def failure(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the error message of a command that fails."""
     capsys.readouterr()
-    assert main([*map(str, words)]) == 1
+    assert main([*map(str, arguments)]) == 1
     return capsys.readouterr().err
 
 
@@ -216,7 +216,7 @@ def test_half_a_packed_log_is_removed_and_the_old_one_kept(
 
 
 def test_a_worker_adds_nothing_to_a_folder_that_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker of Dask may write on after another one has failed."""
+    """A Dask worker may go on writing after another one has failed."""
     folders: list[Path] = []
     rmtree = shutil.rmtree
 
@@ -241,7 +241,7 @@ def test_a_worker_adds_nothing_to_a_folder_that_is_removed(tmp_path: Path, monke
 @pytest.mark.long
 @pytest.mark.parametrize("kib", [1, 8, 200])
 def test_a_full_disk(kib: int, tmp_path: Path) -> None:
-    """The limit of a file's size, which is an error as a full disk is: in the first rows, in later ones, at the end."""
+    """Exceeding a file size limit is an error like a full disk: in the first rows, in later ones, or at the end."""
     rng = np.random.default_rng(0)
     rows = records([record()] * 20_000)
     for name in ("t_begin", "t_return", "t_end", "payload"):
@@ -260,11 +260,11 @@ def test_damage_to_a_packed_log_is_named(tmp_path: Path, capsys: pytest.CaptureF
     training(tmp_path / "log")
     packed = pack(tmp_path / "log")
     (part,) = packed.glob("*/*.parquet")
-    whole = part.read_bytes()
-    part.write_bytes(whole[:100])
+    content = part.read_bytes()
+    part.write_bytes(content[:100])
     run = open_run(packed)
     assert [(note.kind, note.path, len(run.events())) for note in run.notes] == [("unreadable", part, 0)]
-    part.write_bytes(whole[:200] + bytes(2_000) + whole[2_200:])
+    part.write_bytes(content[:200] + bytes(2_000) + content[2_200:])
     with pytest.raises(LogError, match=r"part-00000\.parquet: cannot be read .*; pack the log again"):
         open_run(packed).events()
     part.unlink()

@@ -1,4 +1,4 @@
-"""Stored tables of packed logs: reports take them in place of records only if both give the same."""
+"""Stored tables of packed logs: reports use them in place of records only if both give the same results."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ COMMANDS = ["report", "LOG", "--json"], ["report", "LOG", "--sections", "all"], 
 
 
 def all_results(packed: Path, capsys: pytest.CaptureFixture[str], *, html: bool = False) -> list[object]:
-    """Status, output and errors of the commands that read stored tables, without what they say about these."""
-    found: list[object] = []
+    """Return status, output and errors of the commands that read stored tables, without lines about these tables."""
+    command_results: list[object] = []
     for command in COMMANDS:
         status, out, err = results([packed if word == "LOG" else word for word in command], capsys, packed)
-        found.append((status, out, [line for line in str(err).splitlines() if STORED not in line]))
+        command_results.append((status, out, [line for line in str(err).splitlines() if STORED not in line]))
     if html:
         page = packed.parent / "page.html"
         assert main(["report", str(packed), "--html", str(page), "--force"]) == 0
-        found.append(page.read_text(encoding="utf-8"))
-    return found
+        command_results.append(page.read_text(encoding="utf-8"))
+    return command_results
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The part of each row group that is read."""
+    """Return a list that receives the part file of each row group that is read."""
     read: list[Path] = []
     records = PartFile.records
 
@@ -81,7 +81,7 @@ def test_stored_tables_replace_records(tmp_path: Path, reads: list[Path], capsys
 
 @pytest.mark.parametrize("scheme", recorded_schemes.SCHEMES)
 def test_all_analyses_are_stored(scheme: str, tmp_path: Path) -> None:
-    """None is left out because its tables would come back as others."""
+    """All analyses are stored: none has tables that storing would change."""
     damaged_logs.unpack(tmp_path)
     packed = pack(tmp_path / scheme)
     (stored,) = packed.glob(f"*/{STORED}")
@@ -91,16 +91,18 @@ def test_all_analyses_are_stored(scheme: str, tmp_path: Path) -> None:
 def _with_other_sizes(folder: Path) -> None:
     (path,) = folder.glob("part-*")
     table = parquet.read_table(path)
-    at = table.schema.get_field_index("payload_bytes")
-    parquet.write_table(table.set_column(at, table.schema.field(at), compute.add(table["payload_bytes"], 8)), path)
+    index = table.schema.get_field_index("payload_bytes")
+    parquet.write_table(
+        table.set_column(index, table.schema.field(index), compute.add(table["payload_bytes"], 8)), path
+    )
 
 
 def _with_other_tables_of_processes(folder: Path) -> None:
     table = parquet.read_table(folder / PROCESSES)
     tables = [text.replace(b'"world_size": 2', b'"world_size": 4') for text in table["tables"].to_pylist()]
     assert tables != table["tables"].to_pylist()
-    at = table.schema.get_field_index("tables")
-    parquet.write_table(table.set_column(at, table.schema.field(at), [tables]), folder / PROCESSES)
+    index = table.schema.get_field_index("tables")
+    parquet.write_table(table.set_column(index, table.schema.field(index), [tables]), folder / PROCESSES)
 
 
 @pytest.mark.parametrize("change", [_with_other_sizes, _with_other_tables_of_processes])
@@ -143,13 +145,13 @@ def test_damaged_tables_change_no_report(seed: int, tmp_path: Path, capsys: pyte
     expected = all_results(packed, capsys)
     (stored,) = packed.glob(f"*/{STORED}")
     content = bytearray(stored.read_bytes())
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     if seed % 3 == 0:
-        content = content[: chance.randrange(len(content))]
+        content = content[: rng.randrange(len(content))]
     elif seed % 3 == 1:
-        content[-200:] = chance.randbytes(200)
+        content[-200:] = rng.randbytes(200)
     else:
-        begin = chance.randrange(len(content) - 40)
-        content[begin : begin + 40] = chance.randbytes(40)
+        begin = rng.randrange(len(content) - 40)
+        content[begin : begin + 40] = rng.randbytes(40)
     stored.write_bytes(content)
     assert all_results(packed, capsys) == expected

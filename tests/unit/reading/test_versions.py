@@ -1,4 +1,4 @@
-"""Logs of version 1 of the format: reports are those of the same log in version 2, byte for byte."""
+"""Logs in version 1 of the format: reports equal those of the same log in version 2, byte for byte."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def _rows(log: Path) -> list[dict[str, object]]:
 def test_ranks_of_different_versions_share_groups(tmp_path: Path) -> None:
     damaged_logs.unpack(tmp_path)
     log = tmp_path / "ddp"
-    one, two = sorted(log.rglob("*.jsonl"))
-    text = two.read_text()
+    file_of_rank_0, file_of_rank_1 = sorted(log.rglob("*.jsonl"))
+    text = file_of_rank_1.read_text()
     log_versions.to_version_2(log)
-    two.write_text(text)
+    file_of_rank_1.write_text(text)
     processes = open_log(log).processes
-    assert [process.tables.process["version"] for process in processes] == [2, 1], one
+    assert [process.tables.process["version"] for process in processes] == [2, 1], file_of_rank_0
     first, second = (set(process.tables.groups.values()) for process in processes)
     assert {group for group in first if len(group.ranks) > 1} & second

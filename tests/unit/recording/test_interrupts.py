@@ -1,4 +1,4 @@
-"""Telling exceptions of the program's signal handlers from faults of ours."""
+"""Distinguishing exceptions of the program's signal handlers from faults of commtrace."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from commtrace.recording.interrupts import reraise_if_from_signal_handler
 
 
 class AlarmError(Exception):
-    """What handlers raise."""
+    """The exception that handlers raise."""
 
 
 class Handlers:
-    """Handlers of the kinds that programs have."""
+    """Signal handlers of the kinds that programs have."""
 
     def method(self, *_: object) -> None:
         raise AlarmError

@@ -1,4 +1,4 @@
-"""The recorder: what a record says of each way a call can go, under threads, and at its end."""
+"""The recorder: records of calls with every outcome, several threads, and the end of recording."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from commtrace.schema import Clock, Records, State
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects() -> Iterator[None]:
-    """Collections of garbage look only at objects of this module, and not at all those of the test session."""
+    """Restrict garbage collection to objects of this module: the test session has too many others."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
 def descriptors() -> int:
-    gc.collect()  # a mapping has a descriptor of its own
+    gc.collect()  # a mapping keeps a descriptor open until it is collected
     return len(os.listdir("/proc/self/fd"))
 
 
 def in_threads(work: Callable[[int], None], arguments: Iterable[int]) -> None:
-    """Run a function in a thread for each argument, at a time."""
+    """Run a function for each argument, in threads at the same time."""
     running = [threading.Thread(target=work, args=(argument,)) for argument in arguments]
     for thread in running:
         thread.start()
@@ -62,23 +62,23 @@ def test_the_ways_of_a_call(tmp_path: Path, new_recorder: NewRecorder) -> None:
     recorder.unobservable(forgotten, 205)
     recorder.close("stop")
 
-    left = processes.read_one(tmp_path)
-    found = left.records[np.argsort(left.records["seq"])]
-    assert found["state"].tolist() == [
+    log = processes.read_one(tmp_path)
+    records = log.records[np.argsort(log.records["seq"])]
+    assert records["state"].tolist() == [
         State.COMPLETE, State.UNOBSERVABLE, State.FAILED, State.FAILED, State.UNOBSERVABLE, State.BEGUN,
     ]  # fmt: skip
-    assert found["t_return"].tolist() == [101, 102, 103, 104, 105, 0]
-    assert found["t_wait"].tolist() == [201, 0, 0, 0, 205, 0]
-    assert found["t_end"].tolist() == [301, 0, 0, 0, 0, 0]
-    assert found["clock"].tolist() == [Clock.WAIT, 0, 0, 0, 0, 0]
-    assert found["tag"].tolist() == list(range(6))
-    assert set(found["thread"]) == {1}
-    assert left.tables["end"][0]["reason"] == "stop"
-    processes.assert_whole(found)
+    assert records["t_return"].tolist() == [101, 102, 103, 104, 105, 0]
+    assert records["t_wait"].tolist() == [201, 0, 0, 0, 205, 0]
+    assert records["t_end"].tolist() == [301, 0, 0, 0, 0, 0]
+    assert records["clock"].tolist() == [Clock.WAIT, 0, 0, 0, 0, 0]
+    assert records["tag"].tolist() == list(range(6))
+    assert set(records["thread"]) == {1}
+    assert log.tables["end"][0]["reason"] == "stop"
+    processes.assert_whole(records)
 
 
 def test_a_call_that_is_lost_after_its_end_is_recorded_once(tmp_path: Path, new_recorder: NewRecorder) -> None:
-    """An exception may reach a hook when the call's end is written already, and its slot free again."""
+    """An exception may reach a hook after the end of the call was written and its slot freed."""
     recorder = new_recorder(tmp_path, ring_records=16)
     ended, not_observable, pending, running = (processes.call(recorder, number) for number in range(4))
     call = recorder.returned(ended, 101, observable=True)
@@ -105,7 +105,7 @@ def test_a_call_that_is_lost_after_its_end_is_recorded_once(tmp_path: Path, new_
 def test_an_end_that_a_signal_interrupts_is_recorded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
 ) -> None:
-    """The handler's exception comes before the first field of the end, or after the last."""
+    """The handler raises before the first field of the end is written, or after the last."""
     recorder = processes.recorder(tmp_path, ring_records=16)
     write_end, interruptions = recorder._write_end, iter([KeyboardInterrupt()])
 
@@ -133,7 +133,7 @@ def test_a_number_that_does_not_fit_costs_nothing_but_its_record(tmp_path: Path,
     for _ in range(100):
         with pytest.raises(struct.error):
             processes.call(recorder, tag=1 << 40)
-    processes.call(recorder, 1 << 33, payload=0, local=0)  # torch counts beyond 32 bits; a record does not
+    processes.call(recorder, 1 << 33, payload=0, local=0)  # a record has the low 32 bits of torch's number
     recorder.close("stop")
     assert processes.read_one(tmp_path).records["seq"].tolist() == [0]
     assert processes.read_one(tmp_path).stats["dropped"] == 0
@@ -146,9 +146,9 @@ def test_a_full_ring_counts(tmp_path: Path, new_recorder: NewRecorder) -> None:
     assert recorder.returned(-1, 5, observable=True) is None
     recorder.failed(-1)
     recorder.close("stop")
-    left = processes.read_one(tmp_path)
-    assert len(left.records) == 16
-    assert (left.stats["calls"], left.stats["dropped"]) == (100, 84)
+    log = processes.read_one(tmp_path)
+    assert len(log.records) == 16
+    assert (log.stats["calls"], log.stats["dropped"]) == (100, 84)
 
 
 def test_records_that_cannot_be_written_are_kept_once(
@@ -197,37 +197,37 @@ def test_all_of_a_large_ring_is_used_and_only_what_is_needed(tmp_path: Path, new
         processes.call(recorder, number)
     assert processes.call(recorder, 20_000) == -1
     recorder.close("stop")
-    left = processes.read_one(tmp_path)
-    assert sorted(left.records["seq"].tolist()) == list(range(20_000))
-    assert (left.stats["calls"], left.stats["dropped"]) == (20_001, 1)
+    log = processes.read_one(tmp_path)
+    assert sorted(log.records["seq"].tolist()) == list(range(20_000))
+    assert (log.stats["calls"], log.stats["dropped"]) == (20_001, 1)
 
 
 def test_threads_that_need_more_of_the_ring_at_once(tmp_path: Path, new_recorder: NewRecorder) -> None:
-    recorder, threads, each = new_recorder(tmp_path, ring_records=40_000, drain_ms=60_000), 8, 5500
+    recorder, threads, calls = new_recorder(tmp_path, ring_records=40_000, drain_ms=60_000), 8, 5500
     barrier = threading.Barrier(threads)
 
     def work(first: int) -> None:
         barrier.wait()
-        for number in range(first, first + each):
+        for number in range(first, first + calls):
             processes.call(recorder, number)
 
-    in_threads(work, range(0, threads * each, each))
+    in_threads(work, range(0, threads * calls, calls))
     recorder.close("stop")
-    left = processes.read_one(tmp_path)
-    assert len(set(left.records["seq"].tolist())) == len(left.records) == 40_000
-    assert left.stats["dropped"] == threads * each - 40_000
-    processes.assert_whole(left.records)
+    log = processes.read_one(tmp_path)
+    assert len(set(log.records["seq"].tolist())) == len(log.records) == 40_000
+    assert log.stats["dropped"] == threads * calls - 40_000
+    processes.assert_whole(log.records)
 
 
 def test_threads_under_a_fast_drain(tmp_path: Path, new_recorder: NewRecorder) -> None:
-    """Eight threads begin, return and end calls, each the calls of another one, while the ring is emptied."""
+    """Eight threads begin and return calls, and end those of another thread, while the ring is drained."""
     recorder = new_recorder(tmp_path, ring_records=4096, drain_ms=1, segment_min_bytes=4096)
-    threads, each = 8, 4000
+    threads, calls = 8, 4000
     handed_on: list[list[tuple[PendingCall, int]]] = [[] for _ in range(threads)]
     numbers = itertools.count()
 
     def hammer(index: int) -> None:
-        for turn in range(each):
+        for turn in range(calls):
             while len(recorder._free) < 64:
                 time.sleep(0.001)
             number = next(numbers)
@@ -241,21 +241,21 @@ def test_threads_under_a_fast_drain(tmp_path: Path, new_recorder: NewRecorder) -
     in_threads(hammer, range(threads))
     recorder.close("stop")
 
-    left = processes.read_one(tmp_path)
-    found = left.records
-    processes.assert_whole(found)
-    assert len(np.unique(found["seq"])) == len(found)
-    assert len(found) == left.stats["calls"] == threads * each
-    assert left.stats["dropped"] == 0
-    assert (found["t_return"] == found["seq"].astype(np.int64) + 1).all()
-    complete = found[found["state"] == State.COMPLETE]
+    log = processes.read_one(tmp_path)
+    records = log.records
+    processes.assert_whole(records)
+    assert len(np.unique(records["seq"])) == len(records)
+    assert len(records) == log.stats["calls"] == threads * calls
+    assert log.stats["dropped"] == 0
+    assert (records["t_return"] == records["seq"].astype(np.int64) + 1).all()
+    complete = records[records["state"] == State.COMPLETE]
     assert len(complete) > 100
     assert (complete["t_end"] == complete["seq"].astype(np.int64) + 3).all()
-    others = found[found["state"] != State.COMPLETE]
+    others = records[records["state"] != State.COMPLETE]
     assert set(others["state"]) <= {State.RETURNED, State.UNOBSERVABLE}
     assert (others["t_end"] == 0).all()
-    assert set(found["thread"]) <= set(range(1, threads + 1))
-    assert left.stats["hook_errors"] == 0
+    assert set(records["thread"]) <= set(range(1, threads + 1))
+    assert log.stats["hook_errors"] == 0
 
 
 def test_calls_that_come_back_after_the_end(tmp_path: Path, new_recorder: NewRecorder) -> None:
@@ -267,20 +267,20 @@ def test_calls_that_come_back_after_the_end(tmp_path: Path, new_recorder: NewRec
     recorder.returned(slot, 5, observable=True)
     recorder.ended(call, 5, 6, Clock.WAIT)
     assert processes.call(recorder, 2) == -1
-    left = processes.salvaged(tmp_path)[0]
-    assert sorted(left.records["state"].tolist()) == [State.BEGUN, State.RETURNED]
-    assert "salvage" not in left.tables
+    log = processes.salvaged(tmp_path)[0]
+    assert sorted(log.records["state"].tolist()) == [State.BEGUN, State.RETURNED]
+    assert "salvage" not in log.tables
     assert not processes.rings(tmp_path)
 
 
 def test_calls_of_other_threads_while_it_ends(tmp_path: Path, new_recorder: NewRecorder) -> None:
     recorder = new_recorder(tmp_path, drain_ms=1)
-    made = itertools.count()
+    numbers = itertools.count()
     stop = threading.Event()
 
     def busy() -> None:
         while not stop.is_set():
-            recorder.returned(processes.call(recorder, next(made)), 1, observable=False)
+            recorder.returned(processes.call(recorder, next(numbers)), 1, observable=False)
 
     threads = [threading.Thread(target=busy) for _ in range(4)]
     for thread in threads:
@@ -290,11 +290,11 @@ def test_calls_of_other_threads_while_it_ends(tmp_path: Path, new_recorder: NewR
     stop.set()
     for thread in threads:
         thread.join()
-    left = processes.read_one(tmp_path)
-    processes.assert_whole(left.records)
-    assert len(np.unique(left.records["seq"])) == len(left.records)
-    assert left.stats["calls"] == len(left.records) + left.stats["dropped"]
-    assert left.ended
+    log = processes.read_one(tmp_path)
+    processes.assert_whole(log.records)
+    assert len(np.unique(log.records["seq"])) == len(log.records)
+    assert log.stats["calls"] == len(log.records) + log.stats["dropped"]
+    assert log.ended
     assert not processes.rings(tmp_path)
 
 
@@ -326,9 +326,9 @@ def test_errors_of_callbacks_do_not_keep_records_from_the_disk(tmp_path: Path) -
     recorder.drain_callbacks.append(fail)  # type: ignore[arg-type]
     processes.call(recorder, 1)
     recorder.close("stop")
-    left = processes.read_one(tmp_path)
-    assert len(left.records) == 1
-    assert left.stats["hook_errors"] >= 2
+    log = processes.read_one(tmp_path)
+    assert len(log.records) == 1
+    assert log.stats["hook_errors"] >= 2
 
 
 def test_what_calls_cost(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_a_store_that_hangs_does_not_keep_the_program(
 
 
 def test_the_drain_thread_takes_no_signals(tmp_path: Path, new_recorder: NewRecorder) -> None:
-    """A program that blocks a signal, to wait for it, would else be killed by it in a thread that it does not know."""
+    """Otherwise a signal that the program blocks, to wait for it, would reach this thread and kill the process."""
     recorder = new_recorder(tmp_path)
     thread = recorder._drain._thread.native_id
 
@@ -408,7 +408,7 @@ def test_no_descriptor_stays_open(tmp_path: Path, new_recorder: NewRecorder) -> 
 def test_two_processes_of_the_same_name(
     shm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_recorder: NewRecorder
 ) -> None:
-    """In two containers, with the same rank, process number, host name and run."""
+    """Processes in different containers may have the same rank, process id, host name and run."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     monkeypatch.setattr("commtrace.identity.agree_on_run", lambda member: "run")
     recorders = [new_recorder(tmp_path, shm=shm, segment_min_bytes=4096, drain_ms=2) for _ in range(3)]
@@ -417,10 +417,10 @@ def test_two_processes_of_the_same_name(
         recorder.returned(processes.call(recorder, number), 1, observable=False)
     for recorder in recorders:
         recorder.close("stop")
-    found = processes.read_all(tmp_path)
-    assert [left.stem for left in found] == ["rank00000-1", "rank00000-2-1", "rank00000-3-1"]
-    for left in found:
-        assert len(left.records) == left.stats["calls"] == 100
-        assert len(set(left.records["seq"] % 3)) == 1
-        assert left.ended
+    logs = processes.read_all(tmp_path)
+    assert [log.stem for log in logs] == ["rank00000-1", "rank00000-2-1", "rank00000-3-1"]
+    for log in logs:
+        assert len(log.records) == log.stats["calls"] == 100
+        assert len(set(log.records["seq"] % 3)) == 1
+        assert log.ended
     assert len({path.parent for path in tmp_path.glob("*/*/*.jsonl")}) == 1

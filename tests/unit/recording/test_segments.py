@@ -1,4 +1,4 @@
-"""Segments: their format, their growth, their bound."""
+"""Segments: format, growth and size limit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from commtrace.recording.segment_writer import HEADER_BYTES, SegmentSeries, Writ
 from commtrace.schema import RECORD, Records
 
 
-def some(count: int, first: int = 0) -> Records:
-    """Records that tell their number."""
+def numbered_records(count: int, first: int = 0) -> Records:
+    """Return records whose sequence numbers begin at `first`."""
     records = np.zeros(count, RECORD)
     records["seq"] = np.arange(first, first + count)
     records["state"] = 3
@@ -34,20 +34,20 @@ def names(folder: Path) -> list[str]:
 
 def test_a_closed_segment_is_an_ordinary_npy_file(tmp_path: Path) -> None:
     segment = WrittenSegment(tmp_path / "a.npy")
-    segment.append(some(3))
+    segment.append(numbered_records(3))
     assert names(tmp_path) == ["a.npy.open"]
-    segment.append(some(2, 3))
+    segment.append(numbered_records(2, 3))
     segment.close()
     assert names(tmp_path) == ["a.npy"]
     loaded = np.load(tmp_path / "a.npy")
     assert loaded.dtype == RECORD
-    assert loaded.tobytes() == some(5).tobytes()
+    assert loaded.tobytes() == numbered_records(5).tobytes()
     assert (tmp_path / "a.npy").stat().st_size == HEADER_BYTES + 5 * 96
 
 
 def test_an_open_segment_may_end_anywhere(tmp_path: Path) -> None:
     segment = WrittenSegment(tmp_path / "a.npy")
-    segment.append(some(3))
+    segment.append(numbered_records(3))
     segment.abandon()
     os.truncate(tmp_path / "a.npy.open", HEADER_BYTES + 2 * 96 + 50)
     assert read_rows(tmp_path / "a.npy.open")["seq"].tolist() == [0, 1]
@@ -70,17 +70,17 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_segments_double_up_to_the_largest(tmp_path: Path) -> None:
-    many = series(tmp_path)
+    segment_series = series(tmp_path)
     for first in range(0, 1000, 7):
-        many.append(some(min(7, 1000 - first), first))
-    many.close()
+        segment_series.append(numbered_records(min(7, 1000 - first), first))
+    segment_series.close()
     sizes = [(tmp_path / name).stat().st_size for name in names(tmp_path)]
     assert [-(-size // 4096) for size in sizes] == [1, 2, 4, 4, 4, 4, 4, 3]
     assert max(sizes) <= 16384
     loaded = np.concatenate([np.load(tmp_path / name) for name in names(tmp_path)])
     assert loaded["seq"].tolist() == list(range(1000))
-    assert many.written == 1000
-    assert many.removed == 0
+    assert segment_series.written == 1000
+    assert segment_series.removed == 0
 
 
 @pytest.mark.parametrize("max_bytes", [8192, 10_000, 65536, 100_001])
@@ -96,19 +96,19 @@ def test_the_bound_holds_at_every_moment(
         sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
 
     monkeypatch.setattr(segments, "write_all", measured)
-    many = series(tmp_path, max_bytes=max_bytes)
+    segment_series = series(tmp_path, max_bytes=max_bytes)
     for first in range(0, 3500, batch):
-        many.append(some(batch, first))
-    many.close()
+        segment_series.append(numbered_records(batch, first))
+    segment_series.close()
     assert max(sizes) <= max_bytes
     kept = np.concatenate([np.load(tmp_path / name) for name in names(tmp_path)])
-    assert kept["seq"].tolist() == list(range(many.removed, 3500))  # the newest, without a gap
-    assert many.removed + len(kept) == many.written == 3500
+    assert kept["seq"].tolist() == list(range(segment_series.removed, 3500))  # the newest, without a gap
+    assert segment_series.removed + len(kept) == segment_series.written == 3500
     assert len(kept) * 96 > max_bytes / 4
 
 
 def failing(error_at: int) -> Callable[[int, bytes], None]:
-    """write_all whose n-th call writes a half and then fails."""
+    """Return a `write_all` that fails at its call number `error_at`, after half of the data."""
     calls = [0]
     original = segments.write_all
 
@@ -127,13 +127,13 @@ def test_after_an_error_the_rest_is_written_where_it_belongs(
     error_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "write_all", failing(error_at))
-    many = series(tmp_path)
+    segment_series = series(tmp_path)
     with pytest.raises(OSError, match="No space"):
-        many.append(some(400))
-    assert many.written < 400
+        segment_series.append(numbered_records(400))
+    assert segment_series.written < 400
     assert all((path.stat().st_size - HEADER_BYTES) % RECORD.itemsize == 0 for path in tmp_path.iterdir())
-    many.append(some(400)[many.written :])
-    many.close()
+    segment_series.append(numbered_records(400)[segment_series.written :])
+    segment_series.close()
     loaded = np.concatenate([np.load(tmp_path / name) for name in names(tmp_path)])
     assert loaded["seq"].tolist() == list(range(400))
     assert [name[12:17] for name in names(tmp_path)] == [f"{n:05d}" for n in range(len(names(tmp_path)))], "a gap"
@@ -141,14 +141,14 @@ def test_after_an_error_the_rest_is_written_where_it_belongs(
 
 def test_what_cannot_be_taken_back_is_cut_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     segment = WrittenSegment(tmp_path / "a.npy")
-    segment.append(some(2))
+    segment.append(numbered_records(2))
     with monkeypatch.context() as patched:
         patched.setattr(segments, "write_all", failing(1))
         patched.setattr(os, "ftruncate", _fail)
         with pytest.raises(OSError, match="No space"):
-            segment.append(some(5, 2))
+            segment.append(numbered_records(5, 2))
     assert (tmp_path / "a.npy.open").stat().st_size > HEADER_BYTES + 2 * 96
-    segment.append(some(1, 9))
+    segment.append(numbered_records(1, 9))
     segment.close()
     assert np.load(tmp_path / "a.npy")["seq"].tolist() == [0, 1, 9]
 
@@ -159,18 +159,18 @@ def _fail(*_: object) -> None:
 
 def test_no_descriptor_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    many = series(tmp_path)
-    many.append(some(500))
-    many.close()
+    segment_series = series(tmp_path)
+    segment_series.append(numbered_records(500))
+    segment_series.close()
     with monkeypatch.context() as patched:
         patched.setattr(segments, "write_all", failing(1))
         with pytest.raises(OSError, match="No space"):
-            many.append(some(1))
-    many.append(some(1))
+            segment_series.append(numbered_records(1))
+    segment_series.append(numbered_records(1))
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", _fail)
         with pytest.raises(OSError, match="Input/output"):
-            many.close()
+            segment_series.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -178,7 +178,7 @@ def test_no_descriptor_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("total", "bound"), [(300_000, 8 << 20), pytest.param(2_000_000, 48 << 20, marks=pytest.mark.exhaustive)]
 )
 def test_many_calls(tmp_path: Path, total: int, bound: int) -> None:
-    """Through the recorder: growth, bound and counters, while the size on disk is watched."""
+    """The recorder's counters are exact, and the log stays within its size limit at all times."""
     recorder = processes.recorder(tmp_path, max_bytes=bound, ring_records=1 << 17, drain_ms=5)
     sizes: list[int] = []
     done = threading.Event()
@@ -199,15 +199,15 @@ def test_many_calls(tmp_path: Path, total: int, bound: int) -> None:
     done.set()
     watcher.join()
 
-    left = processes.read_one(tmp_path)
-    assert left.stats["calls"] == total
-    assert left.stats["dropped"] == left.stats["lost"] == 0
-    assert left.stats["removed"] == total - len(left.records)
+    log = processes.read_one(tmp_path)
+    assert log.stats["calls"] == total
+    assert log.stats["dropped"] == log.stats["lost"] == 0
+    assert log.stats["removed"] == total - len(log.records)
     assert max(sizes) <= bound
-    assert len(left.records) * 96 > bound / 2
-    processes.assert_whole(left.records)
-    assert len(np.unique(left.records["seq"])) == len(left.records)
-    assert left.records["seq"].max() == total - 1
+    assert len(log.records) * 96 > bound / 2
+    processes.assert_whole(log.records)
+    assert len(np.unique(log.records["seq"])) == len(log.records)
+    assert log.records["seq"].max() == total - 1
 
 
 def _size(path: Path) -> int:

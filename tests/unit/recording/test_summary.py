@@ -34,8 +34,8 @@ BYTES = 10_000_000
 DAY = 86_400
 
 
-def step_records(step: int, sizes: np.ndarray, chance: np.random.Generator) -> Records:
-    """The calls of a step, with durations of any length."""
+def step_records(step: int, sizes: np.ndarray, rng: np.random.Generator) -> Records:
+    """Return the calls of a step, with random durations."""
     count = len(sizes)
     records = np.zeros(count, RECORD)
     number = np.arange(count)
@@ -48,14 +48,14 @@ def step_records(step: int, sizes: np.ndarray, chance: np.random.Generator) -> R
     records["seq"] = number
     begin = (step + 2) * 1_000_000_000 + number * 1_000_000
     records["t_begin"] = begin
-    records["t_return"] = begin + chance.lognormal(9, 1, count).astype(np.int64)
+    records["t_return"] = begin + rng.lognormal(9, 1, count).astype(np.int64)
     records["t_wait"] = records["t_return"]
-    records["t_end"] = records["t_wait"] + chance.lognormal(11, 2, count).astype(np.int64)
+    records["t_end"] = records["t_wait"] + rng.lognormal(11, 2, count).astype(np.int64)
     return records
 
 
 class Folding:
-    """A summary as its writer makes it: one fold a step of a second, a flush after ten."""
+    """A summary made as the writer makes it: a fold after each step of a second, and a flush after ten steps."""
 
     def __init__(self, bytes_per_day: int = BYTES) -> None:
         self.summary = Summary(0, bytes_per_day, 0.0)
@@ -86,8 +86,8 @@ class Folding:
         return SummaryTables(folder, stem)
 
 
-def both(folder: Path, steps: list[Records], bytes_per_day: int = BYTES) -> tuple[Run, Run, SummaryTables]:
-    """The same calls as a full log and as a summary."""
+def full_and_summary(folder: Path, steps: list[Records], bytes_per_day: int = BYTES) -> tuple[Run, Run, SummaryTables]:
+    """Write the same calls as a full log and as a summary, and return both runs and the summary's tables."""
     folding, runs = Folding(bytes_per_day), []
     for records in steps:
         folding.add(int(records["step"][0]), records)
@@ -103,9 +103,9 @@ def both(folder: Path, steps: list[Records], bytes_per_day: int = BYTES) -> tupl
     return runs[0], runs[1], tables
 
 
-def varied(steps: int, calls: int, chance: np.random.Generator) -> Iterator[Records]:
+def varied(steps: int, calls: int, rng: np.random.Generator) -> Iterator[Records]:
     for step in range(steps):
-        yield step_records(step, chance.integers(0, 1 << 24, calls), chance)
+        yield step_records(step, rng.integers(0, 1 << 24, calls), rng)
 
 
 TOTALS = ("volume_by_operation", "volume_by_role", "volume_by_phase", "message_size_bins", "states", "ranks")
@@ -113,27 +113,29 @@ TOTALS = ("volume_by_operation", "volume_by_role", "volume_by_phase", "message_s
 
 @pytest.mark.parametrize("seed", range(6))
 def test_counts_sizes_and_quantiles(seed: int, tmp_path: Path) -> None:
-    chance = np.random.default_rng(seed)
-    calls, steps, bytes_ = (int(chance.integers(*bounds)) for bounds in ((1, 60), (1, 30), (17, 25)))
-    runs = both(tmp_path, [*varied(steps, calls, chance)], 1 << bytes_)[:2]
+    rng = np.random.default_rng(seed)
+    calls, steps, bytes_ = (int(rng.integers(*bounds)) for bounds in ((1, 60), (1, 30), (17, 25)))
+    runs = full_and_summary(tmp_path, [*varied(steps, calls, rng)], 1 << bytes_)[:2]
     analyses = (*volume.ANALYSES, volume.BY_RANK, message_sizes.ANALYSIS, coverage.ANALYSIS)
     full, summary = (fold(run, (*analyses, call_times.ANALYSIS, call_times.BANDWIDTH)) for run in runs)
     for name in TOTALS:
-        expected, found = full[name], summary[name]
+        expected, actual = full[name], summary[name]
         columns = [str(column) for column in expected if column not in ("wire_bytes", "payload_of_median")]
         order = [column for column in columns if expected[column].dtype == object or column == "from_bytes"]
-        one, other = (table[columns].sort_values(order or columns, ignore_index=True) for table in (expected, found))
-        assert one.astype(str).equals(other.astype(str)), (name, one, other)
+        expected_rows, actual_rows = (
+            table[columns].sort_values(order or columns, ignore_index=True) for table in (expected, actual)
+        )
+        assert expected_rows.astype(str).equals(actual_rows.astype(str)), (name, expected_rows, actual_rows)
         if "wire_bytes" in expected:
-            np.testing.assert_allclose(expected["wire_bytes"].sum(), found["wire_bytes"].sum(), rtol=1e-12)
+            np.testing.assert_allclose(expected["wire_bytes"].sum(), actual["wire_bytes"].sum(), rtol=1e-12)
     pd.testing.assert_frame_equal(full["bandwidth"], summary["bandwidth"])
     events = runs[0].events()
     for row, same_row in zip(rows_of(full["host_time"]), rows_of(summary["host_time"]), strict=True):
         same = ("op", "measure", "calls_known", "calls_unknown", "max_ns", "sum_ns")
         assert [getattr(row, name) for name in same] == [getattr(same_row, name) for name in same]
-        for share, found_ns in ((0.5, same_row.p50_ns), (0.99, same_row.p99_ns)):
+        for share, actual_ns in ((0.5, same_row.p50_ns), (0.99, same_row.p99_ns)):
             true = quantile(events.loc[events["op"] == row.op], str(row.measure), share)
-            assert abs(found_ns - true) <= RELATIVE_ERROR * true
+            assert abs(actual_ns - true) <= RELATIVE_ERROR * true
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -146,17 +148,17 @@ def test_recorded_logs_as_summaries(scheme: str, tmp_path: Path) -> None:
 
 
 def quantile(events: pd.DataFrame, measure: str, share: float) -> int:
-    """The smallest duration that a share of the calls does not exceed, from all of them."""
+    """Return the exact quantile: the smallest duration that a share of the calls does not exceed."""
     begin, end = {"in_call": ("t_begin", "t_return"), "waiting": ("t_wait", "t_end")}.get(measure, ("t_begin", "t_end"))
     times = np.sort(events[f"{end}_ns"] - events[f"{begin}_ns"])
     return int(times[int(np.ceil(share * len(times))) - 1])
 
 
 def test_steps_that_repeat_are_known_one_by_one(tmp_path: Path) -> None:
-    chance = np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     regular, special = np.full(20, 4096), np.arange(33)
-    steps = [step_records(step, special if step % 10 == 5 else regular, chance) for step in range(95)]
-    full, summary, tables = both(tmp_path, steps)
+    steps = [step_records(step, special if step % 10 == 5 else regular, rng) for step in range(95)]
+    full, summary, tables = full_and_summary(tmp_path, steps)
     assert full.table("volume_by_step").equals(summary.table("volume_by_step"))
     assert full.table("message_sizes").equals(summary.table("message_sizes"))
     assert len(tables.table("cells")) < 80
@@ -165,7 +167,7 @@ def test_steps_that_repeat_are_known_one_by_one(tmp_path: Path) -> None:
 
 def test_steps_for_which_there_are_no_bytes_are_known_together(tmp_path: Path) -> None:
     steps = [*varied(40, 300, np.random.default_rng(1))]
-    full, summary, tables = both(tmp_path, steps, 200_000)
+    full, summary, tables = full_and_summary(tmp_path, steps, 200_000)
     by_step = summary.table("volume_by_step").set_index("step")
     assert by_step["calls"].sum() == full.table("volume_by_step")["calls"].sum()
     assert MIXED in by_step.index
@@ -174,18 +176,18 @@ def test_steps_for_which_there_are_no_bytes_are_known_together(tmp_path: Path) -
 
 
 def test_steps_whose_sizes_are_known_as_sums_are_not_compared(tmp_path: Path) -> None:
-    """Of a step with more different calls than cells, and of no other one."""
-    chance = np.random.default_rng(1)
-    steps = [step_records(step, np.full(30, 4096), chance) for step in range(20)]
-    steps[7] = step_records(7, np.arange(1, 301), chance)
-    _, summary, tables = both(tmp_path, steps, 200_000)
+    """Only a step with more different calls than there are cells is kept as sums."""
+    rng = np.random.default_rng(1)
+    steps = [step_records(step, np.full(30, 4096), rng) for step in range(20)]
+    steps[7] = step_records(7, np.arange(1, 301), rng)
+    _, summary, tables = full_and_summary(tmp_path, steps, 200_000)
     assert tables.summed_steps.tolist() == [[7, 7]]
     assert "steps 7 to 7 " in summary.processes[0].summary_problem
 
 
 def test_a_call_that_ends_after_its_step_was_closed(tmp_path: Path) -> None:
-    chance = np.random.default_rng(1)
-    steps = [step_records(step, np.full(4, 64), chance) for step in range(30)]
+    rng = np.random.default_rng(1)
+    steps = [step_records(step, np.full(4, 64), rng) for step in range(30)]
     late = steps[3][2:].copy()
     steps[3] = steps[3][:2]
     summary = Folding()
@@ -200,7 +202,7 @@ def test_a_call_that_ends_after_its_step_was_closed(tmp_path: Path) -> None:
 
 
 class SimulatedTime:
-    """Stands in for the module `time` where a summary is written."""
+    """Replacement for the module `time` in the modules that write a summary."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -211,7 +213,7 @@ class SimulatedTime:
 
 CALLS = 600
 WEEK = ("repeated", "varied", "special", "varied", "repeated", "special", "repeated")
-"""Days by the sizes of their calls: the same in each step, others in each step, others in one step of fifty."""
+"""Sizes of the calls of each day: equal in all steps, different in each step, or different in one step of 50."""
 
 
 @pytest.mark.timeout(7200)
@@ -219,16 +221,16 @@ WEEK = ("repeated", "varied", "special", "varied", "repeated", "special", "repea
     "stride", [pytest.param(400, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
 def test_a_week_takes_a_bounded_number_of_bytes(stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of 600 calls in so many seconds, as the drain thread folds and writes them; no call is lost."""
-    clock, chance = SimulatedTime(), np.random.default_rng(1)
+    """The summary of 600 calls every `stride` seconds stays below its daily limit, and no call is lost."""
+    clock, rng = SimulatedTime(), np.random.default_rng(1)
     for module in (summary_writer, log_writer):
         monkeypatch.setattr(module, "time", clock)
     settings = Settings(str(tmp_path), mode="summary")
     ring = Ring(settings.ring_records, None, {}, settings.kept_records)
     process = LogFactory(tmp_path).process(0, world_size=2).known()
     writer = summary_writer.SummaryWriter(settings, 0, ring, LogWriter(process.folder, process.stem, settings))
-    base = step_records(0, chance.choice([4096, 65536, 1 << 20], CALLS), chance)
-    variants = [step_records(0, base["payload"], chance) for _ in range(5)]
+    base = step_records(0, rng.choice([4096, 65536, 1 << 20], CALLS), rng)
+    variants = [step_records(0, base["payload"], rng) for _ in range(5)]
     payload, sizes_of_days = 0, []
     for day, sizes in enumerate(WEEK):
         for second in range(0, DAY, stride):
@@ -237,7 +239,7 @@ def test_a_week_takes_a_bounded_number_of_bytes(stride: int, tmp_path: Path, mon
             records = variants[step % 5].copy()
             records["step"] = step
             if sizes == "varied" or (sizes == "special" and step % 50 == 7):
-                records["payload"] = chance.integers(1 << 20, 1 << 30, CALLS)
+                records["payload"] = rng.integers(1 << 20, 1 << 30, CALLS)
             payload += int(records["payload"].sum())
             ring.keep(records)
             writer.add(records)

@@ -1,4 +1,4 @@
-"""What records refer to by number."""
+"""Tables: rows that records refer to by id."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_rows_are_numbered_from_one_in_each_table(memory: Ring) -> None:
 
 def test_the_same_key_is_the_same_row(memory: Ring) -> None:
     tables = TableWriter(memory)
-    made: list[int] = []
+    created: list[int] = []
     for key in ("a", "b", "a", ("a", 1), "b"):
-        tables.row_id("kinds", key, lambda: made.append(1) or {})  # type: ignore[func-returns-value]
-    assert len(made) == len(tables.lines) == 3
+        tables.row_id("kinds", key, lambda: created.append(1) or {})  # type: ignore[func-returns-value]
+    assert len(created) == len(tables.lines) == 3
     assert tables.row_id("sites", "a", dict) == 1, "keys are of one table"
 
 
@@ -65,22 +65,22 @@ def test_threads_get_one_number_for_one_key(memory: Ring) -> None:
     numbers: list[list[int]] = [[] for _ in range(8)]
     start = threading.Barrier(8)
 
-    def add(own: list[int]) -> None:
+    def add(thread_numbers: list[int]) -> None:
         start.wait()
-        own.extend(tables.row_id("sites", key, dict) for key in range(300))
+        thread_numbers.extend(tables.row_id("sites", key, dict) for key in range(300))
 
-    threads = [threading.Thread(target=add, args=(own,)) for own in numbers]
+    threads = [threading.Thread(target=add, args=(thread_numbers,)) for thread_numbers in numbers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(own == numbers[0] for own in numbers)
+    assert all(thread_numbers == numbers[0] for thread_numbers in numbers)
     assert sorted(numbers[0]) == list(range(1, 301))
     assert sorted(row["id"] for row in rows(tables)) == list(range(1, 301))
 
 
 def test_a_row_that_adds_rows(memory: Ring) -> None:
-    """As a signal handler that communicates does, while a row is being made."""
+    """A signal handler that communicates may add a row while another row is being made."""
     tables = TableWriter(memory)
     assert tables.row_id("sites", "outer", lambda: {"inner": tables.row_id("sites", "inner", dict)}) == 2
     assert rows(tables) == [{"table": "sites", "id": 1}, {"table": "sites", "id": 2, "inner": 1}]

@@ -1,1 +1,1 @@
-"""Stands in for apex, of which GPT-NeoX takes the optimizer."""
+"""Stand-in for apex, from which GPT-NeoX imports the optimizer."""

@@ -1,4 +1,4 @@
-"""The optimizer that GPT-NeoX takes from apex."""
+"""The optimizer that GPT-NeoX imports from apex."""
 
 from torch.optim import AdamW as FusedAdam
 

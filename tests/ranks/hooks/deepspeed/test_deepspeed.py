@@ -22,24 +22,23 @@ GRADIENTS = 4 * (24 * 24 + 24 + 24 + 24 + 24 * 5 + 5)
 
 @pytest.fixture
 def training(recorder: str) -> Training:
-    """A model trained by every engine."""
+    """Return the run of a model that every engine trains."""
     return run_training(recorder)
 
 
 @pytest.fixture
 def ran(recorder: str) -> list[Ran]:
-    """A pipeline, by rank."""
+    """Return the runs of a pipeline by rank."""
     return ran_program("pipeline", recorder, deepspeed=True)
 
 
 def places(calls: list[Call]) -> list[tuple[int, int, Phase, str]]:
-    """(step, micro-batch, phase, operation), each once where it repeats."""
-    found = [(call.step, call.micro_batch, call.phase, call.op) for call in calls]
-    return [place for place, _ in groupby(found)]
+    """Return (step, micro-batch, phase, operation) of calls, without immediate repetitions."""
+    return [place for place, _ in groupby((call.step, call.micro_batch, call.phase, call.op) for call in calls)]
 
 
 def trained(training: Training, stage: str, rank: int = 0) -> list[Call]:
-    """The calls of a training, with steps counted from its own first one, and without the barrier at its end."""
+    """Return the calls of a training without its final barrier, with steps counted from its own first step."""
     calls = training.calls(rank, stage)[:-1]
     before = calls[0].step
     return [Call(**{**vars(call), "step": call.step - before - 1}) for call in calls]
@@ -52,7 +51,7 @@ def trained(training: Training, stage: str, rank: int = 0) -> list[Call]:
 def test_steps_micro_batches_and_phases_below_stage_3(stage: str, training: Training) -> None:
     expected = [(-1, -1, INIT, "broadcast")]
     for step in range(3):
-        # Stage 2 reduces each micro-batch's gradients, the others the sum of both, behind the second backward.
+        # Stage 2 reduces each micro-batch's gradients, the others their sum, after the second backward pass.
         expected += [(step, part, BACKWARD, "all_reduce") for part in ((0, 1) if stage == "2" else (1,))]
         expected.append((step, -1, OPTIMIZER, "all_reduce"))
         expected += [(step, -1, OPTIMIZER, "all_gather")] * (stage != "0")
@@ -63,12 +62,12 @@ def test_steps_micro_batches_and_phases_under_stage_3(training: Training) -> Non
     calls = trained(training, "3")
     assert {call.phase for call in calls if call.step < 0} == {INIT}
     for step in range(3):
-        mine = [call for call in calls if call.step == step]
-        reduced = [(call.micro_batch, call.phase) for call in mine if call.op == "reduce_scatter"]
+        step_calls = [call for call in calls if call.step == step]
+        reduced = [(call.micro_batch, call.phase) for call in step_calls if call.op == "reduce_scatter"]
         assert reduced == [(0, BACKWARD), (1, BACKWARD)]
-        assert [call.phase for call in mine if call.micro_batch < 0] == [OPTIMIZER] * 7
+        assert [call.phase for call in step_calls if call.micro_batch < 0] == [OPTIMIZER] * 7
     gathered = [call.phase for call in calls if (call.step, call.micro_batch, call.op) == (0, 0, "all_gather")]
-    assert gathered == [FORWARD] * 3 + [BACKWARD] * 3  # each layer with parameters, there and back again
+    assert gathered == [FORWARD] * 3 + [BACKWARD] * 3  # each layer with parameters, forward and backward
 
 
 @pytest.mark.parametrize("stage", ZERO)
@@ -93,7 +92,7 @@ def test_the_job_is_told_whole(rank: int, training: Training) -> None:
         assert (job["pipeline_stages"], job["moe"], job["expert_parallel_sizes"]) == (1, False, [])
         assert (job["precision"], job["gradient_clipping"]) == ("fp32", 1.0)
         assert [job[name] for name in ("micro_batch_size", "gradient_accumulation_steps")] == [3, 2]
-        # Whole shapes, also where each rank has a part only.
+        # Full shapes, even where each rank has only a shard.
         shapes = {entry["name"]: entry["shape"] for entry in job["parameters"]}
         assert shapes["0.weight"] == [24, 24]
         assert shapes["3.bias"] == [5]
@@ -137,7 +136,7 @@ def messages(ran: list[Ran], rank: int, step: int, op: str, phase: Phase) -> lis
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_messages_of_a_pipeline_carry_their_micro_batches(step: int, ran: list[Ran]) -> None:
-    activations = [0, *range(4)] if step == 0 else [*range(4)]  # before the first one goes what it looks like
+    activations = [0, *range(4)] if step == 0 else [*range(4)]  # metadata precede the first message
     for rank, op in ((0, "send"), (1, "recv")):
         assert [call.micro_batch for call in messages(ran, rank, step, op, FORWARD)] == activations
     for rank, op in ((1, "send"), (0, "recv")):
@@ -173,7 +172,7 @@ def test_the_gradients_of_a_stage_with_one_replica_go_to_a_group_of_one(rank: in
 def test_steps_of_a_pipeline_are_those_of_train_batch(rank: int, ran: list[Ran]) -> None:
     first = ran[rank].section("pipeline step 0", "pipeline step 1")
     second = ran[rank].section("pipeline step 1", "evaluation")
-    assert {call.step for call in first} == {2}  # behind the two of the other engine
+    assert {call.step for call in first} == {2}  # after the two of the other engine
     assert {call.step for call in second} == {3}
     evaluation = ran[rank].section("evaluation", "pipeline end")
     assert {"send", "recv", "barrier"} & {call.op for call in evaluation}
@@ -190,13 +189,13 @@ def test_roles_come_from_deepspeed_s_registries(rank: int, ran: list[Ran]) -> No
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_messages_between_stages_are_the_pipeline_s(rank: int, ran: list[Ran]) -> None:
-    """They go through torch's default group, whose role is another."""
+    """The messages go through torch's default group, which has another role."""
     log = ran[rank].log
     groups = {group["id"]: (group["ranks"], group["desc"]) for group in log.tables["groups"]}
-    (told,) = log.tables["message_roles"]
-    assert (told["role"], groups[told["group"]]) == ("pipeline", ("0-1", "default_pg"))
-    messages = [call for call in ran[rank].section("pipeline step 0", "evaluation") if call.op in ("send", "recv")]
-    assert {call.group["id"] for call in messages} == {told["group"]}
+    (row,) = log.tables["message_roles"]
+    assert (row["role"], groups[row["group"]]) == ("pipeline", ("0-1", "default_pg"))
+    calls = [call for call in ran[rank].section("pipeline step 0", "evaluation") if call.op in ("send", "recv")]
+    assert {call.group["id"] for call in calls} == {row["group"]}
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,5 +1,6 @@
-"""Each recorded method of mpi4py, on each kind of communicator, under each MPI: the record that it leaves, and that a
-traced program gets what an untraced one gets, exceptions and their words included.
+"""Each recorded method of mpi4py, on each kind of communicator, under each MPI: its records and its results.
+
+A traced program gets the same results as an untraced one, including exceptions and their messages.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ DOUBLE = 8
 
 
 class Ran(NamedTuple):
-    """What one rank's calls gave, when it made them, and its log if it has one."""
+    """Results and times of one rank's calls, and its log if it is traced."""
 
-    gave: dict[str, Any]
+    results: dict[str, Any]
     times: dict[str, tuple[int, int]]
     log: Log | None
 
     def calls(self, name: str) -> list[Call]:
-        """The records of one call of the program."""
+        """Return the records of one call of the program."""
         assert self.log is not None
         return self.log.between(*self.times[name])
 
 
 @functools.cache
 def ran(mpi: str, recorder: str) -> list[Ran]:
-    """By rank; recorder "": untraced."""
+    """Return the run of each rank; recorder "" means untraced."""
     folder = Path(tempfile.mkdtemp(prefix="commtrace-mpi"))
     try:
         log = folder / "log" if recorder else None
         mpi_launch.succeeds(mpi, "methods", folder / "gave", log=log, limit=120, COMMTRACE_RECORDER=recorder or "auto")
         logs: list[Any] = [Log(left) for left in processes.read_all(log)] if log else [None] * RANKS
-        told = [
+        outputs = [
             [json.loads((folder / f"gave{part}.{rank}").read_text()) for part in ("", ".times")]
             for rank in range(RANKS)
         ]
-        return [Ran(gave, times, log) for (gave, times), log in zip(told, logs, strict=True)]
+        return [Ran(results, times, log) for (results, times), log in zip(outputs, logs, strict=True)]
     finally:
         processes.clean_shm(folder)
         shutil.rmtree(folder)
@@ -67,17 +68,17 @@ class Place(NamedTuple):
     size: int
     rank: int
     blocks: int
-    """Ranks that a collective has shares for: of an intercommunicator, the other side's."""
+    """Number of shares in a collective's buffer: on an intercommunicator, one for each rank of the remote group."""
     sources: int = 0
     destinations: int = 0
     inter: bool = False
     root: int = 1
-    """World's rank of the root."""
+    """World rank of the root."""
     members: tuple[int, ...] = (0, 1, 2)
 
 
 def place(kind: str, rank: int) -> Place:
-    """As tests/support/mpi_programs/methods.py makes them."""
+    """Return a rank's place in a communicator of tests/support/mpi_programs/methods.py."""
     places = {
         "split": Place(3, 2 - rank, 3, members=(2, 1, 0)),
         "two": Place(2, rank, 2, members=(0, 1)),
@@ -92,7 +93,7 @@ def place(kind: str, rank: int) -> Place:
 
 
 class Sizes(NamedTuple):
-    """What a record says of its bytes."""
+    """Operation and sizes of a record."""
 
     op: str
     payload: int
@@ -105,32 +106,32 @@ def up_to(count: int) -> list[int]:
 
 
 def rooted(base: str, at: Place, rank: int) -> Sizes:
-    """gather, scatter: two numbers for each rank, or with a v one more for each than for the one before."""
+    """Return the sizes of gather or scatter: two numbers for each rank; in the v variants, rank + 1 numbers."""
     op = base.removesuffix("v").lower()
     is_root = at.root == rank
     if base.endswith("v"):
         own = DOUBLE * (at.rank + 1)
-        whole = up_to(at.blocks)
-        return Sizes(op, sum(whole), 0 if at.inter else own, len(whole) > 1) if is_root else Sizes(op, own, own, True)
+        shares = up_to(at.blocks)
+        return Sizes(op, sum(shares), 0 if at.inter else own, len(shares) > 1) if is_root else Sizes(op, own, own, True)
     ranks = at.blocks if is_root else at.size
     return Sizes(op, 16 * ranks, 0 if is_root and at.inter else 16)
 
 
 def sizes(base: str, kind: str, rank: int) -> Sizes:
-    """Of a collective by its blocking form, by hand (docs/reference/log-format.md)."""
+    """Return the sizes, by hand, of a collective named by its blocking form (docs/reference/log-format.md)."""
     at = place(kind, rank)
     own = 0 if at.inter else 1
-    whole = up_to(at.blocks)
+    shares = up_to(at.blocks)
     counts = {2: [8, 24], 1: [32], 3: up_to(3)}[at.size]
     scattered = 32 if at.inter else 16 * at.size
-    found = {
+    by_form = {
         "Barrier": Sizes("barrier", 0),
         "Bcast": Sizes("broadcast", 16),
         "Allgather": Sizes("all_gather", 16 * at.blocks, 16 * own),
-        "Allgatherv": Sizes("all_gather", sum(whole), DOUBLE * (at.rank + 1) * own, at.blocks > 1),
+        "Allgatherv": Sizes("all_gather", sum(shares), DOUBLE * (at.rank + 1) * own, at.blocks > 1),
         "Alltoall": Sizes("all_to_all", 16 * at.blocks, 16 * own),
-        "Alltoallv": Sizes("all_to_all", sum(whole), DOUBLE * (at.rank + 1) * own, at.blocks > 1),
-        "Alltoallw": Sizes("all_to_all", sum(whole), DOUBLE * (at.rank + 1) * own, at.blocks > 1),
+        "Alltoallv": Sizes("all_to_all", sum(shares), DOUBLE * (at.rank + 1) * own, at.blocks > 1),
+        "Alltoallw": Sizes("all_to_all", sum(shares), DOUBLE * (at.rank + 1) * own, at.blocks > 1),
         "Reduce": Sizes("reduce", 16),
         "Allreduce": Sizes("all_reduce", 16),
         "Reduce_scatter_block": Sizes("reduce_scatter", scattered, 16 * own),
@@ -143,7 +144,7 @@ def sizes(base: str, kind: str, rank: int) -> Sizes:
         "Neighbor_alltoallv": Sizes("all_to_all", 16 * at.destinations),
         "Neighbor_alltoallw": Sizes("all_to_all", 16 * at.destinations),
     }
-    return found[base] if base in found else rooted(base, at, rank)
+    return by_form[base] if base in by_form else rooted(base, at, rank)
 
 
 ROOTED = ("Bcast", "Gather", "Gatherv", "Scatter", "Scatterv", "Reduce")
@@ -158,10 +159,10 @@ BASES = (
 )  # fmt: skip
 
 
-def seen(one: Ran, name: str) -> list[Call]:
-    """The records of a call that gave no exception; none of those that this MPI does not have."""
-    calls = one.calls(name)
-    result = one.gave[name][0]
+def seen(run: Ran, name: str) -> list[Call]:
+    """Return the records of a call; none if it raised an exception because this MPI does not have it."""
+    calls = run.calls(name)
+    result = run.results[name][0]
     if isinstance(result, list) and len(result) == 2 and str(result[0]).endswith(("Exception", "Error")):
         assert all(call.state is State.FAILED for call in calls), name
         return []
@@ -169,13 +170,13 @@ def seen(one: Ran, name: str) -> list[Call]:
     return calls
 
 
-def collective_rows(one: Ran, rank: int, kind: str, base: str) -> Iterator[tuple[object, object]]:
-    """(what the record says, what it should say), of the three forms."""
+def collective_rows(run: Ran, rank: int, kind: str, base: str) -> Iterator[tuple[object, object]]:
+    """Yield (actual, expected) for each record of the three forms of a collective."""
     at, expected = place(kind, rank), sizes(base, kind, rank)
     for name, again in ((base, 1), (f"I{base.lower()}", 1), (f"{base}_init", 2)):
-        if f"{kind}.{name}" not in one.gave:
+        if f"{kind}.{name}" not in run.results:
             continue
-        calls = seen(one, f"{kind}.{name}")
+        calls = seen(run, f"{kind}.{name}")
         end = (State.COMPLETE, Clock.RETURN if name == base else Clock.WAIT)
         flags = (Flag.UNEVEN if expected.uneven else Flag(0)) | (Flag(0) if name == base else Flag.ASYNC)
         peer = at.root if base in ROOTED else -1
@@ -191,10 +192,10 @@ def collective_rows(one: Ran, rank: int, kind: str, base: str) -> Iterator[tuple
 @pytest.mark.parametrize("kind", KINDS)
 def test_collectives_of_every_kind_of_communicator(traced: list[Ran], kind: str) -> None:
     compared = 0
-    for rank, one in enumerate(traced):
+    for rank, run in enumerate(traced):
         for base in BASES:
-            for found, wanted in collective_rows(one, rank, kind, base):
-                assert found == wanted, f"rank {rank}: {kind}.{base}"
+            for actual, wanted in collective_rows(run, rank, kind, base):
+                assert actual == wanted, f"rank {rank}: {kind}.{base}"
                 compared += 1
     assert compared > 100
 
@@ -208,11 +209,11 @@ OBJECTS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_collectives_of_objects(traced: list[Ran], kind: str) -> None:
-    for rank, one in enumerate(traced):
-        names = [name for name in OBJECTS if f"{kind}.{name}" in one.gave]
+    for rank, run in enumerate(traced):
+        names = [name for name in OBJECTS if f"{kind}.{name}" in run.results]
         assert len(names) >= 8 or rank not in place(kind, rank).members
         for name in names:
-            (call,) = seen(one, f"{kind}.{name}")
+            (call,) = seen(run, f"{kind}.{name}")
             assert (call.op, call.variant, call.state) == (OBJECTS[name], name, State.COMPLETE)
             assert bool(call.flags & Flag.OBJECT) == (name != "barrier")
             assert call.ranks == list(place(kind, rank).members)
@@ -232,12 +233,12 @@ def test_messages(traced: list[Ran], name: str) -> None:
     import pickle
 
     op, payload = MESSAGES[name]
-    for rank, one in enumerate(traced):
-        after, before = (rank - 1) % RANKS, (rank + 1) % RANKS  # in the communicator ranks are the other way round
+    for rank, run in enumerate(traced):
+        after, before = (rank - 1) % RANKS, (rank + 1) % RANKS  # the communicator reverses the order of ranks
         peer = after if op == "send" else before
-        of = rank if op == "send" else before
-        wanted = len(pickle.dumps([of] * 5, pickle.HIGHEST_PROTOCOL)) if payload is None else payload
-        calls = seen(one, f"message.{name}")
+        sender = rank if op == "send" else before
+        wanted = len(pickle.dumps([sender] * 5, pickle.HIGHEST_PROTOCOL)) if payload is None else payload
+        calls = seen(run, f"message.{name}")
         assert [(call.op, call.variant, call.payload, call.peer) for call in calls] == [(op, name, wanted, peer)]
         waited = name[0] == "I" or name.startswith(("i", "Message.I", "Message.i")) or name.endswith("_init")
         assert (calls[0].state, calls[0].clock) == (State.COMPLETE, Clock.WAIT if waited else Clock.RETURN)
@@ -245,8 +246,8 @@ def test_messages(traced: list[Ran], name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Sendrecv", "Sendrecv_replace", "Isendrecv", "Isendrecv_replace", "sendrecv"])
 def test_exchanges_are_two_messages(traced: list[Ran], name: str) -> None:
-    for rank, one in enumerate(traced):
-        calls = seen(one, f"message.{name}")
+    for rank, run in enumerate(traced):
+        calls = seen(run, f"message.{name}")
         if calls:
             assert [(call.op, call.variant, call.peer) for call in calls] == [
                 ("send", name, (rank - 1) % RANKS), ("recv", name, (rank + 1) % RANKS),
@@ -258,8 +259,8 @@ def test_exchanges_are_two_messages(traced: list[Ran], name: str) -> None:
 
 
 def test_partitioned_messages_are_calls_at_each_start(traced: list[Ran]) -> None:
-    for rank, one in enumerate(traced):
-        calls = seen(one, "message.Psend_init")
+    for rank, run in enumerate(traced):
+        calls = seen(run, "message.Psend_init")
         if calls:
             assert [(call.op, call.variant, call.payload, call.peer) for call in calls] == [
                 ("recv", "Precv_init", 48, (rank + 1) % RANKS), ("send", "Psend_init", 48, (rank - 1) % RANKS),
@@ -276,14 +277,14 @@ ENDS = (
 
 @pytest.mark.parametrize("name", ENDS)
 def test_each_way_to_see_an_end(traced: list[Ran], name: str) -> None:
-    """Both receives were begun before, and have an end that was seen within this very call."""
-    for one in traced:
-        begin, end = one.times[f"request.{name}"]
-        if one.gave[f"request.{name}"][0] is None:
-            assert one.log is not None
-            calls = [call for call in one.log.calls if call.op == "recv" and begin <= call.t_end < end]
+    """Both receives began before the call, and it observed their ends."""
+    for run in traced:
+        begin, end = run.times[f"request.{name}"]
+        if run.results[f"request.{name}"][0] is None:
+            assert run.log is not None
+            calls = [call for call in run.log.calls if call.op == "recv" and begin <= call.t_end < end]
             clock = Clock.WAIT if name.lower().startswith("wait") else Clock.TEST
-            both = "status_any" not in name and "status_some" not in name  # which may tell of the same one twice
+            both = "status_any" not in name and "status_some" not in name  # these may report the same request twice
             assert len(calls) == 2 or (calls and not both), name
             assert {(call.state, call.clock) for call in calls} == {(State.COMPLETE, clock)}
 
@@ -297,8 +298,8 @@ WINDOWS = {
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_one_sided_operations(traced: list[Ran], name: str) -> None:
-    for rank, one in enumerate(traced):
-        calls = seen(one, f"window.{name}")
+    for rank, run in enumerate(traced):
+        calls = seen(run, f"window.{name}")
         assert [(call.op, call.variant, call.payload, call.peer) for call in calls] == [
             (WINDOWS[name][0], name, WINDOWS[name][1], (rank + 1) % RANKS)
         ]
@@ -307,14 +308,14 @@ def test_one_sided_operations(traced: list[Ran], name: str) -> None:
 
 
 def test_other_synchronizations_of_windows(traced: list[Ran]) -> None:
-    for rank, one in enumerate(traced):
+    for rank, run in enumerate(traced):
         after = (rank + 1) % RANKS
-        assert [(call.op, call.payload) for call in seen(one, "window.Fence")] == [("barrier", 0)]
-        (fetch,) = seen(one, "window.fetches")
+        assert [(call.op, call.payload) for call in seen(run, "window.Fence")] == [("barrier", 0)]
+        (fetch,) = seen(run, "window.fetches")
         assert (fetch.op, fetch.payload, fetch.peer) == ("accumulate", 16, after)
-        (put,) = seen(one, "window.started")
+        (put,) = seen(run, "window.started")
         assert (put.op, put.payload, put.peer, put.state) == ("put", 24, after, State.COMPLETE)
-        assert put.t_end < one.times["window.started"][1]  # `Complete` is the last thing there
+        assert put.t_end < run.times["window.started"][1]  # `Complete` comes last in this case
 
 
 @pytest.mark.parametrize(
@@ -334,22 +335,26 @@ def test_other_synchronizations_of_windows(traced: list[Ran]) -> None:
     ],
 )
 def test_forms_of_buffers(traced: list[Ran], name: str, payload: int, dtype: str) -> None:
-    for one in traced:
-        (call,) = seen(one, f"buffer.{name}")
+    for run in traced:
+        (call,) = seen(run, f"buffer.{name}")
         assert (call.op, call.payload, call.dtype, call.state) == ("broadcast", payload, dtype, State.COMPLETE)
 
 
 def test_nothing_failed_or_was_lost(traced: list[Ran]) -> None:
-    for one in traced:
-        assert one.log is not None
-        assert one.log.stats["hook_errors"] == 0, one.log.stats["first_error"]
-        assert one.log.stats["dropped"] == one.log.stats["lost"] == 0
+    for run in traced:
+        assert run.log is not None
+        assert run.log.stats["hook_errors"] == 0, run.log.stats["first_error"]
+        assert run.log.stats["dropped"] == run.log.stats["lost"] == 0
 
 
 def test_a_program_gets_what_it_gets_untraced(mpi: str, traced: list[Ran]) -> None:
-    for rank, (bare, one) in enumerate(zip(ran(mpi, ""), traced, strict=True)):
-        assert set(bare.gave) == set(one.gave)
-        different = {name: (bare.gave[name], one.gave[name]) for name in bare.gave if bare.gave[name] != one.gave[name]}
+    for rank, (untraced, run) in enumerate(zip(ran(mpi, ""), traced, strict=True)):
+        assert set(untraced.results) == set(run.results)
+        different = {
+            name: (result, run.results[name])
+            for name, result in untraced.results.items()
+            if result != run.results[name]
+        }
         assert not different, f"rank {rank}"
 
 
@@ -359,10 +364,12 @@ def test_every_method_that_is_recorded_was_called(mpi: str) -> None:
     from commtrace.hooks.mpi.methods import METHODS
     from commtrace.hooks.mpi.wrappers import COMPLETION_METHODS as KNOWN
 
-    made = {name.partition(".")[2] for name in ran(mpi, "")[0].gave}
+    made = {name.partition(".")[2] for name in ran(mpi, "")[0].results}
     made |= {"Precv_init"}  # with Psend_init
     known = {
-        f"Message.{one.name}" if one.message_object else one.name for one in METHODS if one.name in namespace(one.owner)
+        f"Message.{method.name}" if method.message_object else method.name
+        for method in METHODS
+        if method.name in namespace(method.owner)
     }
     assert known - made == set()
     assert set(KNOWN) == set(ENDS)

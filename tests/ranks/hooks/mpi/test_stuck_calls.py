@@ -1,4 +1,4 @@
-"""The diagnosis of real programs of mpi4py that hang, died, or were interrupted."""
+"""Diagnosis of real mpi4py programs that hang, died or were interrupted."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ KINDS = {
 }  # fmt: skip
 INTERRUPTIONS = {
     "openmpi": [signal.SIGTERM, signal.SIGINT, signal.SIGKILL],
-    # Its launcher passes SIGINT on to the ranks, and the one that leaves first lets the others wait: that is a hang.
+    # MPICH's launcher passes SIGINT on to the ranks: the first to exit leaves the others waiting, which is a hang.
     "mpich": [signal.SIGTERM, signal.SIGKILL],
 }
 DEFAULT = {"tag": 2, "cycle": 3}
-"""Kinds of the default tier, and the numbers of their ranks."""
+"""Kind in the default tier -> number of ranks."""
 
 
 pytestmark = pytest.mark.usefixtures("short_waits")
@@ -60,7 +60,7 @@ def assert_named(kind: str, size: int, calls: pd.DataFrame) -> None:
 
 
 def is_named(kind: str, size: int, calls: pd.DataFrame) -> bool:
-    """Whether all ranks have come to where they hang."""
+    """Return whether the diagnosis is complete: all ranks have reached the call in which they hang."""
     try:
         assert_named(kind, size, calls)
     except (AssertionError, IndexError):
@@ -84,7 +84,7 @@ def test_a_program_that_hangs_and_is_killed(kind: str, size: int, mpi: str, tmp_
     log = tmp_path / "log"
     with mpi_launch.started(mpi, "stuck", kind, ranks=size, log=log):
         processes.wait_for(lambda: is_named(kind, size, stuck_calls_of(log)), 60)
-        time.sleep(1)  # until what fails has failed
+        time.sleep(1)  # until failing ranks have failed
         assert_named(kind, size, stuck_calls_of(log))
     assert_named(kind, size, stuck_calls_of(log))
 
@@ -100,7 +100,7 @@ def test_runs_that_end_well_or_are_interrupted(seed: int, mpi: str, tmp_path: Pa
     with mpi_launch.started(mpi, "stuck", "train", ranks=size, log=log) as process:
         processes.wait_for(lambda: len(list(log.glob("*/*/*.jsonl"))) == size, 60)
         time.sleep(choose.uniform(0.1, 1))
-        assert not len(stuck_calls_of(log)), "it runs well"
+        assert not len(stuck_calls_of(log)), "the program still runs"
         os.killpg(process.pid, choose.choice(INTERRUPTIONS[mpi]))
         process.wait(30)
     assert not len(stuck_calls_of(log))

@@ -1,4 +1,4 @@
-"""Builds of a native library that are killed, or run at the same time."""
+"""Builds of a native library that are killed or run simultaneously."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_killed_and_simultaneous_builds_leave_one_library(tmp_path: Path) -> Non
             processes.wait_for(lambda: unfinished() - left)  # noqa: B023 - called before the next round
             killed.kill()
         left = unfinished()
-        assert len(left) == 1  # each removes what the one before it left
+        assert len(left) == 1  # each build removes what the previous one left
         processes.wait_for(lambda: not processes.members(killed.pid))
     calls = Path(f"{compiler}.calls")
     before = len(calls.read_text()) if calls.exists() else 0
@@ -47,4 +47,4 @@ def test_killed_and_simultaneous_builds_leave_one_library(tmp_path: Path) -> Non
 
     [folder] = (cache / "commtrace").iterdir()
     assert [path.name for path in folder.iterdir()] == [f"{MPI.name}.so"]
-    assert len(calls.read_text()) - before == len(MPI.sources) + 1  # one build, with its linking
+    assert len(calls.read_text()) - before == len(MPI.sources) + 1  # one build: each source, then the link

@@ -1,4 +1,4 @@
-"""Times of calls on a device, on a simulated one: what is taken is true, and nothing is done to the device for it."""
+"""Device times on a simulated device: they are correct, and taking them does not disturb the device."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ pytest.importorskip("torch")
 
 COMPILER = shutil.which("g++")
 MS = 1_000_000
-ROUNDING = 10  # ns: elapsed times come as milliseconds in single precision,
-FAR_ROUNDING = 1000  # of up to four seconds where two calls are compared
+ROUNDING = 10  # ns; elapsed times are milliseconds in single precision
+FAR_ROUNDING = 1000  # ns; the same, for up to four seconds between two calls
 DRIFT_ONE_IN, RESOLUTION = 10_000, 1_000  # as DeviceClock allows
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
 class Ran:
-    """What was recorded, and what the program told."""
+    """Run of the program: its log and its own account."""
 
     def __init__(self, *arguments: str, **settings: Any) -> None:
         recorders.needs("native")
@@ -44,18 +44,18 @@ class Ran:
         self.told: dict[str, Any] = json.loads((folder / "told.json").read_text())
 
     def calls(self, name: str) -> list[Any]:
-        """Records of a case, in the order of the calls."""
+        """Return the records of a case in call order."""
         case, records = self.told["cases"][name], self.left.records
-        found = records[(records["t_begin"] >= case["begin"]) & (records["t_begin"] <= case["end"])]
-        return list(found[found["t_begin"].argsort(kind="stable")])
+        case_records = records[(records["t_begin"] >= case["begin"]) & (records["t_begin"] <= case["end"])]
+        return list(case_records[case_records["t_begin"].argsort(kind="stable")])
 
     def truth(self, name: str, number: int = 0) -> tuple[int, int]:
-        """When the n-th collective of a case truly began and ended, on the host's clock."""
+        """Return when the n-th collective of a case really began and ended, on the host's clock."""
         begin, end = self.told["truth"][self.told["cases"][name]["first"] + number]
         return int(begin), int(end)
 
     def counts(self, name: str) -> dict[str, int]:
-        """What was done to the device during a case."""
+        """Return how often each device operation was called during a case."""
         return dict(self.told["cases"][name]["counts"])
 
 
@@ -69,7 +69,7 @@ def untimed() -> Ran:
     return Ran()
 
 
-def seen(call: Any) -> tuple[State, Clock]:
+def outcome(call: Any) -> tuple[State, Clock]:
     return State(call["state"]), Clock(call["clock"])
 
 
@@ -94,13 +94,13 @@ def test_the_recorder_made_no_mistake() -> None:
         ("batch_with_a_work", [6, 6], Clock.DEVICE),
         ("afterwards", [3], Clock.DEVICE),
         ("group_is_gone", [5], Clock.DEVICE),
-        # Seen when its stream came past the wait: the end is at or before that.
+        # Observed when its stream had passed the wait: the call ended at that moment or before.
         ("hidden", [9], Clock.DEVICE_WAIT),
     ],
 )
 def test_durations_are_the_devices_own(name: str, durations: list[int], clock: Clock) -> None:
     calls = ran().calls(name)
-    assert [seen(call) for call in calls] == [(State.COMPLETE, clock)] * len(durations)
+    assert [outcome(call) for call in calls] == [(State.COMPLETE, clock)] * len(durations)
     for call, expected in zip(calls, durations, strict=True):
         assert abs(duration(call) - expected * MS) <= ROUNDING
 
@@ -109,7 +109,7 @@ def test_durations_are_the_devices_own(name: str, durations: list[int], clock: C
     "name", ["synchronous", "on_two_streams", "waited_for", "hidden", "functional", "batch", "group_is_gone"]
 )
 def test_a_start_is_early_by_no_more_than_the_clock_allows(name: str) -> None:
-    """An idle stream began with a call this much after the host had begun it: no bound can be looser than the best."""
+    """The error is at most the shortest delay from host to device on an idle stream, plus drift and resolution."""
     run = ran()
     idle = run.calls("idle")
     delays = [run.truth("idle", number)[0] - int(call["t_begin"]) for number, call in enumerate(idle)]
@@ -121,13 +121,13 @@ def test_a_start_is_early_by_no_more_than_the_clock_allows(name: str) -> None:
 
 
 def test_the_error_of_the_clock_is_told() -> None:
-    """As bounds from both sides: looser than what an idle stream shows, tighter than the time between two drains."""
+    """The error of the device clock is in the counter `device_clock_ns`."""
     assert ran().left.stats["device_clock_ns"] > 0
 
 
 def test_a_call_begins_when_the_one_before_it_on_the_backend_is_done() -> None:
     calls = ran().calls("one_after_the_other")
-    assert [seen(call) for call in calls] == [(State.COMPLETE, Clock.DEVICE)] * 2
+    assert [outcome(call) for call in calls] == [(State.COMPLETE, Clock.DEVICE)] * 2
     for call, expected in zip(calls, [8, 3], strict=True):
         assert abs(duration(call) - expected * MS) <= FAR_ROUNDING
 
@@ -135,13 +135,13 @@ def test_a_call_begins_when_the_one_before_it_on_the_backend_is_done() -> None:
 def test_a_call_that_nobody_waits_for_has_no_end() -> None:
     for name in ("never_waited_for", "future_only"):
         (call,) = ran().calls(name)
-        assert (seen(call), call["t_start"], call["t_end"]) == ((State.RETURNED, Clock.NONE), 0, 0)
+        assert (outcome(call), call["t_start"], call["t_end"]) == ((State.RETURNED, Clock.NONE), 0, 0)
 
 
 def test_a_future_that_is_complete_at_launch_is_not_even_asked_for() -> None:
-    told = ran().told
-    assert told["cases"]["future_only"]["tells"] is True
-    assert told["counts"]["peeks"] == 1  # the program's own
+    account = ran().told
+    assert account["cases"]["future_only"]["tells"] is True
+    assert account["counts"]["peeks"] == 1  # the program's own
 
 
 def test_nothing_is_held_until_the_device_has_come_to_it() -> None:
@@ -155,9 +155,9 @@ def test_nothing_is_put_into_a_stream_under_capture() -> None:
     assert len(calls) == 3
     for call in calls:
         assert Flag(int(call["flags"])) & Flag.CAPTURED
-        assert (seen(call), call["t_start"], call["t_end"]) == ((State.UNOBSERVABLE, Clock.NONE), 0, 0)
+        assert (outcome(call), call["t_start"], call["t_end"]) == ((State.UNOBSERVABLE, Clock.NONE), 0, 0)
     (call,) = ran().calls("waited_for_under_capture")
-    assert (seen(call), int(call["flags"])) == ((State.UNOBSERVABLE, Clock.NONE), Flag.ASYNC)
+    assert (outcome(call), int(call["flags"])) == ((State.UNOBSERVABLE, Clock.NONE), Flag.ASYNC)
 
 
 def test_the_device_is_never_waited_for() -> None:
@@ -166,7 +166,7 @@ def test_the_device_is_never_waited_for() -> None:
 
 def test_a_wait_that_raises_has_failed_the_call() -> None:
     assert "aborted" in ran().told["cases"]["wait_that_raises"]["tells"]
-    assert [seen(call) for call in ran().calls("wait_that_raises")] == [(State.FAILED, Clock.NONE)]
+    assert [outcome(call) for call in ran().calls("wait_that_raises")] == [(State.FAILED, Clock.NONE)]
 
 
 def test_calls_beyond_the_events_are_counted() -> None:
@@ -183,7 +183,7 @@ def test_it_is_off_unless_asked_for() -> None:
     counts = untimed().told["counts"]
     assert (counts["records"], counts["queries"], counts["synchronizations"]) == (0, 0, 0)
     for call in untimed().calls("synchronous") + untimed().calls("waited_for") + untimed().calls("batch"):
-        assert (seen(call), call["t_start"]) == ((State.UNOBSERVABLE, Clock.NONE), 0)
+        assert (outcome(call), call["t_start"]) == ((State.UNOBSERVABLE, Clock.NONE), 0)
     assert untimed().left.stats["untimed"] == untimed().left.stats["device_clock_ns"] == 0
 
 
@@ -191,7 +191,7 @@ def test_a_device_that_fails_is_left_alone() -> None:
     run = Ran("breaks", COMMTRACE_DEVICE_TIMES=1)
     assert run.left.stats["hook_errors"] == 1
     assert "the device is gone" in run.left.stats["first_error"]
-    assert [seen(call) for call in run.calls("broken")] == [(State.UNOBSERVABLE, Clock.NONE)] * 2
+    assert [outcome(call) for call in run.calls("broken")] == [(State.UNOBSERVABLE, Clock.NONE)] * 2
     assert run.told["counts"]["records"] == run.told["cases"]["broken"]["counts"]["records"]
 
 

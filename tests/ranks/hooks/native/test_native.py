@@ -1,4 +1,4 @@
-"""Building the native recorder, and doing without it. (What it records: test_recorders.py, test_stress.py.)"""
+"""Building the native recorder, and recording without it. test_recorders.py and test_stress.py test its records."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 dist.all_reduce(torch.ones(3))
 import time; time.sleep(0.5)
 """
-    for recorder, said in (("native", "commtrace build"), ("auto", "")):
+    for recorder, message in (("native", "commtrace build"), ("auto", "")):
         log = tmp_path / recorder
         empty = tmp_path / "empty"
         result = processes.python(code, COMMTRACE=log, COMMTRACE_RECORDER=recorder, XDG_CACHE_HOME=empty)
         assert result.status == 0
-        assert said in result.err
+        assert message in result.err
         assert processes.read_one(log).tables["process"][0]["recorder"] == "python"
 
 

@@ -1,4 +1,4 @@
-"""The same program under both recorders gives equal logs, but for what docs/explanation/recorders.md lists."""
+"""Both recorders write equal logs of the same program, except for what docs/explanation/recorders.md lists."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ROWS = {"kind": "kinds", "group": "groups", "site": "sites"}
 
 
 def logs(program: str, recorder: str) -> list[Log]:
-    """By rank. Most of these programs have run for other tests."""
+    """Return the logs of a program by rank. Most of the programs have already run for other tests."""
     if program in ("train", "pipeline", "gpt_neox"):
         pytest.importorskip("deepspeed")
     if program == "train":
         return training(recorder).logs
-    found = {
+    runs = {
         "operators": lambda: ran(program, recorder, ranks=3),
         "mixture": lambda: ran(program, recorder),
         "plain": lambda: ran(program, recorder),
@@ -44,12 +44,12 @@ def logs(program: str, recorder: str) -> list[Log]:
         "gpt_neox": lambda: ran(program, recorder, *ENGINES, deepspeed=True),
         "null_work": lambda: null_work(recorder),
     }[program]()
-    return [each.log for each in found]
+    return [run.log for run in runs]
 
 
 @pytest.fixture(params=marked(PROGRAMS), scope="module")
 def both(request: pytest.FixtureRequest) -> tuple[str, list[tuple[Log, Log]]]:
-    """A program, and the two logs of each rank."""
+    """Return a program, and the two logs of each rank."""
     recorders.needs("native")
     return request.param, list(zip(*(logs(request.param, recorder) for recorder in RECORDERS), strict=True))
 
@@ -58,34 +58,34 @@ Both = tuple[str, list[tuple[Log, Log]]]
 
 
 def records(log: Log) -> list[dict[str, Any]]:
-    """Every record, with the rows that it refers to in place of their numbers, and without what may differ."""
+    """Return the records with the rows that they refer to in place of ids, and without fields that may differ."""
     rows = {table: {row["id"]: row for row in log.tables.get(table, ())} for table in ROWS.values()}
-    same = set(RECORD.names or ()) - DIFFERENT["records"]
-    found = []
+    fields = set(RECORD.names or ()) - DIFFERENT["records"]
+    calls = []
     for record in log.left.records[log.left.records["t_begin"].argsort()]:
-        call: dict[str, Any] = {name: int(record[name]) for name in same}
+        call: dict[str, Any] = {name: int(record[name]) for name in fields}
         for field, table in ROWS.items():
             call |= {f"{field}.{name}": value for name, value in rows[table].get(int(record[field]), {}).items()}
             call.pop(f"{field}.id", None)
-        found.append(call)
-    return found
+        calls.append(call)
+    return calls
 
 
 def rows(log: Log, table: str) -> list[str]:
-    """What a table says, in an order of its own: numbers are given as rows come."""
+    """Return the rows of a table as sorted JSON, without ids, which depend on the order of the rows."""
     groups = {row["id"]: row for row in log.tables.get("groups", ())}
-    found = []
+    lines = []
     for row in log.tables[table][-1:] if table in ("stats", "clock") else log.tables[table]:
-        told = {name: value for name, value in row.items() if name not in {"id"} | DIFFERENT.get(table, set())}
-        for name in {"settings", "environment"} & set(told):
-            told[name] = {key: value for key, value in told[name].items() if key not in GIVEN}
+        values = {name: value for name, value in row.items() if name not in {"id"} | DIFFERENT.get(table, set())}
+        for name in {"settings", "environment"} & set(values):
+            values[name] = {key: value for key, value in values[name].items() if key not in GIVEN}
         if table in ("roles", "message_roles"):
-            told["group"] = {name: value for name, value in groups[row["group"]].items() if name != "id"}
-        found.append(json.dumps(told, sort_keys=True))
-    return sorted(found)
+            values["group"] = {name: value for name, value in groups[row["group"]].items() if name != "id"}
+        lines.append(json.dumps(values, sort_keys=True))
+    return sorted(lines)
 
 
-GIVEN = ("recorder", "directory", "MASTER_PORT")  # each of the two programs has a folder and a port of its own
+GIVEN = ("recorder", "directory", "MASTER_PORT")  # settings in which the two runs of a program differ
 
 
 def test_records_are_equal(both: Both) -> None:
@@ -102,7 +102,7 @@ def test_tables_are_equal(both: Both) -> None:
 
 
 def test_ends_are_those_of_the_list(both: Both) -> None:
-    """The native recorder's follow from the Python one's, by the table and the lists of operators of the page."""
+    """The page's table and lists of operators give the native recorder's end for each end of the Python recorder."""
     program, ranks = both
     for python, native in ranks:
         for theirs, ours in zip(python.calls, native.calls, strict=True):
@@ -127,13 +127,13 @@ def test_each_row_of_the_page_has_a_name_that_tests_expect_it_by() -> None:
 def test_both_measure_what_they_cost(both: Both) -> None:
     for pair in both[1]:
         for log in pair:
-            enough = len(log.calls) >= 64  # one in sixteen is measured, or one in 32
+            enough = len(log.calls) >= 64  # one call in 16 or 32 is measured
             assert log.stats["cost_samples"] > 0 or not enough
             assert log.stats["cost_ns"] >= log.stats["cost_samples"]
 
 
 def test_both_count_the_first_calls_apart(both: Both) -> None:
-    """A call adds one call site at most."""
+    """A call adds at most one call site."""
     for pair in both[1]:
         for log in pair:
             stats, sites = log.stats, log.tables.get("sites", [])
@@ -146,31 +146,31 @@ def test_both_count_the_first_calls_apart(both: Both) -> None:
 
 
 def test_operators_without_a_future_are_those_of_the_page() -> None:
-    """As gloo says, in a world of one; a message needs two, and is waited for in the thread that asks for it."""
-    dist: Any = torch.distributed  # its stubs leave out half of it
+    """gloo's Works with one rank show it. Messages, which need two ranks, are left out."""
+    dist: Any = torch.distributed  # its stubs are incomplete
     store = dist.HashStore()
     pg = dist.ProcessGroup(store, 0, 1)
     backend = dist.ProcessGroupGloo(store, 0, 1)
     pg._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     pg._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
-    def one() -> Any:
+    def tensor() -> Any:
         return torch.ones(2)
 
     works = {
-        "allreduce_": pg.allreduce([one()]),
-        "allreduce_coalesced_": pg.allreduce_coalesced([one()]),
-        "broadcast_": pg.broadcast(one(), 0),
-        "reduce_": pg.reduce(one(), 0),
-        "allgather_": pg.allgather([[one()]], [one()]),
-        "_allgather_base_": pg._allgather_base(one(), one()),
-        "allgather_into_tensor_coalesced_": pg.allgather_into_tensor_coalesced([one()], [one()]),
-        "reduce_scatter_": pg.reduce_scatter([one()], [[one()]]),
-        "_reduce_scatter_base_": pg._reduce_scatter_base(one(), one()),
-        "reduce_scatter_tensor_coalesced_": pg.reduce_scatter_tensor_coalesced([one()], [one()]),
-        "alltoall_base_": pg.alltoall_base(one(), one(), [], []),
-        "gather_": pg.gather([one()], one(), 0),
-        "scatter_": pg.scatter(one(), [one()], 0),
+        "allreduce_": pg.allreduce([tensor()]),
+        "allreduce_coalesced_": pg.allreduce_coalesced([tensor()]),
+        "broadcast_": pg.broadcast(tensor(), 0),
+        "reduce_": pg.reduce(tensor(), 0),
+        "allgather_": pg.allgather([[tensor()]], [tensor()]),
+        "_allgather_base_": pg._allgather_base(tensor(), tensor()),
+        "allgather_into_tensor_coalesced_": pg.allgather_into_tensor_coalesced([tensor()], [tensor()]),
+        "reduce_scatter_": pg.reduce_scatter([tensor()], [[tensor()]]),
+        "_reduce_scatter_base_": pg._reduce_scatter_base(tensor(), tensor()),
+        "reduce_scatter_tensor_coalesced_": pg.reduce_scatter_tensor_coalesced([tensor()], [tensor()]),
+        "alltoall_base_": pg.alltoall_base(tensor(), tensor(), [], []),
+        "gather_": pg.gather([tensor()], tensor(), 0),
+        "scatter_": pg.scatter(tensor(), [tensor()], 0),
         "barrier": pg.barrier(),
     }
     without = set()
@@ -184,8 +184,8 @@ def test_operators_without_a_future_are_those_of_the_page() -> None:
 
 
 def test_clocks_and_states_of_the_page_are_the_format_s() -> None:
-    for each in recorders.ENDS.values():
-        for state, clock in each.values():
+    for ends in recorders.ENDS.values():
+        for state, clock in ends.values():
             assert isinstance(state, State)
             assert isinstance(clock, Clock)
             assert (state == State.COMPLETE) == (clock != Clock.NONE)

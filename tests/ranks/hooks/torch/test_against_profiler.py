@@ -1,8 +1,8 @@
-"""Every call in the log, against torch's own profiler in the same run.
+"""Every call in the log is the one that torch's own profiler recorded in the same run.
 
-The profiler sees the dispatcher's operators from the other side: `Input Dims` of its Chrome trace give elements, its
+The profiler observes the dispatcher's operators independently: `Input Dims` of its Chrome trace give elements, its
 execution trace gives the element size of tensors in lists, which the Chrome trace leaves out. Sizes are computed from
-these alone.
+these two traces only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ITEM_SIZES = {"float": 4, "double": 8, "long int": 8, "int": 4, "unsigned char":
 
 
 class Seen(NamedTuple):
-    """One call: operator, bytes, of which this rank's own, ranks in the group where sizes tell them, asynchronous."""
+    """Call: operator, payload, local bytes, group size if sizes show it, and whether it is asynchronous."""
 
     variant: str
     payload: int
@@ -36,7 +36,7 @@ class Seen(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Of one operator call: shapes by the Chrome trace, tensors by the execution trace."""
+    """Arguments of an operator call: shapes from the Chrome trace, tensors from the execution trace."""
 
     dims: Sequence[Any]
     types: Sequence[str]
@@ -44,16 +44,16 @@ class Arguments(NamedTuple):
     tensors: Sequence[Any]
 
     def size(self, position: int) -> int:
-        """Bytes of an argument that is a tensor."""
+        """Return the bytes of an argument that is a tensor."""
         return int(math.prod(self.dims[position])) * ITEM_SIZES[self.types[position]]
 
     def list_size(self, position: int) -> int:
-        """Bytes of one that is a list of tensors."""
+        """Return the bytes of an argument that is a list of tensors."""
         *_, item_size, _ = self.tensors[position][0]
         return int(sum(map(math.prod, self.dims[position])) * item_size)
 
     def nested_size(self, position: int) -> int:
-        """Bytes of one that is a list of lists, of which the Chrome trace says nothing."""
+        """Return the bytes of an argument that is a list of lists, which the Chrome trace leaves out."""
         return sum(int(count * item_size) for parts in self.tensors[position] for *_, count, item_size, _ in parts)
 
 
@@ -69,7 +69,7 @@ SIZES: dict[str, Callable[[Arguments], Sizes]] = {
 
 
 def profiler_calls(stem: Path) -> list[Seen]:
-    """What the profiler saw, in order."""
+    """Return the calls that the profiler recorded, in order."""
     chrome = [
         event
         for event in json.loads(Path(f"{stem}.json").read_text())["traceEvents"]
@@ -101,7 +101,7 @@ def log_call(call: Call) -> Seen:
 def test_each_call_is_as_the_profiler_saw_it(engine: str, rank: int, recorder: str) -> None:
     run = training(recorder)
     expected = profiler_calls(run.folder / f"{engine}-rank{rank}")
-    assert len(expected) >= 9  # all of a training with three steps
+    assert len(expected) >= 9  # the least that a training of three steps makes
     assert [log_call(call) for call in run.calls(rank, engine)] == expected
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 
 def test_a_program_sees_no_difference(recorder: str, tmp_path: Path) -> None:
-    """The program asserts; what it leaves is looked at here."""
+    """The program asserts that nothing differs; this test checks its logs."""
     result = processes.run([sys.executable, FOLDER / "behaviour.py", tmp_path], limit=100, COMMTRACE_RECORDER=recorder)
     assert result.status == 0, result.err[-6000:]
     assert "commtrace" not in result.err + result.out
@@ -24,7 +24,7 @@ def test_a_program_sees_no_difference(recorder: str, tmp_path: Path) -> None:
     for number in range(2):
         (log,) = logs(tmp_path / str(number), recorder)
         payloads = [call.payload for call in log.calls]
-        assert 4 * 13 not in payloads  # when tracing was off again
+        assert 4 * 13 not in payloads  # made after tracing was switched off
         sent_by_threads = [call for call in log.calls if call.payload == 8]
         assert len(sent_by_threads) == 4 * 200
         assert len({call.group["id"] for call in sent_by_threads}) == 4

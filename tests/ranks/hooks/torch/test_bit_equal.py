@@ -12,8 +12,8 @@ from hook_programs.runs import ENGINES, training
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_losses_are_the_same_bits(engine: str, rank: int, recorder: str) -> None:
-    traced, untraced = (training(how).told(rank)[engine]["losses"] for how in (recorder, None))
+    traced, untraced = (training(used_recorder).told(rank)[engine]["losses"] for used_recorder in (recorder, None))
     assert len(traced) == 6
-    assert len(set(traced)) == 6  # it trains: another loss in each step
+    assert len(set(traced)) == 6  # it trains: each step has a different loss
     assert traced == untraced
     assert training(recorder).calls(rank, engine)

@@ -1,4 +1,4 @@
-"""Process groups that torch.distributed does not know: recorded, or named where the user looks."""
+"""Process groups that are not registered in torch.distributed: calls are recorded, or a warning names them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_groups_made_by_hand_are_recorded(nursery: Nursery, tmp_path: Path) -> N
     assert (statuses, outputs) == ([0, 0], ["[4.0, 4.0, 4.0, 4.0]\n"] * 2)
     log = open_run(tmp_path / "log", recover=False)
     assert log.table("coverage")["hook_errors"].tolist() == [0]
-    # Each process names a run of its own: without torch.distributed they have no store to agree in.
+    # Each process has its own run: without torch.distributed there is no store in which to agree on one.
     for left in processes.read_all(tmp_path / "log"):
         (group,) = left.tables["groups"]
         assert (group["ranks"], group["name"]) == ("0-1", "unregistered")

@@ -1,4 +1,4 @@
-"""Backends as NCCL: no Work for a synchronous call, Works that are complete at launch, coalesced batches."""
+"""Backends like NCCL: no Work for a synchronous call, Works that are complete at launch, coalesced batches."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from commtrace.schema import Clock, Flag, State
 
 @pytest.fixture
 def ran(recorder: str) -> Ran:
-    """The only rank."""
+    """Return the run of the only rank."""
     (only,) = null_work(recorder)
     return only
 
 
 def test_without_a_work_the_end_cannot_be_seen(ran: Ran, recorder: str) -> None:
-    found = ran.case("synchronous")
-    assert [call.op for call in found] == [
+    calls = ran.case("synchronous")
+    assert [call.op for call in calls] == [
         "all_reduce", "all_gather", "all_gather", "reduce_scatter", "all_to_all", "barrier",
     ]  # fmt: skip
-    assert [(call.payload, call.local) for call in found] == [(16, 0), (32, 16), (32, 16), (32, 16), (28, 16), (0, 0)]
-    assert {(call.state, call.clock) for call in found} == {ENDS[NO_WORK][recorder]}
-    assert {(call.t_end, call.flags & Flag.ASYNC) for call in found} == {(0, Flag(0))}
-    assert all(call.t_return >= call.t_begin for call in found)
+    assert [(call.payload, call.local) for call in calls] == [(16, 0), (32, 16), (32, 16), (32, 16), (28, 16), (0, 0)]
+    assert {(call.state, call.clock) for call in calls} == {ENDS[NO_WORK][recorder]}
+    assert {(call.t_end, call.flags & Flag.ASYNC) for call in calls} == {(0, Flag(0))}
+    assert all(call.t_return >= call.t_begin for call in calls)
 
 
 def test_the_program_gets_no_work_either(ran: Ran) -> None:
@@ -33,8 +33,8 @@ def test_the_program_gets_no_work_either(ran: Ran) -> None:
 
 def test_a_wait_for_an_asynchronous_work_is_seen(ran: Ran) -> None:
     assert ran.told["asynchronous"]["tells"] is True
-    found = ran.case("asynchronous")
-    assert [(call.state, call.clock, call.flags) for call in found] == [(State.COMPLETE, Clock.WAIT, Flag.ASYNC)]
+    calls = ran.case("asynchronous")
+    assert [(call.state, call.clock, call.flags) for call in calls] == [(State.COMPLETE, Clock.WAIT, Flag.ASYNC)]
 
 
 def test_a_future_that_is_complete_at_launch_is_no_end(ran: Ran) -> None:
@@ -49,7 +49,7 @@ def test_a_poll_that_says_yes_is_an_end(ran: Ran, recorder: str) -> None:
 
 
 def test_a_work_that_is_complete_at_launch_has_ended(ran: Ran, recorder: str) -> None:
-    """It says so itself, and not only its future does."""
+    """The Work itself reports completion, not only its future."""
     (call,) = ran.case("complete_at_once")
     assert (call.state, call.clock) == ENDS[WAITED][recorder]
 

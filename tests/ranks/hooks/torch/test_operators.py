@@ -1,4 +1,4 @@
-"""Every operation of torch.distributed, called by three ranks: what the log says of each, on each rank."""
+"""The log of every operation of torch.distributed, called by three ranks, is correct on each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NONE = Flag(0)
 
 
 class Row(NamedTuple):
-    """What is expected of a call."""
+    """Expected values of a call."""
 
     op: str
     variant: str
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     tag: int = -1
     reduce_op: str | None = None
     how: str = WAITED
-    """What happens to it, as docs/explanation/recorders.md calls it."""
+    """What happens to the call, in the terms of docs/explanation/recorders.md."""
 
 
 def row(call: Call, how: str) -> Row:
@@ -81,7 +81,7 @@ COMMON: dict[str, list[Row]] = {
     "monitored_barrier": [Row("barrier", "monitored_barrier_", None, 0)],
     "empty": [summed(0)],
     "inference_mode": [summed(40)],
-    "complex_numbers": [summed(80)],  # torch.distributed itself makes pairs of real numbers of them
+    "complex_numbers": [summed(80)],  # torch.distributed converts them to pairs of real numbers
     "not_contiguous": [summed(160)],
     "failing": [summed(40, reduce_op="BAND", how=FAILED)],
     "failing_and_dropped": [summed(40, flags=ASYNC, reduce_op="BAND", how=FAILED_AND_FORGOTTEN)],
@@ -104,7 +104,7 @@ COMMON: dict[str, list[Row]] = {
 EACH: dict[str, list[list[Row]]] = {
     "all_to_all_uneven": [
         [Row("all_to_all", "alltoall_base_", FLOAT, 20 * rows, 20 * own, flags=flags)]
-        # What rank 2 sends is even, what it gets is not.
+        # Rank 2 sends equal parts but receives unequal ones.
         for rows, own, flags in ((6, 1, UNEVEN), (5, 0, UNEVEN), (6, 2, UNEVEN))
     ],
     "send_and_recv": [
@@ -144,20 +144,20 @@ EACH: dict[str, list[list[Row]]] = {
         [Row("broadcast", "broadcast_", FLOAT, 20, peer=2), Row("send", "send", FLOAT, 12, peer=2, tag=0)],
         [Row("broadcast", "broadcast_", FLOAT, 20, peer=2), Row("recv", "recv_", FLOAT, 12, peer=1, tag=0)],
     ],
-    # Of a matrix with one, two, three numbers in it: two int64 indices and a float32 each.
+    # Matrices with one, two and three elements: two int64 indices and a float32 for each element.
     "all_reduce_sparse": [[summed((2 * 8 + 4) * (rank + 1), flags=SPARSE)] for rank in range(RANKS)],
 }
 OBJECTS = ("all_gather_object", "broadcast_object_list")
 
 
 def rows(name: str, rank: int) -> list[Row]:
-    """What is expected of a case."""
+    """Return the expected rows of a case."""
     return COMMON[name] if name in COMMON else EACH[name][rank]
 
 
 @pytest.fixture
 def ran(recorder: str) -> list[Ran]:
-    """By rank."""
+    """Return the run of each rank."""
     return ran_program("operators", recorder, ranks=RANKS)
 
 
@@ -166,9 +166,9 @@ def ran(recorder: str) -> list[Ran]:
 def test_a_call_is_recorded_as_it_was_made(name: str, rank: int, ran: list[Ran], recorder: str) -> None:
     expected = rows(name, rank)
     calls = ran[rank].case(name)
-    assert [row(call, each.how) for call, each in zip(calls, expected, strict=True)] == expected
+    assert [row(call, wanted.how) for call, wanted in zip(calls, expected, strict=True)] == expected
     ends: list[End] = [(call.state, call.clock) for call in calls]
-    assert ends == [end(each.how, each.variant, recorder) for each in expected]
+    assert ends == [end(wanted.how, wanted.variant, recorder) for wanted in expected]
 
 
 def test_every_case_is_checked(ran: list[Ran]) -> None:
@@ -177,17 +177,17 @@ def test_every_case_is_checked(ran: list[Ran]) -> None:
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_pickled_objects_are_flagged_and_counted(name: str, ran: list[Ran]) -> None:
-    for each in ran:
-        sizes, data = each.case(name)
+    for run in ran:
+        sizes, data = run.case(name)
         assert sizes.flags == data.flags == OBJECT
         assert (sizes.dtype, data.dtype) == ("int64", "uint8")
         assert data.payload >= 50 if name == "broadcast_object_list" else data.payload == 3 * data.local
 
 
 def test_results_are_those_of_an_untraced_program(ran: list[Ran]) -> None:
-    for rank, each in enumerate(ran):
-        told = {name: entry["tells"] for name, entry in each.told.items() if entry["tells"] is not None}
-        assert told == {
+    for rank, run in enumerate(ran):
+        results = {name: entry["tells"] for name, entry in run.told.items() if entry["tells"] is not None}
+        assert results == {
             **({"recv_from_any": 0} if rank == 2 else {}),
             "all_gather_object": [{"rank": 0}, {"rank": 1}, {"rank": 2}],
             "failing": "Cannot use ReduceOp.BAND with non-integral dtype",
@@ -200,26 +200,26 @@ def test_results_are_those_of_an_untraced_program(ran: list[Ran]) -> None:
 
 
 def test_the_site_is_the_program_s_own_line(ran: list[Ran]) -> None:
-    for each in ran:
-        for name, entry in each.told.items():
+    for run in ran:
+        for name, entry in run.told.items():
             first, last = entry["lines"]
-            for call in each.case(name):
+            for call in run.case(name):
                 assert call.file == str(FOLDER / "operators.py"), name
-                if name == "compiled":  # the line of the function that was compiled is not known any more
+                if name == "compiled":  # the line in the compiled function is no longer known
                     assert call.function in ("compiled", "reduced")
                 else:
                     assert (call.function, first <= call.line <= last) == (name, True)
 
 
 def test_before_the_first_step_everything_is_initialisation(ran: list[Ran]) -> None:
-    for each in ran:
-        calls = [call for name in each.told if name != "compiled" for call in each.case(name)]
+    for run in ran:
+        calls = [call for name in run.told if name != "compiled" for call in run.case(name)]
         assert {(call.step, call.phase) for call in calls} == {(-1, Phase.INIT)}
 
 
 def test_times_are_in_order_and_none_is_invented(ran: list[Ran], recorder: str) -> None:
-    for each in ran:
-        for call in each.log.calls:
+    for run in ran:
+        for call in run.log.calls:
             assert 0 < call.t_begin <= call.t_return
             assert bool(call.t_end) == (call.state == State.COMPLETE)
             assert not call.t_end or call.t_begin < call.t_end
@@ -231,16 +231,16 @@ def test_times_are_in_order_and_none_is_invented(ran: list[Ran], recorder: str) 
 
 
 def test_a_wait_that_does_not_show_the_end_is_seen_too(ran: list[Ran], recorder: str) -> None:
-    """One that begins while the record is still in memory: a call that ends by itself may have left it before."""
-    for each in ran:
-        waited = [call for call in each.log.calls if call.clock == Clock.FUTURE and call.t_wait]
+    """The native recorder records a wait that begins while the record is still in memory, even after the call's end."""
+    for run in ran:
+        waited = [call for call in run.log.calls if call.clock == Clock.FUTURE and call.t_wait]
         assert bool(waited) == (recorder == "native")
 
 
 def test_collectives_are_numbered_without_gaps_and_alike_on_all_ranks(ran: list[Ran]) -> None:
     numbered = []
-    for each in ran:
-        calls = [call for call in each.log.calls if call.op not in ("send", "recv") and len(call.ranks) == RANKS]
+    for run in ran:
+        calls = [call for call in run.log.calls if call.op not in ("send", "recv") and len(call.ranks) == RANKS]
         numbered.append([(call.group["index"], call.seq, call.variant) for call in calls])
     assert numbered[0] == numbered[1] == numbered[2]
     assert [seq for index, seq, _ in numbered[0] if index == 0] == list(range(len(numbered[0]) - 3))

@@ -1,4 +1,4 @@
-"""Roles as the registries of Megatron-LM and GPT-NeoX have them: stand-ins with their modules' names and globals."""
+"""Roles from the registries of Megatron-LM and GPT-NeoX: stand-ins with the names and globals of their modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import trainings
 
 from commtrace.run import open_run
 
-# A global of the module -> its groups, of which each rank has its own; in a list where there may be several.
+# Global of the module -> groups; each rank keeps its own group, in a list where it may have several.
 CORE = {
     "_TENSOR_MODEL_PARALLEL_GROUP": [[0, 1], [2, 3]],
     "_CONTEXT_PARALLEL_GROUP": [[0, 2], [1, 3]],
@@ -41,7 +41,7 @@ EXPECTED = {
 
 
 def stand_in(made: dict[str, list[list[int]]]) -> str:
-    """The text of a module that makes these groups as the real one does: all ranks make all, and keep their own."""
+    """Return the source of a module that makes groups as the real one does: all ranks make all, and keep their own."""
     lines = [
         "import torch.distributed as dist",
         *(f"{name} = None" for name in made),
@@ -70,5 +70,5 @@ def test_roles_are_those_of_the_registries(tmp_path: Path) -> None:
     )
     assert started.wait() == [0] * 4, started.output(0)[-4000:]
     events = open_run(log).events()
-    found = {*zip(events["group_ranks"], events["role"], strict=True)}
-    assert found == EXPECTED
+    roles = {*zip(events["group_ranks"], events["role"], strict=True)}
+    assert roles == EXPECTED

@@ -1,4 +1,4 @@
-"""Plain PyTorch: steps and phases, whoever communicates in them."""
+"""Plain PyTorch: steps and phases, whichever code communicates."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ EVALUATION = Phase.EVALUATION
 
 @pytest.fixture
 def ran(recorder: str) -> list[dict[str, list[Call]]]:
-    """By rank: section -> its calls."""
+    """Return the calls of each section by rank."""
     return [
-        {name: each.log.between(*times) for name, times in each.told.items()} for each in ran_program("plain", recorder)
+        {name: run.log.between(*times) for name, times in run.told.items()} for run in ran_program("plain", recorder)
     ]
 
 
-# Section -> (step, phase, operation) of its calls; steps go on from section to section, as the first optimizer counts.
+# Section -> (step, phase, operation) of its calls. The first optimizer counts steps across all sections.
 REDUCE = "all_reduce"
 EXPECTED: dict[str, list[tuple[int, Phase, str]]] = {
     "tensor_parallel": [
-        # The last of each three is an evaluation after the step: it begins no new one. The next training's forward
-        # does, although autograd functions communicate under no_grad as evaluations do.
+        # The last of each three is an evaluation after the step, which begins no new step. The next forward pass
+        # does, although autograd functions communicate under no_grad, as evaluations do.
         (0, FORWARD, REDUCE), (0, BACKWARD, REDUCE), (0, EVALUATION, REDUCE),
         (1, FORWARD, REDUCE), (1, BACKWARD, REDUCE), (1, EVALUATION, REDUCE),
     ],
     "another_optimizer": [(2, FORWARD, REDUCE), (2, BACKWARD, REDUCE)] * 2,
     "recomputed_reentrantly": [(3, FORWARD, REDUCE), (3, BACKWARD, REDUCE), (3, BACKWARD, REDUCE)],
-    # Without reentrance torch stops recomputing as soon as it has what it needs.
+    # Non-reentrant checkpointing stops recomputing as soon as it has what it needs.
     "recomputed": [(4, FORWARD, REDUCE), (4, BACKWARD, REDUCE)],
     "failing_optimizer": [(6, OPTIMIZER, REDUCE), (6, OTHER, REDUCE)],
     "sharded": [
@@ -55,8 +55,7 @@ EXPECTED: dict[str, list[tuple[int, Phase, str]]] = {
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("section", EXPECTED)
 def test_steps_and_phases(section: str, rank: int, ran: list[dict[str, list[Call]]]) -> None:
-    found = [(call.step, call.phase, call.op) for call in ran[rank][section]]
-    assert found == EXPECTED[section]
+    assert [(call.step, call.phase, call.op) for call in ran[rank][section]] == EXPECTED[section]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -80,7 +79,7 @@ def test_what_ddp_sends_is_placed_on_the_line_that_calls_backward(
         if call.phase == BACKWARD:
             assert (call.file, call.function) == (str(FOLDER / "plain.py"), section)
             assert "backward()" in Path(call.file).read_text().splitlines()[call.line - 1]
-            assert (call.state, call.clock) == end(FORGOTTEN, call.variant, recorder)  # C++ waits
+            assert (call.state, call.clock) == end(FORGOTTEN, call.variant, recorder)  # C++ code waits
 
 
 @pytest.mark.parametrize("rank", [0, 1])

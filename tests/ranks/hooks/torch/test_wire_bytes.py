@@ -1,7 +1,7 @@
-"""`wire_bytes` against the bytes that the kernel counted, in a network namespace where nobody else talks.
+"""`wire_bytes` compared with the bytes that the kernel counted, in a network namespace without other traffic.
 
-What a packet carries beside its data (headers, acknowledgements) and the barriers around a measurement add at most 5%;
-fewer bytes than `wire_bytes` says are impossible, because it says what any algorithm must send.
+Headers, acknowledgements and the barriers around a measurement add at most 5%. Fewer bytes than `wire_bytes` are
+impossible, because it is the least that any algorithm must send.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ pytest.importorskip("torch")
 
 OVERHEAD = 0.05
 
-# What gloo sends for one byte that must be sent. Its reduce_scatter is an all_reduce of the whole input, of which each
-# rank keeps its share: 2(n-1)/n of it where (n-1)/n would do.
+# Bytes that gloo sends for each byte that must be sent. Its reduce_scatter is an all_reduce of the whole input, of
+# which each rank keeps its share: it sends 2(n-1)/n of the input instead of (n-1)/n.
 GLOO = {"all_reduce": 1, "all_gather": 1, "reduce_scatter": 2, "broadcast": 1, "all_to_all": 1, "send": 1}
 
 
 class Measured(NamedTuple):
-    """One operation: the calls of all ranks, and what the kernel sent meanwhile, as the ranks read it."""
+    """Calls of one operation on all ranks, and the bytes that the kernel sent during them, as each rank read them."""
 
     calls: list[Call]
     sent: list[int]
 
 
-# The command behind it runs without any other network than a loopback interface.
+# Prefix of a command that runs with a loopback interface as its only network.
 OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 
 
 @functools.cache
 def obstacle() -> str:
-    """Why there can be no network namespace here; "" where there can."""
+    """Return why no network namespace can be made here; "" if one can."""
     if missing := [name for name in ("unshare", "ip") if shutil.which(name) is None]:
         return f"not installed: {', '.join(missing)}"
     tried = subprocess.run([*OWN_NETWORK, "true"], capture_output=True, text=True, timeout=20, check=False)
@@ -47,12 +47,12 @@ def obstacle() -> str:
 
 @functools.cache
 def measured(ranks: int, recorder: str) -> dict[str, Measured]:
-    """By operation."""
-    found = ran("wire", recorder, ranks=ranks, before=OWN_NETWORK)
+    """Return the measured calls and bytes by operation."""
+    runs = ran("wire", recorder, ranks=ranks, before=OWN_NETWORK)
     return {
         name: Measured(
-            [call for each in found for call in each.log.between(*each.told[name][:2])],
-            [each.told[name][2] for each in found],
+            [call for run in runs for call in run.log.between(*run.told[name][:2])],
+            [run.told[name][2] for run in runs],
         )
         for name in GLOO
     }
@@ -64,9 +64,9 @@ def test_the_kernel_sent_what_the_log_says(name: str, ranks: int, recorder: str)
     if obstacle():
         pytest.skip(obstacle())
     calls, sent = measured(ranks, recorder)[name]
-    # Four times each; a message has two ends, which are recorded both.
+    # Each operation was called four times; only one rank sends a message.
     assert len([call for call in calls if call.op == name]) == 4 * (1 if name == "send" else ranks)
     expected = GLOO[name] * sum(wire_bytes(call.op, call.payload, call.local, len(call.ranks)) for call in calls)
     assert expected >= 8 << 20
-    for each in sent:
-        assert expected <= each <= expected * (1 + OVERHEAD)
+    for sent_bytes in sent:
+        assert expected <= sent_bytes <= expected * (1 + OVERHEAD)

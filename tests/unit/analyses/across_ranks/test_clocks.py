@@ -1,4 +1,4 @@
-"""Bounds of clocks, in logs of random programs whose hosts' clocks are known."""
+"""Bounds of clock offsets, in logs of random programs with known clocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commtrace.analyses.across_ranks.corridors import Bounds, find_jumps, lines_
 from commtrace.run import open_run
 
 STEPPED_AT_THE_EDGE = 163, 166, 182
-"""Seeds whose clock is stepped where all bounds that follow, or that come before, are of one kind."""
+"""Seeds with a clock step after which, or before which, all bounds are of one kind: upper or lower."""
 DEFAULT = *range(8), *STEPPED_AT_THE_EDGE
 SEEDS = [
     *DEFAULT,
@@ -30,14 +30,14 @@ def clocks_of_schedule(schedule: Schedule, folder: Path) -> Clocks:
 
 
 def assert_bounds_hold(schedule: Schedule, clocks: Clocks) -> None:
-    """At every call of every host, within the part of the run that has bounds."""
+    """Assert that the bounds hold at every call of every host, within the part of the run that has bounds."""
     host_of = [int(name.removeprefix("node")) for name in clocks.hosts]
     reference = schedule.clocks[host_of[clocks.reference]]
     for host, clock in zip(host_of, clocks.aligned, strict=True):
         if clock is None:
             continue
-        own = [call for call in schedule.calls if schedule.host_of[call[0]] == host]
-        times = np.sort(np.array([call[at] for call in own for at in (6, 7)], np.int64))
+        host_calls = [call for call in schedule.calls if schedule.host_of[call[0]] == host]
+        times = np.sort(np.array([call[column] for call in host_calls for column in (6, 7)], np.int64))
         true, readings = reference.read(times), schedule.clocks[host].read(times)
         inside = (true >= clock.used_at[0]) & (true <= clock.used_at[1])
         true, readings = true[inside], readings[inside]
@@ -50,10 +50,10 @@ def assert_bounds_hold(schedule: Schedule, clocks: Clocks) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_bounds_always_hold(seed: int, stepped: bool, tmp_path: Path) -> None:
-    random = np.random.default_rng(seed)
-    hosts = int(random.integers(2, 9))
-    ranks, operations = hosts * int(random.integers(1, 3)), int(random.integers(20, 400))
-    schedule = random_schedule(random, hosts=hosts, ranks=ranks, operations=operations, stepped=stepped)
+    rng = np.random.default_rng(seed)
+    hosts = int(rng.integers(2, 9))
+    ranks, operations = hosts * int(rng.integers(1, 3)), int(rng.integers(20, 400))
+    schedule = random_schedule(rng, hosts=hosts, ranks=ranks, operations=operations, stepped=stepped)
     assert_bounds_hold(schedule, clocks_of_schedule(schedule, tmp_path))
 
 
@@ -82,14 +82,14 @@ def test_offset_and_drift_of_ten_seconds(tmp_path: Path) -> None:
 def test_a_step_is_found_where_it_was(seed: int, tmp_path: Path) -> None:
     schedule = random_schedule(np.random.default_rng(seed), hosts=2, ranks=2, operations=400, stepped=True)
     (host,) = (host for host, clock in enumerate(schedule.clocks) if clock.steps)
-    ((at, by),) = schedule.clocks[host].steps
+    ((stepped_at, stepped_by),) = schedule.clocks[host].steps
     steps = clocks_of_schedule(schedule, tmp_path).step_table
     assert len(steps) == 1
     row, sign = steps.iloc[0], 1 if host == 1 else -1
-    before, after = schedule.clocks[0].read(np.array([at - 1, at]))
+    before, after = schedule.clocks[0].read(np.array([stepped_at - 1, stepped_at]))
     assert row["after_ns"] <= before
     assert after <= row["before_ns"]
-    assert row["smallest_ns"] <= sign * by <= row["largest_ns"]
+    assert row["smallest_ns"] <= sign * stepped_by <= row["largest_ns"]
 
 
 def test_bounds_of_one_kind_after_the_other_hold_nowhere() -> None:
@@ -127,11 +127,11 @@ def bounds(at: list[float], value: list[float], upper: list[bool]) -> Bounds:
 
 
 def test_lines_within_a_corridor_are_those_of_a_linear_programme() -> None:
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for _ in range(50):
-        at = np.sort(random.uniform(0, 1e6, 40))
-        upper = random.random(40) < 0.5
-        value = 100 + 1e-3 * at + np.where(upper, 1, -1) * random.exponential(200, 40)
+        at = np.sort(rng.uniform(0, 1e6, 40))
+        upper = rng.random(40) < 0.5
+        value = 100 + 1e-3 * at + np.where(upper, 1, -1) * rng.exponential(200, 40)
         lines = lines_within(Bounds(at, value, upper))
         assert lines is not None
         for time in (0.0, 5e5, 1e6):

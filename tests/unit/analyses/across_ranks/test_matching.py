@@ -1,4 +1,4 @@
-"""Calls of different ranks that are one operation, in logs of known calls."""
+"""Matching of calls of different ranks to operations, in logs of known calls."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ GROUPS: dict[int, Sequence[int]] = {WORLD: [0, 1, 2], PAIR: [0, 2]}
 
 
 def run_of(folder: Path, rows: dict[int, list[Records]], **hosts: str) -> Run:
-    """A run of three ranks; `hosts` by name of the rank ("r0"), all on one host where unsaid."""
+    """Return a run of three ranks on one host; `hosts` gives other hosts by rank ("r0")."""
     log = LogFactory(folder)
     for rank, calls in rows.items():
-        one = log.process(rank, pid=100 + rank, world_size=3, host=hosts.get(f"r{rank}", "node17"), boot_id="a")
-        one.known(GROUPS).write(calls)
-        one.add("kinds", id=MPI_RECV, op="recv", variant="Recv", api="mpi", dtype="byte", reduce_op=None)
+        process = log.process(rank, pid=100 + rank, world_size=3, host=hosts.get(f"r{rank}", "node17"), boot_id="a")
+        process.known(GROUPS).write(calls)
+        process.add("kinds", id=MPI_RECV, op="recv", variant="Recv", api="mpi", dtype="byte", reduce_op=None)
     return open_run(folder)
 
 
 def described(calls: MatchedCalls) -> dict[tuple[tuple[int, ...], int, int, int, int], set[int]]:
-    """Ranks (here: processes) by (ranks of the group, source, destination, tag, number)."""
-    found: dict[tuple[tuple[int, ...], int, int, int, int], set[int]] = {}
+    """Return the ranks (here: processes) of each operation by (group's ranks, source, destination, tag, number)."""
+    operations: dict[tuple[tuple[int, ...], int, int, int, int], set[int]] = {}
     for process, instance in zip(calls["process"].tolist(), calls["instance"].tolist(), strict=True):
         if instance != NOT_MATCHED:
             channel = calls.channels[calls.channel[instance]]
             key = (channel.group.ranks, *channel[1:], int(calls.seq[instance]))
-            found.setdefault(key, set()).add(process)
-    return found
+            operations.setdefault(key, set()).add(process)
+    return operations
 
 
 def test_collectives_match_by_group_and_number_whatever_the_operation(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Delays, critical paths and parts of steps, in logs whose schedule is known."""
+"""Delays, critical paths and parts of steps, in logs with a known schedule."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def tables_of(run: Run) -> NamedTables:
 
 
 def late(rank: int, phase: Phase, ns: int, steps: set[int] | None = None) -> Delay:
-    """A rank is late in a phase, once a step; in these steps, or in all."""
-    seen: set[int] = set()
+    """Return a delay of a rank in a phase, once per step, in these steps or in all."""
+    delayed_steps: set[int] = set()
 
     def delay(at_rank: int, step: int, at_phase: Phase) -> int:
-        if (at_rank, at_phase) != (rank, phase) or (steps is not None and step not in steps) or step in seen:
+        if (at_rank, at_phase) != (rank, phase) or (steps is not None and step not in steps) or step in delayed_steps:
             return 0
-        seen.add(step)
+        delayed_steps.add(step)
         return ns
 
     return delay
@@ -92,10 +92,10 @@ def test_nobody_is_named_without_a_delay(tmp_path: Path, program: str, ranks: in
 def test_rank_phase_steps_and_amount_of_a_delay(
     tmp_path: Path, program: str, phase: Phase, named: str, ranks: int, steps: set[int] | None, recurrence: str
 ) -> None:
-    ns, who = 40 * MS, ranks // 2
-    tables = tables_of(run_of(tmp_path, program, ranks, delay=late(who, phase, ns, steps)))
+    ns, late_rank = 40 * MS, ranks // 2
+    tables = tables_of(run_of(tmp_path, program, ranks, delay=late(late_rank, phase, ns, steps)))
     [delay] = tables["delays"].to_dict("records")
-    assert (delay["rank"], delay["recurrence"]) == (who, recurrence)
+    assert (delay["rank"], delay["recurrence"]) == (late_rank, recurrence)
     assert delay["delay_ns"] == pytest.approx(ns, rel=0.05)
     assert delay["on_path_ns"] == pytest.approx(ns, rel=0.15)
     assert named in delay["phase"]
@@ -103,11 +103,11 @@ def test_rank_phase_steps_and_amount_of_a_delay(
     if steps is not None:
         assert set(map(int, delay["steps"].replace("-", ",").split(","))) >= {min(steps), max(steps)}
     [sentence] = delay_sentences(tables)
-    assert sentence.startswith(f"Rank {who} delays the job: ")
+    assert sentence.startswith(f"Rank {late_rank} delays the job: ")
     by_rank = tables["stragglers"].set_index("rank")
     assert by_rank["waiting_ns"].max() > 0
     heat = tables["delay_by_rank_and_step"]
-    shown = heat.loc[(heat["rank"] == who) & (heat["step"].isin(steps) if steps else True), "delay_ns"]
+    shown = heat.loc[(heat["rank"] == late_rank) & (heat["step"].isin(steps) if steps else True), "delay_ns"]
     assert np.median(shown) == pytest.approx(ns, rel=0.05)
 
 
@@ -136,8 +136,8 @@ def test_a_single_hiccup_of_another_rank_does_not_hide_a_delay_that_comes_back(t
             return 0
         return 40 * MS if (rank, step % 5) == (1, 0) else 30 * MS if (rank, step) == (0, 7) else 0
 
-    [found] = tables_of(run_of(tmp_path, "sharded", 3, delay=delay))["delays"].to_dict("records")
-    assert (found["rank"], found["recurrence"], found["steps"]) == (1, "every 5 steps", "5,10,15,20")
+    [row] = tables_of(run_of(tmp_path, "sharded", 3, delay=delay))["delays"].to_dict("records")
+    assert (row["rank"], row["recurrence"], row["steps"]) == (1, "every 5 steps", "5,10,15,20")
 
 
 def test_runs_without_measured_steps_have_empty_tables(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_excess_is_over_the_median_of_the_other_ranks(ranks: int) -> None:
 
 
 def test_steps_without_a_duration_have_no_paths(tmp_path: Path) -> None:
-    """All calls end at the same time: the times are damaged."""
+    """All calls of the log end at the same time, so its times are damaged."""
     for rank in range(2):
         process = LogFactory(tmp_path).process(rank, pid=4711 + rank).known()
         process.write(record(step=step, seq=step, t_begin=1 + step) for step in range(9)).end()

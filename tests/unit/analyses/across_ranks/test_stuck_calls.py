@@ -20,25 +20,25 @@ from commtrace.schema import Clock, Flag, State
 SECOND = 10**9
 STEPS, STEP = 10, SECOND // 10
 LAST = STEPS * STEP
-"""When the call begins that the test is about, a step after the last one of the training."""
+"""Time, in ns, at which the call under test begins: one step after the last step of the training."""
 BROADCAST, DOUBLES, RECV_ANY, SECOND_GROUP, OTHER_PAIR = 20, 21, 22, 9, 8
 GROUPS: dict[int, Sequence[int]] = {WORLD: [0, 1, 2], PAIR: [0, 1], SECOND_GROUP: [0, 1, 2], OTHER_PAIR: [1, 2]}
 
 
 def steps(count: int = STEPS) -> list[Records]:
-    """All_reduces that end, the first `count` of the group."""
+    """Return the first `count` calls of the group: all_reduces that completed."""
     return [call(number, number * STEP, t_return=number * STEP + 10, t_end=number * STEP + 99, state=State.COMPLETE,
                  clock=1) for number in range(count)]  # fmt: skip
 
 
 def call(seq: int = STEPS, at: int = LAST, **fields: int) -> Records:
-    """A call that did not end."""
+    """Return a call that did not complete."""
     known = {"t_begin": at + 1, "t_return": 0, "t_wait": 0, "t_end": 0, "clock": 0, "state": State.BEGUN, "site": 2}
     return record(**{**known, "seq": seq, **fields})
 
 
 def died(process: ProcessFactory, after: int) -> None:
-    """It was killed at this time, and its records were recovered."""
+    """Record that the process was killed at time `after` and its records were recovered."""
     process.stats(mono_ns=after).add("salvage", records=1, host="node17", unix_ns=1)
 
 
@@ -46,36 +46,36 @@ def tables(
     folder: Path, rows: Mapping[int, Sequence[Records]], *, until: int = 20 * SECOND, ends: Sequence[int] = (),
     stats: Mapping[str, int] | None = None, world_size: int = 3, hosts: Mapping[int, str] | None = None,
 ) -> dict[str, pd.DataFrame]:  # fmt: skip
-    """The tables of a run of which `ends` closed their logs, and the others were killed at the time `until`."""
+    """Return the tables of a run; the ranks `ends` closed their logs, the others were killed at time `until`."""
     log = LogFactory(folder)
     for rank, last in rows.items():
         host = (hosts or {}).get(rank, "node17")
-        one = log.process(rank, pid=100 + rank, world_size=world_size, host=host, boot_id=host).known(GROUPS)
+        process = log.process(rank, pid=100 + rank, world_size=world_size, host=host, boot_id=host).known(GROUPS)
         for number, op, dtype, api in (
             (BROADCAST, "broadcast", "float32", "torch"),
             (DOUBLES, "all_reduce", "float64", "torch"),
             (RECV_ANY, "recv", "float32", "mpi"),
         ):
-            one.add("kinds", id=number, op=op, variant=op, api=api, dtype=dtype, reduce_op=None)
-        one.write([*steps(), *last])
+            process.add("kinds", id=number, op=op, variant=op, api=api, dtype=dtype, reduce_op=None)
+        process.write([*steps(), *last])
         if rank in ends:
-            one.stats(mono_ns=until, **(stats or {})).add("end", mono_ns=until, unix_ns=1, reason="exit")
+            process.stats(mono_ns=until, **(stats or {})).add("end", mono_ns=until, unix_ns=1, reason="exit")
         else:
-            died(one.stats(**(stats or {})), until)
+            died(process.stats(**(stats or {})), until)
             if stats:
-                one.stats(mono_ns=until, **stats)
+                process.stats(mono_ns=until, **stats)
     return verdict_tables(folder)
 
 
 def verdict_tables(folder: Path) -> dict[str, pd.DataFrame]:
-    """The tables `stuck_calls` and `stuck_ranks` of a run, without those of other analyses."""
+    """Return the tables `stuck_calls` and `stuck_ranks` of a run, without running other analyses."""
     return fold(open_run(folder), [stuck_calls.ANALYSIS])
 
 
-def rows_of(found: Mapping[str, pd.DataFrame]) -> list[tuple[Any, ...]]:
-    """Operation, number, ranks that wait, ranks that are absent, and the disagreement, of each stuck call."""
+def rows_of(result: Mapping[str, pd.DataFrame]) -> list[tuple[Any, ...]]:
+    """Return operation, number, waiting ranks, absent ranks and disagreement of each stuck call."""
     columns = ["op", "seq", "waiting_ranks", "absent_ranks", "disagreement"]
-    return [*found["stuck_calls"][columns].itertuples(index=False, name=None)]
+    return [*result["stuck_calls"][columns].itertuples(index=False, name=None)]
 
 
 ABSENT = {0: [call()], 1: [], 2: [call()]}
@@ -117,7 +117,7 @@ KINDS: dict[str, tuple[dict[int, list[Records]], list[tuple[Any, ...]]]] = {
         [("recv", 0, "0", "1", "tag: 5 on rank 0, 7 on rank 1")],
     ),
     "nobody is absent": ({rank: [call()] for rank in range(3)}, [("all_reduce", 10, "0-2", "", "")]),
-    "device": (  # no end is observed there
+    "device": (  # the end of a call on a device is not observed
         {0: [call(state=State.UNOBSERVABLE, t_return=LAST + 9)], 1: [], 2: [call(state=State.UNOBSERVABLE)]},
         [("all_reduce", 10, "0,2", "1", "")],
     ),
@@ -127,23 +127,23 @@ KINDS: dict[str, tuple[dict[int, list[Records]], list[tuple[Any, ...]]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hang(kind: str, tmp_path: Path) -> None:
     rows, expected = KINDS[kind]
-    found = tables(tmp_path, rows)
-    shown = [(op, None if seq is pd.NA else seq, *others) for op, seq, *others in rows_of(found)]
+    result = tables(tmp_path, rows)
+    shown = [(op, None if seq is pd.NA else seq, *others) for op, seq, *others in rows_of(result)]
     assert sorted(shown, key=str) == sorted(expected, key=str)
-    assert shown[0] == expected[0]  # the cause comes first
-    assert set(found["stuck_calls"]["site"]) == {"project/train.py:40 main"}
-    assert (found["stuck_calls"]["waited_ns"] > 18 * SECOND).all()
+    assert shown[0] == expected[0]  # the cause is listed first
+    assert set(result["stuck_calls"]["site"]) == {"project/train.py:40 main"}
+    assert (result["stuck_calls"]["waited_ns"] > 18 * SECOND).all()
 
 
 def test_where_the_ranks_are(tmp_path: Path) -> None:
-    found = tables(tmp_path, ABSENT)
-    ranks = found["stuck_ranks"].set_index("rank")
+    result = tables(tmp_path, ABSENT)
+    ranks = result["stuck_ranks"].set_index("rank")
     assert [*ranks["part"]] == ["waiting", "absent", "waiting"]
     assert [*ranks["call"]] == ["all_reduce 10 of group 0-2/1", "all_reduce 9 of group 0-2/1",
                                 "all_reduce 10 of group 0-2/1"]  # fmt: skip
     assert [*ranks["state"]] == ["begun", "complete", "begun"]
     assert {*ranks["end"]} == {"died"}
-    first, second = diagnosis(found)
+    first, second = diagnosis(result)
     assert first.startswith(
         "all_reduce 10 of ranks 0-2 has not completed: ranks 0,2 entered it at 2026-11-21 04:54:21 "
     )
@@ -155,15 +155,15 @@ def test_where_the_ranks_are(tmp_path: Path) -> None:
 
 def test_calls_that_follow_from_another_come_after_it(tmp_path: Path) -> None:
     # Rank 1 waits for rank 2, which computes; rank 0 waits for rank 1.
-    found = tables(tmp_path, {0: [call(0, LAST - 50, group=PAIR)], 1: [call(0, group=OTHER_PAIR)], 2: []})
-    assert rows_of(found) == [("all_reduce", 0, "1", "2", ""), ("all_reduce", 0, "0", "1", "")]
+    result = tables(tmp_path, {0: [call(0, LAST - 50, group=PAIR)], 1: [call(0, group=OTHER_PAIR)], 2: []})
+    assert rows_of(result) == [("all_reduce", 0, "1", "2", ""), ("all_reduce", 0, "0", "1", "")]
 
 
 def test_an_interrupted_run_has_no_verdict(tmp_path: Path) -> None:
-    """Ranks that are killed in calls, at different calls, at about the same time."""
-    found = tables(tmp_path, {0: [call()], 1: [], 2: [call()]}, until=LAST + SECOND // 5)
-    assert not len(found["stuck_calls"])
-    assert not len(found["stuck_ranks"])
+    """Ranks that are killed at about the same time, within different calls, are not stuck."""
+    result = tables(tmp_path, {0: [call()], 1: [], 2: [call()]}, until=LAST + SECOND // 5)
+    assert not len(result["stuck_calls"])
+    assert not len(result["stuck_ranks"])
 
 
 def test_a_wait_is_compared_with_the_pauses_of_the_run(tmp_path: Path) -> None:
@@ -176,9 +176,9 @@ def test_a_wait_is_compared_with_the_pauses_of_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("counter", ["dropped", "removed", "lost", "unrecorded", "hook_errors", "not_selected"])
 def test_records_that_are_missing_prove_nothing(counter: str, tmp_path: Path) -> None:
-    """Rank 1 may have made the call: its log has no record of it. Where old records were removed, it shows the last."""
-    found = tables(tmp_path, ABSENT, stats={counter: 1})
-    assert len(found["stuck_calls"]) == (counter == "removed")
+    """Rank 1 may have made the call without a record; if only old records were removed, its last calls are known."""
+    result = tables(tmp_path, ABSENT, stats={counter: 1})
+    assert len(result["stuck_calls"]) == (counter == "removed")
     rows = {0: [call(0, group=PAIR)], 1: [], 2: []}
     assert not len(tables(tmp_path / "another channel", rows, stats={counter: 1})["stuck_calls"])
 
@@ -190,7 +190,7 @@ def test_damaged_records_prove_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["none", "cut", "garbled", "device"])
 def test_damaged_kept_records_prove_nothing(damage: str, tmp_path: Path) -> None:
-    """Nor does one whose end on the host's clock is not known well enough."""
+    """Kept records that are cut, impossible, or timed by an inexact device clock prove nothing."""
     tables(tmp_path, ABSENT, stats={"not_selected": 1, "device_clock_ns": 100 * SECOND})
     for path in tmp_path.glob("*/*/*.00000.npy"):
         kept = np.load(path)[:STEPS]
@@ -209,7 +209,7 @@ def test_damaged_kept_records_prove_nothing(damage: str, tmp_path: Path) -> None
 
 
 def test_calls_that_were_kept_long_after_they_returned_prove_nothing(tmp_path: Path) -> None:
-    """Rank 1 made the call, and it is not among the last ones kept, as two older ones were never waited for."""
+    """Rank 1 made the call, but did not keep it, because two older calls were never waited for."""
     tables(tmp_path, ABSENT, stats={"not_selected": 1})
     for path in tmp_path.glob("*/*/*.00000.npy"):
         every = np.load(path)
@@ -235,9 +235,9 @@ def test_a_rank_without_a_log_proves_nothing(tmp_path: Path) -> None:
 
 def test_a_killed_rank_whose_calls_fail_on_the_others(tmp_path: Path) -> None:
     failed = call(state=State.FAILED)
-    found = tables(tmp_path, {0: [failed], 1: [call()], 2: [failed]}, ends=[0, 2], until=LAST + SECOND // 5)
-    assert rows_of(found) == [("all_reduce", 10, "0,2", "1", "")]
-    first, second = diagnosis(found)
+    result = tables(tmp_path, {0: [failed], 1: [call()], 2: [failed]}, ends=[0, 2], until=LAST + SECOND // 5)
+    assert rows_of(result) == [("all_reduce", 10, "0,2", "1", "")]
+    first, second = diagnosis(result)
     assert first == ("all_reduce 10 of ranks 0-2 did not complete: it failed on ranks 0,2 (project/train.py:40 main); "
                      "rank 1 did not enter it, or ended in it.")  # fmt: skip
     assert second.endswith("(begun), 200 ms before the rank was last seen; ended without closing its log.")
@@ -245,27 +245,27 @@ def test_a_killed_rank_whose_calls_fail_on_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ends", [[0], [0, 1, 2], [1, 2]])
 def test_calls_that_fail_while_a_job_is_interrupted(ends: list[int], tmp_path: Path) -> None:
-    """All leave, by a signal or by the exception that the others' leaving raises; which comes first is chance."""
+    """All ranks exit, in random order: by a signal, or by the exception that the exit of another rank causes."""
     failed = call(state=State.FAILED)
-    found = tables(tmp_path, {0: [failed], 1: [], 2: [failed]}, ends=ends, until=LAST + SECOND // 5)
-    assert not len(found["stuck_calls"])
+    result = tables(tmp_path, {0: [failed], 1: [], 2: [failed]}, ends=ends, until=LAST + SECOND // 5)
+    assert not len(result["stuck_calls"])
 
 
 def test_a_timeout(tmp_path: Path) -> None:
-    """The calls failed after a long time, for all of which the absent rank was there."""
+    """Calls that failed after a long time were stuck if the absent rank was alive for all of it."""
     failed = call(state=State.FAILED)
-    found = tables(tmp_path, {0: [failed], 1: [], 2: [failed]}, ends=[0, 1, 2])
-    assert rows_of(found) == [("all_reduce", 10, "0,2", "1", "")]
+    result = tables(tmp_path, {0: [failed], 1: [], 2: [failed]}, ends=[0, 1, 2])
+    assert rows_of(result) == [("all_reduce", 10, "0,2", "1", "")]
 
 
 def test_a_call_that_failed_and_after_which_the_program_went_on(tmp_path: Path) -> None:
     after = [call(n, LAST + n * STEP, group=PAIR, state=State.COMPLETE, t_end=LAST + n * STEP + 9) for n in range(100)]
-    found = tables(tmp_path, {0: [call(state=State.FAILED), *after], 1: after, 2: []}, ends=[0, 1, 2])
-    assert not len(found["stuck_calls"])
+    result = tables(tmp_path, {0: [call(state=State.FAILED), *after], 1: after, 2: []}, ends=[0, 1, 2])
+    assert not len(result["stuck_calls"])
 
 
 def test_a_thread_that_listens_is_not_stuck(tmp_path: Path) -> None:
-    """A receive that is in flight while the process makes other calls."""
+    """A receive in flight is not stuck while its process makes other calls."""
     after = [call(10 + n, LAST + n * STEP, state=State.COMPLETE, t_end=LAST + n * STEP + 9) for n in range(190)]
     listens = call(0, kind=RECV, peer=1, tag=5, thread=2)
     assert not len(tables(tmp_path, {0: [listens, *after], 1: after, 2: after})["stuck_calls"])
@@ -282,8 +282,8 @@ def test_sizes_that_may_differ(tmp_path: Path) -> None:
 
 
 def test_ranks_of_several_hosts(tmp_path: Path) -> None:
-    found = tables(tmp_path, ABSENT, hosts={0: "a", 1: "b", 2: "c"})
-    assert rows_of(found) == [("all_reduce", 10, "0,2", "1", "")]
+    result = tables(tmp_path, ABSENT, hosts={0: "a", 1: "b", 2: "c"})
+    assert rows_of(result) == [("all_reduce", 10, "0,2", "1", "")]
 
 
 def test_a_healthy_run_is_not_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Wait and transfer of calls, in logs of known schedules."""
+"""Wait and transfer of calls, in logs with a known schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def split(run: Run) -> Waits:
 
 
 def true_waits(schedule: Schedule) -> list[int | None]:
-    """In the order of the log; None where it is not to be known: no end, or an operation without the other side."""
+    """Return the true wait of each call, in the order of the log; None for calls without an end and for sends."""
     waits: list[int | None] = []
     for rank in range(len(schedule.host_of)):
         for owner, op, _, _, _, _, begin, end, clock, last in schedule.calls:
@@ -33,9 +33,9 @@ def true_waits(schedule: Schedule) -> list[int | None]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_wait_and_transfer_are_the_duration_and_the_truth_is_in_the_interval(seed: int, tmp_path: Path) -> None:
-    random = np.random.default_rng(seed)
-    hosts = int(random.choice([1, 2, 5, 64 if seed == 0 else 3]))
-    schedule = random_schedule(random, hosts=hosts, ranks=hosts + 2, operations=200)
+    rng = np.random.default_rng(seed)
+    hosts = int(rng.choice([1, 2, 5, 64 if seed == 0 else 3]))
+    schedule = random_schedule(rng, hosts=hosts, ranks=hosts + 2, operations=200)
     schedule.write(tmp_path)
     waits = split(open_run(tmp_path))
     assert (waits.wait + waits.transfer == waits.duration).all()
@@ -48,8 +48,8 @@ def test_wait_and_transfer_are_the_duration_and_the_truth_is_in_the_interval(see
             continue
         rank, op, peer = call[0], call[1], call[3]
         if op in targets and (rank == peer) != targets[op]:
-            true = 0  # it waits for nobody
-        tolerance = 2 + 1e-3 * true  # its clock's drift
+            true = 0  # this rank waits for no other
+        tolerance = 2 + 1e-3 * true  # clock drift
         assert waits.shortest[number] - tolerance <= true <= waits.longest[number] + tolerance, (call, number)
     if hosts == 1:
         assert waits.known.sum() >= sum(true is not None for true in true_waits(schedule))
@@ -57,7 +57,7 @@ def test_wait_and_transfer_are_the_duration_and_the_truth_is_in_the_interval(see
 
 
 def two_ranks(folder: Path, *calls: tuple[str, int, int, int, int], bytes_: int = 1000) -> Run:
-    """Operations of two ranks of a host, by name, begin and end of rank 0, begin and end of rank 1."""
+    """Return a run of two ranks; a call is (operation, begin and end on rank 0, begin and end on rank 1)."""
     kinds = {name: 100 + number for number, name in enumerate((*OPERATIONS[:-1], "send", "recv"))}
     log = LogFactory(folder)
     for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""`commtrace check` by rules: status 0 for equal, 1 for a difference, 3 where nothing can be compared."""
+"""`commtrace check` against rules: exit status 0 if equal, 1 for a difference, 3 if not all could be compared."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 def check(directory: Path, capsys: Captured, *options: str) -> tuple[int, str]:
-    """Status, and what was written."""
+    """Run `commtrace check` and return its exit status and output."""
     status = main(["check", str(directory), "--width", "200", *options])
     return status, capsys.readouterr().out
 
@@ -74,15 +74,15 @@ OWN_CALLS = [
     with_call("all_reduce", 4, site=PROGRAM, phase=Phase.OTHER),
     with_call("all_reduce", 4_000, group=ALONE),
 ]
-"""What no rule predicts and no library with rules sends."""
+"""Calls that no rule predicts and no library with rules makes."""
 
 
 @pytest.mark.parametrize("change", DIFFERENCES)
 def test_every_difference_fails(change: Change, tmp_path: Path, capsys: Captured) -> None:
-    """On all ranks, or on one alone."""
+    """A difference fails the check whether all ranks have it or only one."""
     run_of(tmp_path / "all", change(every_step()), ZERO_1)
     run_of(tmp_path / "one", every_step(), ZERO_1, others={1: change(every_step())})
-    assert check(tmp_path / "all", capsys)[0] == 1 or change is DIFFERENCES[-1]  # nobody has a step then
+    assert check(tmp_path / "all", capsys)[0] == 1 or change is DIFFERENCES[-1]  # then no rank has a step
     status, out = check(tmp_path / "one", capsys)
     assert status == 1
     assert "rank 1, " in out
@@ -119,7 +119,7 @@ def test_declared_calls_of_steps_that_are_not_compared_are_not_counted(tmp_path:
 
 
 def test_a_shortage_is_not_explained_by_calls_of_the_program(tmp_path: Path, capsys: Captured) -> None:
-    """The program's call has the operation of one that is missing: it may be the same in another form."""
+    """A call of the program may replace a missing call of the same operation."""
     run_of(tmp_path, with_call("all_reduce", 4, site=PROGRAM)(without_a_check(every_step())), ZERO_1)
     assert check(tmp_path, capsys)[0] == 1
     moved = [*cut(every_step()), call(ExpectedCall("all_gather", 77, ""), 2, site=PROGRAM)]
@@ -130,7 +130,7 @@ def test_a_shortage_is_not_explained_by_calls_of_the_program(tmp_path: Path, cap
 
 
 def test_own_calls_of_late_steps(tmp_path: Path, capsys: Captured) -> None:
-    """From step 64 on, sizes are not kept: the calls of libraries are compared by their sums."""
+    """From step 64 on, sizes are not kept, and the calls of libraries are compared by their sums."""
     rows = [*calls(ZERO_1, range(-1, 66)), call(ExpectedCall("all_reduce", 4, ""), 65, site=PROGRAM)]
     run_of(tmp_path, rows, ZERO_1)
     status, out = check(tmp_path, capsys)
@@ -139,7 +139,7 @@ def test_own_calls_of_late_steps(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_what_is_said_of_a_cell(tmp_path: Path, capsys: Captured) -> None:
-    """Ranks and steps that differ alike are said once."""
+    """Ranks and steps with the same difference are reported once."""
     change = with_call("all_reduce", 4, site=PROGRAM, phase=Phase.OTHER)
     run_of(tmp_path, change(every_step()), ZERO_1)
     _, out = check(tmp_path, capsys, "--strict")
@@ -154,7 +154,7 @@ def test_what_is_said_of_a_cell(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_within_the_bounds_of_theory_pieces_may_differ(tmp_path: Path, capsys: Captured) -> None:
-    """Without overlap_comm ZeRO-1 reduces in an order that the job says, and theory states no bound."""
+    """Without overlap_comm, the job determines the order in which ZeRO-1 reduces, so theory states no bound."""
     run_of(tmp_path / "bounded", in_other_pieces(every_step()), ZERO_1)
     assert check(tmp_path / "bounded", capsys)[0] == 0
     job = {**ZERO_1, "zero": {**ZERO_1["zero"], "overlap_comm": False}}
@@ -169,7 +169,7 @@ def test_within_the_bounds_of_theory_pieces_may_differ(tmp_path: Path, capsys: C
 
 @pytest.mark.parametrize(("share", "status"), [("0", 1), ("0.025", 1), ("0.026", 0), ("1e-1", 0), ("4/155", 0)])
 def test_tolerance(share: str, status: int, tmp_path: Path, capsys: Captured) -> None:
-    """4 bytes of 155 are 2.58 %."""
+    """The difference is 4 of 155 bytes, or 2.58 %."""
     run_of(tmp_path, with_call("all_reduce", 4, site=PROGRAM)(every_step()), ZERO_1)
     assert check(tmp_path, capsys, "--strict", "--tolerance", share)[0] == status
 
@@ -240,7 +240,7 @@ def test_shares_are_exact() -> None:
 
 
 def test_against_a_configuration(tmp_path: Path, capsys: Captured) -> None:
-    """What ran is held against what was meant to run: the same, and with another stage."""
+    """A run matches its own configuration, and differs from one with other settings."""
     pytest.importorskip("yaml")
     from commtrace.theory.forecast import PlanOptions, forecast
 

@@ -35,38 +35,38 @@ Rows = list[Records]
 
 
 def steps(number: int = 4, ranks: int = 4, *, first: int = 3, last: bool = False) -> Rows:
-    """Start-up, then in each step `first` reductions and a gather; `last`: a barrier at the end."""
+    """Return start-up, then `first` reductions and a gather per step, and a final barrier if `last` is set."""
     rows = [record(payload=8, step=-1, phase=Phase.INIT, site=3)]
     for step in range(number):
-        rows += [record(payload=1000 + at, step=step) for at in range(first)]
+        rows += [record(payload=1000 + index, step=step) for index in range(first)]
         rows.append(record(kind=ALL_GATHER, payload=64, local=64 // ranks, step=step, phase=Phase.OPTIMIZER, site=3))
     rows += [record(kind=5, payload=0, step=number - 1, phase=Phase.OTHER, site=2)] * last
     return numbered(rows)
 
 
 def numbered(rows: Sequence[Records]) -> Rows:
-    """In this order, by their times."""
+    """Return copies whose begin times have the order of the rows."""
     copies = [row.copy() for row in rows]
-    for at, row in enumerate(copies):
-        row["t_begin"] = at + 1
+    for index, row in enumerate(copies):
+        row["t_begin"] = index + 1
     return copies
 
 
 def inserted(rows: Rows, step: int = 2, **fields: int) -> Rows:
-    """One more call, the first of a step."""
-    at = next(at for at, row in enumerate(rows) if row["step"][0] == step)
-    one = record(**{"payload": 4, "step": step, "site": 2, "phase": Phase.OTHER, **fields})
-    return numbered([*rows[:at], one, *rows[at:]])
+    """Return the rows with one more call at the beginning of a step."""
+    index = next(index for index, row in enumerate(rows) if row["step"][0] == step)
+    extra = record(**{"payload": 4, "step": step, "site": 2, "phase": Phase.OTHER, **fields})
+    return numbered([*rows[:index], extra, *rows[index:]])
 
 
 def swapped(rows: Rows) -> Rows:
-    """The first two reductions of step 1 the other way round."""
-    at = next(at for at, row in enumerate(rows) if row["step"][0] == 1)
-    return numbered([*rows[:at], rows[at + 1], rows[at], *rows[at + 2 :]])
+    """Return the rows with the first two reductions of step 1 swapped."""
+    index = next(index for index, row in enumerate(rows) if row["step"][0] == 1)
+    return numbered([*rows[:index], rows[index + 1], rows[index], *rows[index + 2 :]])
 
 
 def resized(rows: Rows) -> Rows:
-    """The first reduction of step 1 is larger."""
+    """Return the rows with a larger first reduction in step 1."""
     copies = numbered(rows)
     next(row for row in copies if row["step"][0] == 1)["payload"] += 24
     return copies
@@ -75,12 +75,12 @@ def resized(rows: Rows) -> Rows:
 def run_of(
     path: Path, rows: Rows, *, ranks: int = 4, others: dict[int, Rows] | None = None, size: int = 4, **process: Any
 ) -> Run:
-    """A data-parallel run; PAIR is a second group of all ranks, which an own thread may use."""
+    """Return a data-parallel run; PAIR is a second group of all ranks, for example for another thread."""
     log = LogFactory(path)
     for rank in range(ranks):
-        one = log.process(rank, pid=4711 + rank, world_size=size, **process)
-        one.known({WORLD: [*range(size)], PAIR: [*range(size)], ALONE: [rank]}, {WORLD: "data", PAIR: "data"})
-        one.write((others or {}).get(rank, rows)).end()
+        rank_process = log.process(rank, pid=4711 + rank, world_size=size, **process)
+        rank_process.known({WORLD: [*range(size)], PAIR: [*range(size)], ALONE: [rank]}, {WORLD: "data", PAIR: "data"})
+        rank_process.write((others or {}).get(rank, rows)).end()
     return open_run(path)
 
 
@@ -92,14 +92,14 @@ def diff(tmp_path: Path, a: Rows, b: Rows, **options: Any) -> RunDifferences:
     return compared(run_of(tmp_path / "a", a), run_of(tmp_path / "b", b, **options))
 
 
-def said(differences: RunDifferences) -> list[tuple[object, ...]]:
-    """Rows of the table as (kind, ranks, steps, op, payload, calls in a, calls in b)."""
+def difference_rows(differences: RunDifferences) -> list[tuple[object, ...]]:
+    """Return the rows of the table as (kind, ranks, steps, op, payload, calls in a, calls in b)."""
     table = differences.table[["kind", "ranks", "steps", "op", "payload", "calls_a", "calls_b"]]
     return [*table.itertuples(index=False, name=None)]
 
 
 def test_equal_runs(tmp_path: Path) -> None:
-    """Times, the order of records in the log, and the names of checkouts do not count."""
+    """Times and the order of records in the log are not compared."""
     other = [row.copy() for row in steps()]
     for row in other:
         row["t_begin"] *= 1000
@@ -131,22 +131,22 @@ def test_every_difference_is_named_once(change: str, where: str, tmp_path: Path)
         differences = diff(tmp_path, steps(), steps(), others={2: other})
     ranks = {"all": "0-3", "one": "2"}[where]
     step = {"one call more": "step 2", "a call less": "step 3"}.get(change, "step 1")
-    assert said(differences) == [(row[0], ranks, step, *row[1:]) for row in expected]
+    assert difference_rows(differences) == [(row[0], ranks, step, *row[1:]) for row in expected]
     assert not differences.equal
 
 
 def test_steps_that_differ_alike_are_merged(tmp_path: Path) -> None:
     differences = diff(tmp_path, steps(6), steps(6, first=2))
-    assert said(differences) == [("calls", "0-3", "step 0-5", "all_reduce", 1002, 1, 0)]
+    assert difference_rows(differences) == [("calls", "0-3", "step 0-5", "all_reduce", 1002, 1, 0)]
 
 
 def test_groups_may_interleave(tmp_path: Path) -> None:
-    """Calls of two groups with equal members, from two threads: in equal runs their order differs."""
+    """Calls of two groups with equal members may come from two threads, in an order that differs between equal runs."""
     rows = [record(payload=size, group=group) for size, group in ((8, WORLD), (16, PAIR), (24, WORLD))]
     interleaved = numbered([rows[1], rows[0], rows[2]])
     assert diff(tmp_path, numbered(rows), interleaved).equal
     reordered = numbered([rows[2], rows[0], rows[1]])
-    assert [row[0] for row in said(diff(tmp_path / "reordered", numbered(rows), reordered))] == ["order"]
+    assert [row[0] for row in difference_rows(diff(tmp_path / "reordered", numbered(rows), reordered))] == ["order"]
 
 
 def test_phase_type_and_peer_are_part_of_a_call(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_another_call_site_is_no_difference(tmp_path: Path, capsys: Captured) ->
 
 def test_missing_ranks(tmp_path: Path, capsys: Captured) -> None:
     differences = diff(tmp_path, steps(), steps(), ranks=2)
-    assert said(differences) == [("rank", "2-3", "-", "-", 0, 34, 0)]
+    assert difference_rows(differences) == [("rank", "2-3", "-", "-", 0, 34, 0)]
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert "rank 2-3: only in A, 34 calls" in capsys.readouterr().out
     assert main(["check", str(tmp_path / "b"), "--against", str(tmp_path / "a")]) == 1
@@ -200,35 +200,37 @@ def test_a_dry_run_of_some_ranks(tmp_path: Path, capsys: Captured) -> None:
 
 def test_a_rank_stands_for_others(tmp_path: Path) -> None:
     log = LogFactory(tmp_path / "dry")
-    one = log.process(0, world_size=4, simulated=True).known({WORLD: [*range(4)], PAIR: [*range(4)]}, {WORLD: "data"})
-    one.add("stands_for", ranks="0-3", count=4).write(steps()).end()
+    process = log.process(0, world_size=4, simulated=True).known(
+        {WORLD: [*range(4)], PAIR: [*range(4)]}, {WORLD: "data"}
+    )
+    process.add("stands_for", ranks="0-3", count=4).write(steps()).end()
     dry = open_run(tmp_path / "dry")
     assert compared(dry, run_of(tmp_path / "same", steps())).compared[0] == {0, 1, 2, 3}
     assert compared(dry, run_of(tmp_path / "same2", steps())).equal
     other = compared(dry, run_of(tmp_path / "other", steps(), others={3: inserted(steps())}))
-    assert [row[1] for row in said(other)] == ["3"]
+    assert [row[1] for row in difference_rows(other)] == ["3"]
 
 
 def test_more_steps_are_compared_with_those_that_repeat(tmp_path: Path) -> None:
-    """The last step has a barrier at the end of the program, in both runs."""
+    """The last step of both runs ends with the barrier at the end of the program."""
     short, long = steps(4, last=True), steps(9, last=True)
     differences = diff(tmp_path / "equal", short, long)
     assert differences.equal
     assert differences.compared[1] == {*range(-1, 9)}
     assert "9 steps" in differences.notes[0]
-    assert said(diff(tmp_path / "other", short, inserted(long, 6))) == [
+    assert difference_rows(diff(tmp_path / "other", short, inserted(long, 6))) == [
         ("calls", "0-3", "step 6", "all_reduce", 4, 0, 1)
     ]
-    assert said(diff(tmp_path / "swapped", inserted(long, 6), short)) == [
+    assert difference_rows(diff(tmp_path / "swapped", inserted(long, 6), short)) == [
         ("calls", "0-3", "step 6", "all_reduce", 4, 1, 0)
     ]
-    # A step that the shorter run has, though not at its end: every second step, for example.
+    # Step 6 equals step 1 of the shorter run: the difference may recur every few steps.
     assert diff(tmp_path / "known", inserted(short, 1), inserted(long, 6)).table["steps"].tolist() == ["step 1"]
 
 
 @pytest.mark.parametrize(("selected", "last"), [("0-1", 1), ("0-8", 0)])
 def test_selected_steps(selected: str, last: int, tmp_path: Path) -> None:
-    """A last step that is followed by others to select may be the last one of its program, which all others are not."""
+    """A run that ends before the last selected step ends with the last step of its program, which is not compared."""
     differences = diff(tmp_path, inserted(steps(4), 1), steps(2), settings={"steps": selected})
     assert differences.compared[1] == {*range(-1, last + 1)}
     assert differences.equal == (last == 0)
@@ -247,16 +249,16 @@ def test_a_killed_process_and_lost_records(tmp_path: Path, capsys: Captured) -> 
     for name, cut in (("killed", steps()[:-1]), ("lost", [row for row in steps() if row["step"][0] != 1])):
         log = LogFactory(tmp_path / name)
         for rank in range(4):
-            one = log.process(rank, pid=rank + 9, world_size=4).known(
+            process = log.process(rank, pid=rank + 9, world_size=4).known(
                 {WORLD: [*range(4)], ALONE: [rank]}, {WORLD: "data"}
             )
-            one.write(steps() if rank else cut)
+            process.write(steps() if rank else cut)
             if name == "killed" and rank == 0:
-                one.stats()
+                process.stats()
             elif rank == 0:
-                one.stats(dropped=4).add("end", mono_ns=1, unix_ns=2, reason="exit")
+                process.stats(dropped=4).add("end", mono_ns=1, unix_ns=2, reason="exit")
             else:
-                one.end()
+                process.end()
         assert main(["diff", str(tmp_path / "a"), str(tmp_path / name)]) == 3
         out = capsys.readouterr().out
         assert out.startswith("partly compared, equal\n")
@@ -307,7 +309,7 @@ def test_declared_calls_are_left_out(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_calls_in_backward_are_never_own(tmp_path: Path) -> None:
-    """DDP's calls come from the line of the program that calls backward."""
+    """DDP's calls have the line of the program that calls backward as their call site."""
     run_of(tmp_path / "a", steps())
     run_of(tmp_path / "b", inserted(steps(), phase=Phase.BACKWARD))
     assert main(["check", str(tmp_path / "b"), "--against", str(tmp_path / "a"), "--own", "train.py"]) == 1
@@ -405,7 +407,7 @@ def test_a_file_that_is_no_baseline(text: str, tmp_path: Path, capsys: Captured)
 
 
 def many_ranks(path: Path, *, tensor: int, stages: int, data: int) -> Run:
-    """A job of three dimensions: tensor-parallel groups of neighbours, then data parallelism, then stages."""
+    """Return a run of three dimensions: tensor-parallel groups of neighbours, then data parallelism, then stages."""
     world, block = tensor * stages * data, tensor * data
     log = LogFactory(path)
     sizes = range(512, 5_000, 512)
@@ -417,8 +419,8 @@ def many_ranks(path: Path, *, tensor: int, stages: int, data: int) -> Run:
             12: [*range(stage * block + offset, (stage + 1) * block, tensor)],
             13: [*range(rank % block, world, block)],
         }
-        one = log.process(rank, pid=rank + 1, world_size=world, host=f"node{rank // 8}")
-        one.known(groups, {11: "tensor", 12: "data", 13: "pipeline"})
+        process = log.process(rank, pid=rank + 1, world_size=world, host=f"node{rank // 8}")
+        process.known(groups, {11: "tensor", 12: "data", 13: "pipeline"})
         rows = [record(kind=5, payload=0, step=-1, group=12)]
         for step in range(3):
             for size in sizes:
@@ -426,13 +428,13 @@ def many_ranks(path: Path, *, tensor: int, stages: int, data: int) -> Run:
                 if stage + 1 < stages:
                     rows.append(record(kind=SEND, payload=size, group=13, peer=rank + block, step=step))
             rows.append(record(payload=99, group=12, peer=stage * block + offset, step=step))
-        one.write(records(numbered(rows))).end()
+        process.write(records(numbered(rows))).end()
     return open_run(path)
 
 
 @pytest.mark.parametrize("data", [8, pytest.param(64, marks=pytest.mark.exhaustive)])
 def test_a_baseline_of_many_ranks_is_small(tmp_path: Path, data: int) -> None:
-    """128 or 1,024 ranks in two classes, which their stages make: 8 tensor-parallel, 2 stages."""
+    """The 128 or 1,024 ranks (8 tensor-parallel, 2 stages) form two classes, one per stage."""
     many_ranks(tmp_path / "run", tensor=8, stages=2, data=data)
     half = 8 * data
     file = tmp_path / "calls.txt"
@@ -465,7 +467,7 @@ def test_shapes_of_groups(ranks: tuple[int, ...], shape: str) -> None:
 
 
 def test_a_rank_and_a_shape_name_all_members() -> None:
-    """No two groups with a constant stride that share a rank have one shape."""
+    """Different groups with constant strides that share a rank have different shapes."""
     groups = {
         tuple(range(first, first + size * stride, stride))
         for first in range(12) for size in range(2, 6) for stride in range(1, 6)

@@ -1,4 +1,4 @@
-"""Figures say what their tables say; the tables that only figures need against what one counts by hand."""
+"""Figures agree with their tables; tables that only figures use are compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from commtrace.run import Run, open_run  # noqa: E402
 
 
 def rows(table: pd.DataFrame, *columns: str) -> list[tuple[Any, ...]]:
-    """Rows of a table as tuples."""
+    """Return the rows of a table as tuples."""
     return list(table[[*columns]].itertuples(index=False, name=None))
 
 
@@ -38,7 +38,7 @@ THEORY = {
 
 @pytest.fixture(scope="module")
 def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A training of two ranks and six steps."""
+    """Return a training run of two ranks and six steps."""
     directory = tmp_path_factory.mktemp("six_steps")
     training(directory, steps=6)
     return open_run(directory)
@@ -46,14 +46,14 @@ def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def tables(six_steps: Run) -> dict[str, pd.DataFrame]:
-    """All tables that figures of one run are drawn from."""
+    """Return all tables that figures of one run are drawn from."""
     names = {kind.table for kind in figures.FIGURES.values()} - set(THEORY)
     return {**{name: six_steps.table(name) for name in names}, **THEORY}
 
 
 @pytest.fixture(scope="module")
 def compared(six_steps: Run) -> dict[str, pd.DataFrame]:
-    """All tables that figures of several runs are drawn from; the only run has a hostile name."""
+    """Return all tables that figures of several runs are drawn from; the only run has a hostile name."""
     return compare({EVIL: six_steps}, {EVIL: {**six_steps.tables(), **THEORY}})
 
 
@@ -85,13 +85,13 @@ def test_steps_by_operation(tmp_path: Path) -> None:
 
 
 def steps_of(tmp_path: Path, *steps: int, ranks: int = 2, more: int = 1) -> Run:
-    """Each rank calls `more` times in each of these steps, rank 1 from 500 ns later on."""
+    """Return a run with `more` calls per rank in each of these steps; each rank begins 500 ns after its predecessor."""
     log = LogFactory(tmp_path)
     for rank in range(ranks):
         rows = [
-            record(step=step, t_begin=10_000 * (at + 1) + 10 * call + 500 * rank, t_return=10_000 * (at + 1) + 5_000,
-                   t_end=10_000 * (at + 1) + 6_000, payload=call)
-            for at, step in enumerate(steps)
+            record(step=step, t_begin=10_000 * (index + 1) + 10 * call + 500 * rank,
+                   t_return=10_000 * (index + 1) + 5_000, t_end=10_000 * (index + 1) + 6_000, payload=call)
+            for index, step in enumerate(steps)
             for call in range(more)
         ]  # fmt: skip
         log.process(rank, pid=rank + 1, world_size=ranks).known().write(rows).end()
@@ -109,7 +109,7 @@ def test_the_timeline_is_of_a_step_that_is_over(tmp_path: Path, steps: list[int]
 
 @pytest.mark.parametrize(("group", "begin"), [(WORLD, 0), (ALONE, 1)])
 def test_the_timeline_puts_ranks_on_one_clock(tmp_path: Path, group: int, begin: int) -> None:
-    """On that of the calls (the middle of bounds 20 ns apart), or on wall clocks where no call is common."""
+    """Common calls align the hosts (to the middle of bounds 20 ns apart), and wall clocks if there are none."""
     log = LogFactory(tmp_path)
     for rank, (host, mono) in enumerate([("a", 1_000), ("b", 501_000)]):
         process = log.process(rank, pid=rank + 1, host=host, world_size=2, mono_ns=mono).known()
@@ -204,7 +204,7 @@ def test_run_figure_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def bars(figure: Any, **where: Any) -> list[Any]:
-    """The bars of a figure whose properties are these."""
+    """Return the bars of a figure that have these properties."""
     return [
         trace
         for trace in figure.data
@@ -248,7 +248,7 @@ def test_many_steps_are_drawn_as_means(tmp_path: Path) -> None:
     table["waiting_ns_per_rank"] = np.nan
     figure = figures.steps(table)
     (volume,) = bars(figure)
-    assert len(volume.x) == 334  # of 3 steps each, the last of one
+    assert len(volume.x) == 334  # 3 steps per bar, and one in the last bar
     assert volume.y[:-1] == pytest.approx([1.0] * 333)
     assert volume.y[-1] == 0.0  # step 999 alone
     assert figure.layout.xaxis2.title.text == "training step (means of 3)"
@@ -272,8 +272,8 @@ def test_a_crowded_timeline_loses_no_call_and_no_byte(tmp_path: Path) -> None:
     (calls,) = bars(figures.timeline(table))
     assert len(calls.x) < 3000
     texts = calls.customdata
-    told = [int(text.split(" calls of")[0].replace(",", "")) if " calls of" in text else 1 for text in texts]
-    assert sum(told) == len(table) == 6000
+    counts = [int(text.split(" calls of")[0].replace(",", "")) if " calls of" in text else 1 for text in texts]
+    assert sum(counts) == len(table) == 6000
 
 
 def test_an_end_that_nobody_saw_is_not_drawn_as_one(tmp_path: Path) -> None:
@@ -334,11 +334,11 @@ def test_a_label_means_nothing_to_plotly(text: str, shown_as: str) -> None:
 
 
 def strings(value: Any) -> list[str]:
-    """All texts in a JSON document."""
+    """Return all strings in a JSON document."""
     if isinstance(value, dict):
-        return [text for one in value.values() for text in strings(one)]
+        return [text for item in value.values() for text in strings(item)]
     if isinstance(value, list):
-        return [text for one in value for text in strings(one)]
+        return [text for item in value for text in strings(item)]
     return [value] if isinstance(value, str) else []
 
 
@@ -352,7 +352,7 @@ def test_hostile_names_reach_no_figure(
         table[column] = EVIL
     texts = strings(json.loads(kind.draw(table).to_json()))
     assert not [text for text in texts if "<script" in text or "<a " in text or "\u202e" in text]
-    # plotly reads %{...} in templates only; nothing of a log is one.
+    # plotly expands %{...} only in templates, and no text of a log is in a template.
     assert not [text for text in texts if "<extra>" in text and "alert" in text]
 
 
@@ -377,7 +377,7 @@ def test_bytes_have_binary_units(values: list[float], unit: str, largest: float)
 
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Trainings of two ranks and of four."""
+    """Return training runs of two and of four ranks."""
     folder = tmp_path_factory.mktemp("two_runs")
     training(folder / "one", steps=2)
     training(folder / "two", steps=4, ranks=4)
@@ -407,17 +407,17 @@ def test_predictions_come_from_the_waterfall(two_runs: dict[str, Run]) -> None:
 
 
 def test_predictions_by_dimension(two_runs: dict[str, Run]) -> None:
-    """Of a pipeline what all stages send to each other; of other dimensions what one rank sends."""
+    """The volume of a pipeline is that of all its stages; the volume of another dimension is that of one rank."""
     tables = {name: dict(run.tables()) for name, run in two_runs.items()}
     sends = reconciliation_table().assign(role="pipeline", op="send")
     tables["two"] |= {"waterfall_by_role": two_roles_table(), "reconciliation": sends}
     compared = compare(two_runs, tables)
-    found = compared["runs_predicted_by_role"]
-    assert rows(found, "run", "role", "predicted_bytes", "measured_bytes") == [
+    by_role = compared["runs_predicted_by_role"]
+    assert rows(by_role, "run", "role", "predicted_bytes", "measured_bytes") == [
         ("two", "data", 18 * MIB, 26 * MIB),
         ("two", "pipeline", 18 * MIB, 2 * 12 * MIB),
     ]
-    figure = figures.predicted_by_role(found)
+    figure = figures.predicted_by_role(by_role)
     assert list(figure.data[0].y) == ["two · data", "two · pipeline"]
     volumes = compared["runs_by_role"].set_index(["run", "role"])["payload_bytes_per_rank"]
     assert volumes["two", "data"] == pytest.approx(24 * 1024)
@@ -427,7 +427,7 @@ def test_predictions_by_dimension(two_runs: dict[str, Run]) -> None:
 def test_waterfalls_of_dimensions_each_begin_at_their_own_form() -> None:
     (bar,) = bars(figures.waterfall_by_role(two_roles_table()))
     assert list(bar.base[:5]) == list(bar.base[5:])
-    assert len(figures.waterfall_by_role(two_roles_table()).layout.shapes) == 8  # none between the two
+    assert len(figures.waterfall_by_role(two_roles_table()).layout.shapes) == 8  # none between the two waterfalls
 
 
 def test_shares_are_of_the_whole_run(two_runs: dict[str, Run]) -> None:
@@ -462,7 +462,7 @@ def test_runs_have_names_that_tell_them_apart(paths: list[str], names: list[str]
 
 
 def without(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a library were not installed, and nothing that needs it imported yet."""
+    """Make a library appear not installed, and the modules that need it not yet imported."""
     for name in [*sys.modules]:
         if name.startswith(("commtrace.analyses.figures", "commtrace.analyses.report.html", f"{module}.")):
             monkeypatch.delitem(sys.modules, name)

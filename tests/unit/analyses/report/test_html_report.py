@@ -1,4 +1,4 @@
-"""The page: what it holds, and how it behaves in a browser."""
+"""The HTML report: its contents, and its behaviour in a browser."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def in_browser(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def page_of(directory: Path, name: str = "run") -> str:
-    """The page of the run in a directory, with a prediction."""
+    """Return the page of the run in a directory, with a prediction."""
     run = open_run(directory)
     tables = analyse(run, details=True)
     return page_of_run(name, run, {**tables, **theory_tables()})
 
 
 def theory_tables() -> dict[str, pd.DataFrame]:
-    """Of a run that has a prediction, of two parallel dimensions."""
+    """Return the tables of a prediction with two parallel dimensions."""
     return {
         "waterfall": waterfall_table(),
         "waterfall_by_role": two_roles_table(),
@@ -65,7 +65,7 @@ def theory_tables() -> dict[str, pd.DataFrame]:
 
 
 def page_of_two(directory: Path) -> str:
-    """The page of two runs, one of them with a prediction."""
+    """Return the page of two runs, one of them with a prediction."""
     runs = {name: open_run(directory / name) for name in ("one", "two")}
     tables = {name: analyse(run) for name, run in runs.items()}
     tables["two"] |= theory_tables()
@@ -73,7 +73,7 @@ def page_of_two(directory: Path) -> str:
 
 
 def hostile(directory: Path) -> None:
-    """A run whose every name would rather be something else."""
+    """Write a log in which every name contains HTML, a script or a link."""
     log = LogFactory(directory)
     process = log.process(0, host="node17", pid=1, blind_spots=[EVIL], world_size=2)
     for number, op in enumerate([EVIL, "all_reduce", "</script><script>alert(3)</script>"], start=1):
@@ -87,7 +87,7 @@ def hostile(directory: Path) -> None:
     (directory / log.run / "node17" / "<img src=x onerror=alert(4)>.npy").write_bytes(b"x")
 
 
-# --- what it holds --------------------------------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_writes_one_file_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,9 +124,9 @@ def test_the_page_begins_with_what_must_be_known(tmp_path: Path) -> None:
     process = log.process(0, world_size=4).known()
     process.write([record(step=0), record(step=1)]).stats(calls=10, dropped=8)
     text = page_of(tmp_path)
-    for words in ("Ranks 1-3 left no log", "8 dropped", "1 process ended early, or is still running"):
-        assert words in text
-        assert text.index(words) < text.index("<nav")
+    for warning in ("Ranks 1-3 left no log", "8 dropped", "1 process ended early, or is still running"):
+        assert warning in text
+        assert text.index(warning) < text.index("<nav")
 
 
 def test_the_tiles_say_what_the_tables_say_and_a_page_that_is_made_again_is_the_same(tmp_path: Path) -> None:
@@ -186,13 +186,13 @@ def test_runs_side_by_side_as_text_and_json(tmp_path: Path, capsys: pytest.Captu
 def test_names_from_the_log_are_text_and_nothing_else(tmp_path: Path) -> None:
     hostile(tmp_path)
     text = page_of(tmp_path, name=EVIL)
-    own, _, rest = text.partition("<header>")
+    head, _, rest = text.partition("<header>")
     assert EVIL not in text
     assert "<script>alert" not in text
     assert "<a href='javascript" not in text
     assert "<img" not in rest.split("<script>")[0]
     assert "&lt;script&gt;alert(1)" in rest
-    assert "<title>&lt;script&gt;" in own
+    assert "<title>&lt;script&gt;" in head
 
 
 # --- in a browser ---------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_names_from_the_log_are_text_and_nothing_else(tmp_path: Path) -> None:
 
 @dataclass
 class Visit:
-    """A page that is open, and what it said and asked for."""
+    """An open page, with its messages and requests."""
 
     page: Any
     messages: list[str] = field(default_factory=list)
@@ -209,7 +209,7 @@ class Visit:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium."""
+    """Start a headless Chromium."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -219,12 +219,14 @@ def browser() -> Iterator[Any]:
 
 
 def refuse(visit: Visit, dialog: Any) -> None:
-    """A dialog is a message; the page would stand still until it is closed."""
+    """Record a dialog as a message, and close it, because it blocks the page."""
     visit.messages.append(f"dialog: {dialog.message}")
     dialog.dismiss()
 
 
-def visit(browser: Any, text: str, folder: Path, *, width: int = 1280, colours: str = "light", **context: Any) -> Visit:
+def open_page(
+    browser: Any, text: str, folder: Path, *, width: int = 1280, colours: str = "light", **context: Any
+) -> Visit:
     """Open a page and wait until it is drawn."""
     file = folder / "page.html"
     file.write_text(text, encoding="utf-8")
@@ -245,7 +247,7 @@ DRAWN = """() => [...document.querySelectorAll('.figure')].map(figure => ({
     marks: figure.querySelectorAll('.main-svg .trace path, .main-svg .heatmaplayer image').length,
 }))"""
 
-# Texts of figures that stick out of their figure, and labels of one axis that lie on each other.
+# Texts that stick out of their figure, and labels of one axis that overlap.
 CLASHES = """() => [...document.querySelectorAll('.figure')].flatMap(figure => {
     const room = figure.getBoundingClientRect();
     const seen = text => text.textContent.trim() && getComputedStyle(text).display !== 'none';
@@ -271,16 +273,16 @@ CLASHES = """() => [...document.querySelectorAll('.figure')].flatMap(figure => {
 @pytest.mark.parametrize("width", SCREENS)
 def test_every_figure_is_drawn_and_nothing_is_asked_for(width: int, colours: str, browser: Any, tmp_path: Path) -> None:
     training(tmp_path / "log", steps=6)
-    seen = visit(browser, page_of(tmp_path / "log"), tmp_path, width=width, colours=colours)
-    assert seen.messages == []
-    assert seen.requests == [(tmp_path / "page.html").as_uri()]
-    drawn = {figure["name"]: figure["marks"] for figure in seen.page.evaluate(DRAWN)}
+    visit = open_page(browser, page_of(tmp_path / "log"), tmp_path, width=width, colours=colours)
+    assert visit.messages == []
+    assert visit.requests == [(tmp_path / "page.html").as_uri()]
+    drawn = {figure["name"]: figure["marks"] for figure in visit.page.evaluate(DRAWN)}
     assert list(drawn) == list(figures.FIGURES)
     assert min(drawn.values()) > 0
-    assert seen.page.evaluate(CLASHES) == []
-    assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
-    assert seen.page.evaluate("document.documentElement.dataset.theme") == colours
-    seen.page.context.close()
+    assert visit.page.evaluate(CLASHES) == []
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert visit.page.evaluate("document.documentElement.dataset.theme") == colours
+    visit.page.context.close()
 
 
 @in_browser
@@ -288,33 +290,34 @@ def test_every_figure_is_drawn_and_nothing_is_asked_for(width: int, colours: str
 def test_runs_side_by_side_are_drawn(width: int, browser: Any, tmp_path: Path) -> None:
     training(tmp_path / "one", steps=2)
     training(tmp_path / "two", steps=4, ranks=4)
-    seen = visit(browser, page_of_two(tmp_path), tmp_path, width=width)
-    assert seen.messages == []
-    assert len(seen.requests) == 1
-    drawn = {figure["name"]: figure["marks"] for figure in seen.page.evaluate(DRAWN)}
+    visit = open_page(browser, page_of_two(tmp_path), tmp_path, width=width)
+    assert visit.messages == []
+    assert len(visit.requests) == 1
+    drawn = {figure["name"]: figure["marks"] for figure in visit.page.evaluate(DRAWN)}
     assert list(drawn) == list(figures.COMPARISONS)
     assert min(drawn.values()) > 0
-    assert seen.page.evaluate(CLASHES) == []
-    seen.page.context.close()
+    assert visit.page.evaluate(CLASHES) == []
+    visit.page.context.close()
 
 
 @in_browser
 def test_hostile_names_do_nothing(browser: Any, tmp_path: Path) -> None:
     hostile(tmp_path / "log")
     text = page_of(tmp_path / "log", name=EVIL)
-    seen = visit(browser, text, tmp_path)
-    for figure in seen.page.query_selector_all(".figure .nsewdrag"):  # hover texts are drawn then
+    visit = open_page(browser, text, tmp_path)
+    for figure in visit.page.query_selector_all(".figure .nsewdrag"):  # draws the hover texts
         figure.hover()
-    assert seen.messages == []
-    assert len(seen.requests) == 1
+    assert visit.messages == []
+    assert len(visit.requests) == 1
     assert (
-        seen.page.evaluate("document.querySelectorAll('main img, main a[href^=javascript], svg a, iframe').length") == 0
+        visit.page.evaluate("document.querySelectorAll('main img, main a[href^=javascript], svg a, iframe').length")
+        == 0
     )
     scripts = "[...document.scripts].filter(script => script.type !== 'application/json').length"
-    assert seen.page.evaluate(scripts) == 2
-    assert "<script>alert(1)</script>" in seen.page.inner_text("h1")
-    assert "<script>alert(1)</script>" in seen.page.text_content("#volume svg")
-    seen.page.context.close()
+    assert visit.page.evaluate(scripts) == 2
+    assert "<script>alert(1)</script>" in visit.page.inner_text("h1")
+    assert "<script>alert(1)</script>" in visit.page.text_content("#volume svg")
+    visit.page.context.close()
 
 
 @in_browser
@@ -323,22 +326,22 @@ def test_the_page_lets_nothing_else_run_or_load(browser: Any, tmp_path: Path) ->
     text = page_of(tmp_path / "log").replace(
         "<footer>", "<script>document.title = 'taken'</script><img src='https://example.invalid/x.png'><footer>"
     )
-    seen = visit(browser, text, tmp_path)
-    assert seen.page.title() == "run · commtrace"
-    assert len(seen.messages) == 2
-    assert all("Content Security Policy" in message for message in seen.messages)
-    seen.page.context.close()
+    visit = open_page(browser, text, tmp_path)
+    assert visit.page.title() == "run · commtrace"
+    assert len(visit.messages) == 2
+    assert all("Content Security Policy" in message for message in visit.messages)
+    visit.page.context.close()
 
 
 @in_browser
 @pytest.mark.exhaustive
 def test_the_switch_changes_the_colours_of_page_and_figures(browser: Any, tmp_path: Path) -> None:
     training(tmp_path / "log")
-    page = visit(browser, page_of(tmp_path / "log"), tmp_path).page
+    page = open_page(browser, page_of(tmp_path / "log"), tmp_path).page
     ink = "getComputedStyle(document.querySelector('#volume .ytick text')).fill"
-    seen = []
+    themes = []
     for _ in range(4):
-        seen.append(
+        themes.append(
             (
                 page.inner_text("#theme span"),
                 page.evaluate("document.documentElement.dataset.theme"),
@@ -348,7 +351,7 @@ def test_the_switch_changes_the_colours_of_page_and_figures(browser: Any, tmp_pa
         page.click("#theme")
         page.wait_for_timeout(300)
     light, dark = "rgb(27, 35, 45)", "rgb(230, 234, 238)"
-    assert seen == [
+    assert themes == [
         ("auto", "light", light),
         ("light", "light", light),
         ("dark", "dark", dark),
@@ -361,7 +364,7 @@ def test_the_switch_changes_the_colours_of_page_and_figures(browser: Any, tmp_pa
 @pytest.mark.exhaustive
 def test_it_prints_light_and_within_the_paper(browser: Any, tmp_path: Path) -> None:
     training(tmp_path / "log")
-    page = visit(browser, page_of(tmp_path / "log"), tmp_path, width=1920, colours="dark").page
+    page = open_page(browser, page_of(tmp_path / "log"), tmp_path, width=1920, colours="dark").page
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     page.emulate_media(media="print")
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
@@ -377,7 +380,7 @@ def test_it_prints_light_and_within_the_paper(browser: Any, tmp_path: Path) -> N
 @in_browser
 def test_without_scripts_the_tables_are_there(browser: Any, tmp_path: Path) -> None:
     training(tmp_path / "log")
-    page = visit(browser, page_of(tmp_path / "log"), tmp_path, java_script_enabled=False).page
+    page = open_page(browser, page_of(tmp_path / "log"), tmp_path, java_script_enabled=False).page
     assert "The figures need JavaScript" in page.inner_text("main")
     assert page.locator("#sites tbody tr").count() == 3
     page.context.close()

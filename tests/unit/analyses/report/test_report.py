@@ -30,7 +30,7 @@ LOGS = Path(__file__).parents[4] / "notebooks" / "logs"
 
 
 def report(source: Path | Run, width: int = 80, **options: Any) -> str:
-    """The report as text, of a log directory or of a run."""
+    """Return the report of a log directory or a run as text."""
     run = source if isinstance(source, Run) else open_run(source)
     console = Console(width=width, file=io.StringIO(), highlight=False, markup=False, emoji=False)
     for part in render(run, run.tables(), width, **options):
@@ -40,7 +40,7 @@ def report(source: Path | Run, width: int = 80, **options: Any) -> str:
 
 
 def big(directory: Path) -> None:
-    """A run with large numbers everywhere, long paths, damage, and a rank that differs."""
+    """Write a log with large numbers everywhere, long paths, damage, and ranks that differ."""
     log = LogFactory(directory, run="torchelastic-" + "x" * 40 + "-0-20261121-045421-3f9a1c")
     for rank in range(20):
         process = log.process(rank, pid=1_000_000 + rank, host="node-with-a-long-name", world_size=4096)
@@ -56,14 +56,14 @@ def big(directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A training of two ranks."""
+    """Return a training run of two ranks."""
     training(directory := tmp_path_factory.mktemp("training"))
     return open_run(directory)
 
 
 @pytest.fixture(scope="module")
 def big_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run that `big` writes."""
+    """Return the run that `big` writes."""
     big(directory := tmp_path_factory.mktemp("big"))
     return open_run(directory)
 
@@ -158,10 +158,10 @@ def test_a_dimension_is_named_where_it_is_the_only_one(tmp_path: Path) -> None:
     two.write([record(group=WORLD), record(group=PAIR)])
     assert "By parallel dimension" in report(tmp_path / "two")
     LogFactory(tmp_path / "one").process().known({WORLD: [0, 1]}, {WORLD: "data"}).write(record())
-    one = open_run(tmp_path / "one")
-    assert "parallel dimension: data" in report(one)
-    assert "By parallel dimension" not in report(one)
-    assert "By parallel dimension" in report(one, sections=["dimensions"])
+    run = open_run(tmp_path / "one")
+    assert "parallel dimension: data" in report(run)
+    assert "By parallel dimension" not in report(run)
+    assert "By parallel dimension" in report(run, sections=["dimensions"])
 
 
 def test_what_is_not_known_is_a_dash(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs on increasing numbers of ranks with made-up times, so that every number of the comparison is known."""
+"""Scaling of runs with synthetic times, for which every number of the comparison is known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from commtrace.run import Run, open_run
 from commtrace.schema import Clock
 from commtrace.theory.forecast import PlanOptions, plan_job
 
-ALPHA, BETA = 50_000, 0.25  # ns, ns for a byte
+ALPHA, BETA = 50_000, 0.25  # ns, ns per byte
 FIXED, DIVIDED, LATE = 1_000_000, 16_000_000, 300_000
 SMALL, LARGE = 1 << 10, 4 << 20
 STEPS = 6
@@ -34,16 +34,16 @@ def transfer(payload: int, ranks: int) -> int:
 
 
 def step_of(ranks: int) -> int:
-    """The last rank computes for longer by LATE; the others wait for it in the large all_reduce."""
+    """Return the ns of a step; the last rank computes longer by LATE, and the others wait for it."""
     return FIXED + DIVIDED // ranks + (LATE if ranks > 1 else 0) + transfer(SMALL, ranks) + transfer(LARGE, ranks)
 
 
 def write(folder: Path, ranks: int, *, steps: int = STEPS, **process: Any) -> Path:
-    """A step: a small all_reduce, which all begin together, computation, a large one."""
+    """Write a log; a step is a small all_reduce that all ranks begin together, computation, and a large all_reduce."""
     log = LogFactory(folder)
     for rank in range(ranks):
-        one = log.process(rank, pid=100 + rank, world_size=ranks, boot_id="a", **process)
-        one.known({WORLD: list(range(ranks))})
+        rank_process = log.process(rank, pid=100 + rank, world_size=ranks, boot_id="a", **process)
+        rank_process.known({WORLD: list(range(ranks))})
         rows = []
         for step in range(steps):
             begin = 1_000_000 + step * step_of(ranks)
@@ -55,7 +55,7 @@ def write(folder: Path, ranks: int, *, steps: int = STEPS, **process: Any) -> Pa
             ):
                 times = {"t_begin": at, "t_return": max(until, at + 1), "t_wait": 0, "t_end": max(until, at + 1)}
                 rows.append(record(**times, payload=payload, step=step, seq=2 * step + number, clock=Clock.RETURN))
-        one.write(rows).end()
+        rank_process.write(rows).end()
     return folder
 
 
@@ -73,7 +73,7 @@ def test_times_and_their_parts_are_those_of_the_log(four: dict[str, Run]) -> Non
     assert [*table.index] == [1, 2, 4, 8]
     for ranks, row in table.iterrows():
         n = int(str(ranks))
-        assert row["steps"] == STEPS - 2  # without the first, which is warming up, and the last, which has no end
+        assert row["steps"] == STEPS - 2  # without the first (warm-up) and the last (no end)
         assert row["step_ns"] == pytest.approx(step_of(n), abs=2)
         assert row["speedup"] == pytest.approx(step_of(1) / step_of(n), rel=1e-6)
         assert row["efficiency"] == pytest.approx(step_of(1) / step_of(n) / n, rel=1e-6)
@@ -83,9 +83,9 @@ def test_times_and_their_parts_are_those_of_the_log(four: dict[str, Run]) -> Non
         assert row["compute_ns"] == pytest.approx(FIXED + DIVIDED / n + (LATE / n if n > 1 else 0), abs=4)
         assert row["payload_bytes"] == SMALL + LARGE
         assert row["wire_bytes"] == pytest.approx(2 * (SMALL + LARGE) * (n - 1) / n)
-    each: Any = scaling(four)["scaling_ranks"].set_index(["run", "rank"])
-    assert each.loc[("4", 3), "late_ns"] == 0  # the one that the others wait for
-    assert each.loc[("4", 0), "late_ns"] == LATE
+    by_rank: Any = scaling(four)["scaling_ranks"].set_index(["run", "rank"])
+    assert by_rank.loc[("4", 3), "late_ns"] == 0  # the rank that the others wait for
+    assert by_rank.loc[("4", 0), "late_ns"] == LATE
 
 
 def test_fits_find_what_the_times_were_made_of(four: dict[str, Run]) -> None:
@@ -96,7 +96,7 @@ def test_fits_find_what_the_times_were_made_of(four: dict[str, Run]) -> None:
     assert fits.loc[("growth", "wire_bytes"), "unit"] == "(n-1)/n"
     assert fits.loc[("growth", "wire_bytes"), "error"] < 1e-6
     assert fits.loc[("growth", "calls"), "unit"] == "stays"
-    assert 0 < fits.loc[("Amdahl", "fixed"), "error"] < 0.2  # waiting and bytes are not of Amdahl's form
+    assert 0 < fits.loc[("Amdahl", "fixed"), "error"] < 0.2  # waiting and bytes do not follow Amdahl's law
 
 
 def test_the_projection_is_near_what_more_ranks_take(tmp_path: Path, four: dict[str, Run]) -> None:
@@ -112,13 +112,13 @@ def test_amdahl_is_exact_where_it_holds(tmp_path: Path) -> None:
 
     from commtrace.analyses.scaling.fits import fit_amdahl
 
-    found = fit_amdahl(np.array([1.0, 2, 4]), np.array([10.0, 6, 4]))
-    assert [found.fixed, found.divided] == pytest.approx([2, 8])
-    assert found.error == pytest.approx(0, abs=1e-12)
+    fit = fit_amdahl(np.array([1.0, 2, 4]), np.array([10.0, 6, 4]))
+    assert [fit.fixed, fit.divided] == pytest.approx([2, 8])
+    assert fit.error == pytest.approx(0, abs=1e-12)
     assert fit_amdahl(np.array([1.0, 2]), np.array([10.0, 6])).error is None
     assert (
         fit_amdahl(np.array([1.0, 2, 4]), np.array([10.0, 5, 2.4])).fixed == 0
-    )  # faster than a division: nothing stays
+    )  # faster than divided work alone: no fixed part
 
 
 def test_tokens_decide_between_strong_and_weak(four: dict[str, Run]) -> None:
@@ -130,17 +130,17 @@ def test_tokens_decide_between_strong_and_weak(four: dict[str, Run]) -> None:
 
 
 def test_sentences_say_where_the_time_went(four: dict[str, Run]) -> None:
-    told = " ".join(sentences(scaling(four)))
-    assert "Steps of all runs count as the same work" in told
-    assert "8 (8 ranks): " in told
-    assert "computation that does not shrink with the ranks" in told
-    assert "waiting for ranks that are late" in told
-    assert "With 16 ranks (not run)" in told
+    text = " ".join(sentences(scaling(four)))
+    assert "Steps of all runs count as the same work" in text
+    assert "8 (8 ranks): " in text
+    assert "computation that does not shrink with the ranks" in text
+    assert "waiting for ranks that are late" in text
+    assert "With 16 ranks (not run)" in text
 
 
 @pytest.mark.parametrize(("speedup", "step_ns", "fair"), [(15.0, 1600 / 15, 10.0), (10.0, 80.0, 5.0)])
 def test_more_computation_for_more_work_is_no_loss(speedup: float, step_ns: float, fair: float) -> None:
-    """On twice the ranks: where steps have twice the work, computation stays; where they have as much, it halves."""
+    """On twice the ranks, ideal computation takes as long for twice the work, and half as long for the same work."""
     tables = {"scaling": pd.DataFrame({"compute_ns": [40.0, 10.0]})}
     last = {"ranks": 8, "speedup": 8.0, "step_ns": 100.0}
     further = {"ranks": 16, "speedup": speedup, "step_ns": step_ns}
@@ -148,56 +148,58 @@ def test_more_computation_for_more_work_is_no_loss(speedup: float, step_ns: floa
 
 
 def test_what_two_runs_cannot_tell_is_said(tmp_path: Path, four: dict[str, Run]) -> None:
-    said = "assumes a rank's calls and bytes"
-    assert said in " ".join(sentences(scaling(runs(tmp_path, 1, 2))))
-    assert said not in " ".join(sentences(scaling(four)))
+    caveat = "assumes a rank's calls and bytes"
+    assert caveat in " ".join(sentences(scaling(runs(tmp_path, 1, 2))))
+    assert caveat not in " ".join(sentences(scaling(four)))
 
 
 @pytest.mark.parametrize(("shared", "tokens"), [({}, 32_000), ({"context_parallel_size": 2}, 16_000)])
 def test_ranks_that_share_a_sequence_do_not_count_it_twice(tmp_path: Path, shared: dict[str, int], tokens: int) -> None:
-    """As DDP sees it, ranks of a ring are data-parallel ones."""
+    """For DDP, ranks that share a sequence are data-parallel ranks."""
     model = {"train_micro_batch_size_per_gpu": 4, "seq_length": 1_000, "gradient_accumulation_steps": 2, **shared}
     log = LogFactory(tmp_path)
-    one = log.process(0, pid=100, world_size=4)
-    one.known({WORLD: [0]}).add("job", id=1, source="ddp", data_parallel_size=4, model=model)
-    one.write([record()]).end()
+    process = log.process(0, pid=100, world_size=4)
+    process.known({WORLD: [0]}).add("job", id=1, source="ddp", data_parallel_size=4, model=model)
+    process.write([record()]).end()
     assert tokens_per_step(open_run(tmp_path)) == tokens
 
 
 def test_what_is_expected_is_theorys_whatever_the_program_adds(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
-    found = {}
+    runs_by_ranks = {}
     for ranks in (2, 4):
         log = LogFactory(tmp_path / str(ranks))
         job = plan_job(["tiny"], ranks, PlanOptions(engine="ddp", precision="fp32")).row
         for rank in range(ranks):
-            one = log.process(rank, pid=100 + rank, world_size=ranks, boot_id="a").known({WORLD: [*range(ranks)]})
-            one.add("job", id=1, **job)
+            process = log.process(rank, pid=100 + rank, world_size=ranks, boot_id="a").known({WORLD: [*range(ranks)]})
+            process.add("job", id=1, **job)
             begins = [10_000 * (step + 1) for step in range(4)]
-            times = [{"t_begin": at, "t_return": at + 1_000, "t_wait": 0, "t_end": at + 1_000} for at in begins]
-            one.write([record(**of, step=step, seq=step) for step, of in enumerate(times)]).end()
-        found[str(ranks)] = open_run(tmp_path / str(ranks))
-    table: Any = scaling(found)["scaling"].set_index("ranks")
+            times = [
+                {"t_begin": begin, "t_return": begin + 1_000, "t_wait": 0, "t_end": begin + 1_000} for begin in begins
+            ]
+            process.write([record(**fields, step=step, seq=step) for step, fields in enumerate(times)]).end()
+        runs_by_ranks[str(ranks)] = open_run(tmp_path / str(ranks))
+    table: Any = scaling(runs_by_ranks)["scaling"].set_index("ranks")
     job = plan_job(["tiny"], 4, PlanOptions(engine="ddp", precision="fp32")).row
-    gradients = sum(4 * math.prod(one["shape"]) for one in job["parameters"])
+    gradients = sum(4 * math.prod(parameter["shape"]) for parameter in job["parameters"])
     assert table.loc[4, "closed_form_bytes"] == table.loc[4, "expected_wire_bytes"] == 2 * gradients * 3 / 4
     assert table.loc[4, "wire_bytes"] == 2 * 1024 * 3 / 4
 
 
 def test_one_sided_calls_wait_for_nobody(tmp_path: Path) -> None:
-    """Two ranks that both put, one of them late: the numbers of their messages are alike, and they are not one call."""
+    """Puts of two ranks, one of them late, have equal sequence numbers, but are not one operation."""
     log = LogFactory(tmp_path)
     for rank in (0, 1):
-        one = log.process(rank, pid=100 + rank, world_size=2, boot_id="a")
-        one.known({WORLD: [0, 1]})
-        one.add("kinds", id=9, op="put", variant="Put", api="mpi", dtype="float32", reduce_op=None)
+        process = log.process(rank, pid=100 + rank, world_size=2, boot_id="a")
+        process.known({WORLD: [0, 1]})
+        process.add("kinds", id=9, op="put", variant="Put", api="mpi", dtype="float32", reduce_op=None)
         begins = [1_000_000 * (step + 1) + 500_000 * rank for step in range(3)]
         rows = [
-            record(t_begin=at, t_return=at + 900_000, t_wait=0, t_end=at + 900_000, step=step, kind=9, peer=1 - rank,
-                   seq=step, clock=Clock.RETURN)
-            for step, at in enumerate(begins)
+            record(t_begin=begin, t_return=begin + 900_000, t_wait=0, t_end=begin + 900_000, step=step, kind=9,
+                   peer=1 - rank, seq=step, clock=Clock.RETURN)
+            for step, begin in enumerate(begins)
         ]  # fmt: skip
-        one.write(rows).end()
+        process.write(rows).end()
     times = step_times(open_run(tmp_path))
     assert times.steps["blocked_ns"].gt(0).all()
     assert times.steps["late_ns"].eq(0).all()
@@ -215,8 +217,8 @@ def test_ranks_that_take_turns_are_warned_of(tmp_path: Path) -> None:
 
 
 def test_a_run_without_whole_steps_is_left_out_and_said(tmp_path: Path) -> None:
-    found = runs(tmp_path, 2, 4) | {"short": open_run(write(tmp_path / "short", 1, steps=1))}
-    tables = scaling(found)
+    all_runs = runs(tmp_path, 2, 4) | {"short": open_run(write(tmp_path / "short", 1, steps=1))}
+    tables = scaling(all_runs)
     assert tables["scaling"]["run"].tolist() == ["2", "4"]
     assert tables["scaling_left_out"]["run"].tolist() == ["short"]
     assert "no training step completed on every rank" in sentences(tables)[0]
@@ -229,7 +231,7 @@ def test_a_run_without_whole_steps_is_left_out_and_said(tmp_path: Path) -> None:
 def test_what_cannot_be_compared_is_an_error(
     tmp_path: Path, numbers: tuple[int, int], process: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = [write(tmp_path / f"run{at}", ranks, **process) for at, ranks in enumerate(numbers)]
+    folders = [write(tmp_path / f"run{index}", ranks, **process) for index, ranks in enumerate(numbers)]
     assert cli.main(["scaling", *map(str, folders)]) == 1
     assert reason in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Every public method of mpi4py's classes is recorded, shows an end, or moves no data."""
+"""Every public method of mpi4py's classes is recorded, completes a request, or moves no data."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ SILENT = {
 """Methods that move no data, by class."""
 
 
-def public(name: str) -> set[str]:
-    """Public methods that a class defines itself; properties and constants move nothing."""
-    found = namespace(getattr(MPI, name))
-    return {each for each, value in found.items() if not each.startswith("_") and _is_method(value)}
+def public_methods(name: str) -> set[str]:
+    """Return the public methods that a class defines itself, without properties and constants."""
+    members = namespace(getattr(MPI, name))
+    return {method for method, value in members.items() if not method.startswith("_") and _is_method(value)}
 
 
 def _is_method(value: Any) -> bool:
@@ -66,25 +66,25 @@ def _is_method(value: Any) -> bool:
 
 
 def recorded() -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {name: set() for name in CLASSES}
+    methods: dict[str, set[str]] = {name: set() for name in CLASSES}
     for method in METHODS:
-        found[method.owner.__name__].add(method.name)
-    found["Request"] |= set(COMPLETION_METHODS)
-    found["Prequest"] |= {"Start", "Startall"}
-    return found
+        methods[method.owner.__name__].add(method.name)
+    methods["Request"] |= set(COMPLETION_METHODS)
+    methods["Prequest"] |= {"Start", "Startall"}
+    return methods
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_public_method_is_recorded_or_on_the_list(name: str) -> None:
     silent = {*SILENT.get(name, "").split()}
     known = recorded()[name] | silent
-    assert public(name) - known == set(), "neither recorded nor said to move no data"
+    assert public_methods(name) - known == set(), "neither recorded nor said to move no data"
     assert recorded()[name] & silent == set(), "recorded, and said to move no data"
-    assert silent - public(name) == set(), "no such method"
+    assert silent - public_methods(name) == set(), "no such method"
 
 
 def test_no_class_is_left_out() -> None:
-    """A class of mpi4py that can communicate is one of those above, or inherits all that it has."""
+    """CLASSES has every class of mpi4py that can communicate."""
     others = {
         name
         for name, value in vars(MPI).items()
@@ -103,7 +103,9 @@ def test_the_arguments_are_called_as_mpi4py_calls_them() -> None:
 
 def test_the_hook_replaces_and_restores_every_method() -> None:
     def everything() -> dict[tuple[str, str], Any]:
-        return {(name, each): namespace(getattr(MPI, name))[each] for name in CLASSES for each in public(name)}
+        return {
+            (name, method): namespace(getattr(MPI, name))[method] for name in CLASSES for method in public_methods(name)
+        }
 
     before = everything()
     hook.install()

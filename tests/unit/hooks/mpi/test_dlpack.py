@@ -1,4 +1,4 @@
-"""Sizes of buffers that support DLPack only, by both kinds of capsule."""
+"""Sizes of buffers that support only DLPack, with both kinds of capsules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commtrace.hooks.mpi.buffers import Block, simple
 
 
 class Exporter:
-    """Memory that is described by DLPack alone."""
+    """Memory that only DLPack describes."""
 
     def __init__(self, array: Any, version: tuple[int, int] | None) -> None:
         self._array, self._version = array, version

@@ -1,4 +1,4 @@
-"""Job rows of older versions: settings that these lack have the value that stands for what they do."""
+"""Job rows of older library versions: settings that they lack have the value that describes their behaviour."""
 
 from __future__ import annotations
 

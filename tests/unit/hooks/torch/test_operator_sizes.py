@@ -1,4 +1,4 @@
-"""Sizes of calls that gloo cannot make, by the rules alone: uneven lists, and what other backends take."""
+"""Sizes of calls that gloo cannot make, from the rules alone: uneven lists, and arguments of other backends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPERATORS: dict[str, Operator] = {operator.variant: operator for operator in kno
 
 
 def arguments(variant: str, **values: Any) -> list[Any]:
-    """In the order of the operator's schema, None where nothing is given."""
+    """Return the values in the order of the operator's schema, with None for arguments that are not given."""
     schema = OPERATORS[variant].overload._schema.arguments
     assert set(values) <= {argument.name for argument in schema}
     return [values.get(argument.name) for argument in schema]
@@ -79,7 +79,7 @@ def test_bytes_of_a_tensor(tensor: Any, size: int) -> None:
 
 
 def test_every_operator_of_this_torch_is_known() -> None:
-    """A torch with a new operator makes this fail: add its rule, or name it in IGNORED."""
+    """Every operator of this torch has a rule or is in IGNORED; add new operators to one of them."""
     _, unknown = known_operators()
     assert unknown == []
     assert "check_for_nan" in IGNORED

@@ -1,4 +1,4 @@
-"""Rows of the table `passes`; tests/ranks/theory/test_passes.py compares what they hold with the libraries."""
+"""Rows of the table `passes`; tests/ranks/theory/test_passes.py compares their contents with the libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commtrace.progress import progress
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The rows that are written, as (step, passes)."""
+    """Return the list that receives the written rows, as (step, passes)."""
     written: list[Any] = []
     tables = SimpleNamespace(new=lambda table, row: written.append((row["step"], row["passes"])))
     tracer = SimpleNamespace(recorder=SimpleNamespace(tables=tables))
@@ -26,7 +26,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def run(steps: dict[int, int]) -> None:
-    """Evaluate in these steps so many times, and end the log."""
+    """Evaluate this many times in each step, and end the log."""
     model = passes._ModelPasses()
     model.job = 1
     try:
@@ -42,7 +42,7 @@ def run(steps: dict[int, int]) -> None:
 
 
 def evaluations(times: int) -> list[dict[str, Any]]:
-    """Passes of one kind."""
+    """Return the passes of a step with this many evaluations."""
     return [{"kind": "evaluation", "times": times}]
 
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX files as users write them, and what is wrong with some of them."""
+"""GPT-NeoX configuration files as users write them, and errors in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write(folder: Path, text: str, name: str = "given.yml") -> str:
 
 
 def with_lines(folder: Path, *lines: str) -> TrainingConfig:
-    """The tiny configuration, overridden by a file with these lines."""
+    """Return the tiny configuration, overridden by a file with these lines."""
     return load_config(["tiny", write(folder, "\n".join(lines))])
 
 
@@ -174,21 +174,21 @@ def test_batch_sizes_that_contradict_each_other(tmp_path: Path) -> None:
 
 
 def test_what_deepspeed_gets() -> None:
-    found = deepspeed_config(load_config(["19M"]), 4, 2, verbose=False)
-    assert found["train_micro_batch_size_per_gpu"] == 4
-    assert found["gradient_accumulation_steps"] == 2
-    assert found["gradient_clipping"] == 1.0
-    assert found["zero_optimization"]["stage"] == 1
-    assert found["zero_optimization"]["reduce_bucket_size"] == 500_000_000
-    assert found["fp16"]["enabled"] is True
-    assert found["fp16"]["initial_scale_power"] == 12
+    settings = deepspeed_config(load_config(["19M"]), 4, 2, verbose=False)
+    assert settings["train_micro_batch_size_per_gpu"] == 4
+    assert settings["gradient_accumulation_steps"] == 2
+    assert settings["gradient_clipping"] == 1.0
+    assert settings["zero_optimization"]["stage"] == 1
+    assert settings["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    assert settings["fp16"]["enabled"] is True
+    assert settings["fp16"]["initial_scale_power"] == 12
 
 
 def test_fp32_allreduce_reaches_deepspeed(tmp_path: Path) -> None:
     config = with_lines(tmp_path, "precision: bfloat16", "fp32_allreduce: true")
-    found = deepspeed_config(config, 1, 1, verbose=False)
-    assert found["communication_data_type"] == "fp32"
-    assert found["bf16"] == {"enabled": True}
+    settings = deepspeed_config(config, 1, 1, verbose=False)
+    assert settings["communication_data_type"] == "fp32"
+    assert settings["bf16"] == {"enabled": True}
 
 
 def test_learning_rate_warms_up_and_decays(tmp_path: Path) -> None:

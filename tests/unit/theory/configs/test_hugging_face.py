@@ -1,4 +1,4 @@
-"""Models told from a Hugging Face `config.json` against transformers itself, where that is installed."""
+"""Models derived from a Hugging Face `config.json`, compared with those of transformers if it is installed."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_parameters_and_buffers_are_those_of_transformers_in_their_order(name: s
     config = getattr(transformers, kind)(**values)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    told = model_lists(hugging_face.model(json.loads(config.to_json_string(use_diff=False))), "float32")
-    for rows, tensors in ((told.parameters, model.named_parameters()), (told.buffers, model.named_buffers())):
+    derived = model_lists(hugging_face.model(json.loads(config.to_json_string(use_diff=False))), "float32")
+    for rows, tensors in ((derived.parameters, model.named_parameters()), (derived.buffers, model.named_buffers())):
         assert [(row["name"], tuple(row["shape"])) for row in rows] == [(n, tuple(t.shape)) for n, t in tensors]

@@ -1,4 +1,4 @@
-"""What configurations say of sharding, and how the hooks of FSDP2 and DTensors come and go."""
+"""Sharding in configurations, and installation and removal of the hooks for FSDP2 and DTensor."""
 
 from __future__ import annotations
 
@@ -28,41 +28,44 @@ LLAMA = {
 
 
 def write(folder: Path, content: Any, name: str = "given.yml") -> str:
-    """The path of a file that holds it."""
+    """Write a JSON file and return its path."""
     path = folder / name
     path.write_text(json.dumps(content))
     return str(path)
 
 
 def configured(folder: Path, **keys: Any) -> TrainingConfig:
-    """The tiny configuration with these keys."""
+    """Return the tiny configuration with these keys."""
     return load_config(["tiny", write(folder, keys)])
 
 
 def test_the_block_of_fsdp(tmp_path: Path) -> None:
-    said = configured(tmp_path, fsdp={"reshard_after_forward": 2, "shard_size": 4, "sequence_parallel": True}).fsdp
-    assert (said.reshard_after_forward, said.shard_size, said.sequence_parallel) == (2, 4, True)
-    assert (said.sync_every_micro_batch, said.reshard_after_backward) == (False, True)
-    assert said.shards(8) == 4
+    fsdp = configured(tmp_path, fsdp={"reshard_after_forward": 2, "shard_size": 4, "sequence_parallel": True}).fsdp
+    assert (fsdp.reshard_after_forward, fsdp.shard_size, fsdp.sequence_parallel) == (2, 4, True)
+    assert (fsdp.sync_every_micro_batch, fsdp.reshard_after_backward) == (False, True)
+    assert fsdp.shards(8) == 4
     assert configured(tmp_path).fsdp.shards(8) == 8
     assert configured(tmp_path, fsdp={"reshard_after_forward": False}).fsdp.reshard_after_forward is False
 
 
 @pytest.mark.parametrize(
-    ("block", "words"),
+    ("block", "message"),
     [
         ({"shard_size": 3}, "fsdp.shard_size: 3 does not divide the 8 data-parallel ranks"),
         ({"reshard_after_forward": 3}, "fsdp.reshard_after_forward: 3 is neither true, nor false, nor a divisor"),
         ({"reshard_after_forward": 8}, "fsdp.reshard_after_forward: 8 is neither"),
-        ({"reshard_after_forward": "often"}, "fsdp.reshard_after_forward is 'often'; it must be true, false, or a whole number"),
+        (
+            {"reshard_after_forward": "often"},
+            "fsdp.reshard_after_forward is 'often'; it must be true, false, or a whole number",
+        ),
         ({"shards": 2}, "unknown keys: shards; leave them out"),
         (3, "it must be a block of keys and values"),
     ],
 )
-def test_what_the_block_cannot_be(block: Any, words: str, tmp_path: Path) -> None:
+def test_what_the_block_cannot_be(block: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         configured(tmp_path, fsdp=block).fsdp.shards(8)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("key", ["mics_shard_size", "mics_hierarchical_params_gather"])
@@ -88,15 +91,15 @@ def test_quantization_without_a_gpu_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_hugging_face_model_under_fully_shard(tmp_path: Path) -> None:
-    """By hand: four layers and the model itself, gathered twice but for the latter; nothing needs padding."""
+    """Computed by hand: four layers are gathered twice and the root module once, without padding."""
     layer = 4 * 512**2 + 3 * 512 * 1376 + 2 * 512
     root = 2 * 1000 * 512 + 512
-    found = forecast([write(tmp_path, LLAMA, "config.json")], 8, PlanOptions(engine="fsdp", precision="bf16"))
-    told = {row["op"]: row for row in volume_rows(found) if row["when"] == "steps from 0" and row["op"] != "all"}
-    assert {op: row["calls"] for op, row in told.items()} == {"all_gather": 9, "reduce_scatter": 5}
-    assert told["all_gather"]["payload_bytes"] == 2 * (8 * layer + root)
-    assert told["reduce_scatter"]["payload_bytes"] == 2 * (4 * layer + root)
-    assert found.prediction.closed_form.bytes == 3 * 4 * (4 * layer + root) * 7 / 8
+    predicted = forecast([write(tmp_path, LLAMA, "config.json")], 8, PlanOptions(engine="fsdp", precision="bf16"))
+    rows = {row["op"]: row for row in volume_rows(predicted) if row["when"] == "steps from 0" and row["op"] != "all"}
+    assert {op: row["calls"] for op, row in rows.items()} == {"all_gather": 9, "reduce_scatter": 5}
+    assert rows["all_gather"]["payload_bytes"] == 2 * (8 * layer + root)
+    assert rows["reduce_scatter"]["payload_bytes"] == 2 * (4 * layer + root)
+    assert predicted.prediction.closed_form.bytes == 3 * 4 * (4 * layer + root) * 7 / 8
 
 
 def test_hpz_and_fsdp_of_a_gpt_neox_file(tmp_path: Path) -> None:
@@ -104,20 +107,20 @@ def test_hpz_and_fsdp_of_a_gpt_neox_file(tmp_path: Path) -> None:
     assert forecast(["13B", hpz], 1024, PlanOptions(zero_stage=3)).prediction.scheme == "ZeRO-3, hpZ within 4 ranks"
     register()
     cut = write(tmp_path, {"model_parallel_size": 8, "fsdp": {"shard_size": 16, "sequence_parallel": True}}, "cut.yml")
-    told = forecast(["13B", cut], 1024, PlanOptions(engine="fsdp", precision="bf16")).prediction
-    assert told.scheme == "HSDP, 8 copies, tensor-parallel along the sequence over 8"
+    prediction = forecast(["13B", cut], 1024, PlanOptions(engine="fsdp", precision="bf16")).prediction
+    assert prediction.scheme == "HSDP, 8 copies, tensor-parallel along the sequence over 8"
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("keys", "message"),
     [
         ({"context_parallel_size": 4}, "ring attention is not available with --engine fsdp"),
         ({"model_parallel_size": 2, "sequence_parallel": True}, "use fsdp.sequence_parallel instead"),
     ],
 )
-def test_what_the_example_cannot_train_is_not_predicted(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_the_example_cannot_train_is_not_predicted(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     register()
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(PlanError, match=message):
         forecast(["tiny", write(tmp_path, keys)], 8, PlanOptions(engine="fsdp"))
 
 
@@ -130,7 +133,7 @@ def test_a_sequence_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
         check_fsdp(odd)
     assert "the block fsdp, ignored with --engine ddp" in notices(odd, "ddp")
     check_fsdp(configured(tmp_path, model_parallel_size=2, fsdp={"sequence_parallel": True}))
-    assert not [one for one in notices(configured(tmp_path), "ddp") if "fsdp" in one]
+    assert not [notice for notice in notices(configured(tmp_path), "ddp") if "fsdp" in notice]
 
 
 def test_hooks_put_everything_back() -> None:
@@ -145,13 +148,13 @@ def test_hooks_put_everything_back() -> None:
         hook.install()
         hook.install()
     during = FSDPState._lazy_init, api.parallelize_module, parallel.parallelize_module
-    assert not any(one is other for one, other in zip(before, during, strict=True))
-    taken: Any = api.parallelize_module
+    assert not any(function is hooked for function, hooked in zip(before, during, strict=True))
+    replacement: Any = api.parallelize_module
     for hook in (fsdp, dtensor):
         hook.uninstall()
     assert (FSDPState._lazy_init, api.parallelize_module, parallel.parallelize_module) == before
-    # As when the package is imported while the hook is in: it takes the replacement over.
-    parallel.parallelize_module = taken
+    # As if the package had been imported while the hook was installed, and had the replacement.
+    parallel.parallelize_module = replacement
     dtensor.install()
     dtensor.uninstall()
     assert parallel.parallelize_module is before[2]
@@ -174,16 +177,16 @@ def test_a_hook_that_fails_is_not_felt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_cut_piece_by_piece_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search goes through all modules, and a step must not pay for it each time."""
+    """A search visits all modules, so steps must not repeat it."""
     import torch
 
     from commtrace.hooks.torch import captured_jobs as jobs
     from commtrace.hooks.torch import dtensor, dtensor_job
 
-    looked: list[bool] = []
+    searches: list[bool] = []
 
     def root() -> None:
-        looked.append(True)
+        searches.append(True)
 
     monkeypatch.setattr(dtensor_job.parallelized_modules, "root", root)
     monkeypatch.setattr(jobs, "any_engine", lambda: False)
@@ -191,18 +194,18 @@ def test_a_model_cut_piece_by_piece_is_looked_for_once(monkeypatch: pytest.Monke
     optimizer = torch.optim.SGD(pieces[0].parameters())
     dtensor_job.parallelized_modules.clear()
     dtensor._before_optimizer_step(optimizer)
-    assert not looked  # nothing is cut
+    assert not searches  # no module is parallelized
     for piece in pieces[:2]:
         dtensor_job.parallelized_modules.record_style(piece, None, "style", None)
     with monkeypatch.context() as compiling:
         compiling.setattr(torch.compiler, "is_compiling", lambda: True)
         dtensor._before_optimizer_step(optimizer)
-    assert not looked  # nothing of a hook is compiled
+    assert not searches  # the hook does nothing while torch compiles
     for _ in range(3):
         dtensor._before_optimizer_step(optimizer)
-    assert len(looked) == 1
+    assert len(searches) == 1
     dtensor_job.parallelized_modules.record_style(pieces[2], None, "style", None)
     dtensor._before_optimizer_step(optimizer)
-    assert len(looked) == 2
+    assert len(searches) == 2
     assert [*dtensor_job.roles(pieces[0])] == []  # no mesh was given
     dtensor_job.parallelized_modules.clear()

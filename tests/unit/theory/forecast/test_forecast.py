@@ -1,4 +1,4 @@
-"""`commtrace theory`: predictions from configuration files; wrong files and figures are said."""
+"""`commtrace theory`: predictions from configuration files, and errors for wrong files and values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def count(model: ModuleSpec) -> int:
     return total
 
 
-# Counts that the models' authors publish, or that transformers prints.
+# Parameter counts that the authors of the models publish, or that transformers prints.
 @pytest.mark.parametrize(
     ("config", "parameters"),
     [
@@ -105,29 +105,29 @@ def test_models_have_the_parameters_that_they_are_known_for(config: dict[str, An
 
 @pytest.mark.parametrize(("tensor", "layers", "hidden", "vocabulary"), [(1, 6, 512, 50304), (2, 4, 64, 512)])
 def test_gpt_neox_has_the_parameters_that_it_counts(tensor: int, layers: int, hidden: int, vocabulary: int) -> None:
-    whole = 2 * vocabulary * hidden + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
-    shared = layers * 6 * hidden + 2 * hidden  # norms, and the biases behind row-parallel matrices
+    total = 2 * vocabulary * hidden + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
+    shared = layers * 6 * hidden + 2 * hidden  # norms, and the biases of row-parallel layers
     assert (
         count(gpt_neox_model(ModelShape(layers, hidden, vocabulary, tensor=tensor)))
-        == (whole - shared) // tensor + shared
+        == (total - shared) // tensor + shared
     )
     tied = count(gpt_neox_model(ModelShape(layers, hidden, vocabulary, tied=True, tensor=tensor)))
-    assert tied == (whole - shared - vocabulary * hidden) // tensor + shared
+    assert tied == (total - shared - vocabulary * hidden) // tensor + shared
 
 
 def test_a_gpt_neox_file_by_hand() -> None:
     """19M in fp16, ZeRO-1: 70,426,624 parameters in one bucket, gathered in two groups padded to 2d elements."""
-    found = forecast(["19M"], 8)
-    rows = {row["op"]: row for row in volume_rows(found) if row["when"] == "steps from 0"}
+    predicted = forecast(["19M"], 8)
+    rows = {row["op"]: row for row in volume_rows(predicted) if row["when"] == "steps from 0"}
     parameters = 70_426_624
-    assert json_document(found)["parameters"] == parameters
-    scalars = 1 + 2 * 4  # the overflow check, a norm for each group of the optimizer
+    assert json_document(predicted)["parameters"] == parameters
+    scalars = 1 + 2 * 4  # the overflow check, and a norm for each group of the optimizer
     assert rows["all_reduce"]["payload_bytes"] == 2 * parameters + scalars
     assert rows["all_gather"]["calls"] == 2
     assert 2 * parameters <= rows["all_gather"]["payload_bytes"] < 2 * parameters + 2 * 2 * 16
     assert rows["all"]["wire_bytes"] == pytest.approx(3 * 2 * parameters * 7 / 8, abs=200)
     assert rows["all"]["all_ranks_wire_bytes"] == pytest.approx(8 * rows["all"]["wire_bytes"])
-    form = json_document(found)["closed_form"]
+    form = json_document(predicted)["closed_form"]
     assert form["wire_bytes"] == 2 * 2 * parameters * 7 / 8
 
 
@@ -144,31 +144,31 @@ CONFIGS: list[tuple[list[Any], PlanOptions]] = [
 
 @pytest.mark.parametrize("number", range(len(CONFIGS)))
 def test_all_tables_say_the_same(number: int, tmp_path: Path) -> None:
-    """Bytes by part, by size and by bin are one sum; the waterfall ends at the wire bytes of a steady step."""
+    """Bytes by operation, by size and by bin have equal sums; the waterfall ends at the wire bytes of a steady step."""
     contents, options = CONFIGS[number]
     names = [
-        one
-        if isinstance(one, str)
-        else write(tmp_path, one, f"{at}.{'yml' if at and contents[0] == 'tiny' else 'json'}")
-        for at, one in enumerate(contents)
+        content
+        if isinstance(content, str)
+        else write(tmp_path, content, f"{index}.{'yml' if index and contents[0] == 'tiny' else 'json'}")
+        for index, content in enumerate(contents)
     ]
-    found = forecast(names, 4, options)
-    last = [row for row in volume_rows(found) if row["when"].startswith("steps from")]
-    parts, whole = last[:-1], last[-1]
+    predicted = forecast(names, 4, options)
+    last = [row for row in volume_rows(predicted) if row["when"].startswith("steps from")]
+    by_operation, total = last[:-1], last[-1]
     for name in ("calls", "payload_bytes"):
-        assert sum(row[name] for row in parts) == whole[name]
-    assert sum(row["sum_bytes"] for row in size_rows(found)) == whole["payload_bytes"]
-    assert sum(row["sum_bytes"] for row in size_bin_rows(found)) == whole["payload_bytes"]
-    assert sum(row["calls"] for row in size_bin_rows(found)) == whole["calls"]
+        assert sum(row[name] for row in by_operation) == total[name]
+    assert sum(row["sum_bytes"] for row in size_rows(predicted)) == total["payload_bytes"]
+    assert sum(row["sum_bytes"] for row in size_bin_rows(predicted)) == total["payload_bytes"]
+    assert sum(row["calls"] for row in size_bin_rows(predicted)) == total["calls"]
     assert all(
-        row["from_bytes"] <= row["sum_bytes"] / row["calls"] < row["below_bytes"] for row in size_bin_rows(found)
+        row["from_bytes"] <= row["sum_bytes"] / row["calls"] < row["below_bytes"] for row in size_bin_rows(predicted)
     )
-    assert sum(row["wire_bytes"] for row in waterfall_rows(found)) == pytest.approx(whole["wire_bytes"])
-    json.dumps(json_document(found))
+    assert sum(row["wire_bytes"] for row in waterfall_rows(predicted)) == pytest.approx(total["wire_bytes"])
+    json.dumps(json_document(predicted))
 
 
 def test_the_trainer_s_auto(tmp_path: Path) -> None:
-    """Hugging Face's Trainer puts sizes that follow from the model's width in place of "auto"."""
+    """Hugging Face's Trainer replaces "auto" with sizes that follow from the hidden size of the model."""
     zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
     zero["stage3_param_persistence_threshold"] = "auto"
     auto = {**ZERO_3, "zero_optimization": zero, "gradient_clipping": "auto", "train_batch_size": "auto"}
@@ -180,7 +180,7 @@ def test_the_trainer_s_auto(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("contents", "options", "words"),
+    ("contents", "options", "message"),
     [
         (
             [{"zero_optimization": {"stage": 1}}],
@@ -221,18 +221,18 @@ def test_the_trainer_s_auto(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_job_is_said(contents: list[Any], options: PlanOptions, words: str, tmp_path: Path) -> None:
+def test_what_is_no_job_is_said(contents: list[Any], options: PlanOptions, message: str, tmp_path: Path) -> None:
     names = [
-        one if isinstance(one, str) and one[0] not in "[{" else write(tmp_path, one, f"{at}.json")
-        for at, one in enumerate(contents)
+        content if isinstance(content, str) and content[0] not in "[{" else write(tmp_path, content, f"{index}.json")
+        for index, content in enumerate(contents)
     ]
     with pytest.raises(PlanError) as error:
         forecast(names, 4, options)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("keys", "engine", "words"),
+    ("keys", "engine", "message"),
     [
         ({"context_parallel_size": 4}, "fsdp", "GPT-NeoX has no FSDP"),
         ({"context_parallel_size": 4}, "ddp", "no rules for context parallelism"),
@@ -243,13 +243,13 @@ def test_what_is_no_job_is_said(contents: list[Any], options: PlanOptions, words
     ],
 )
 def test_what_the_engine_cannot_train_is_not_predicted(
-    keys: dict[str, Any], engine: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keys: dict[str, Any], engine: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In place of a prediction that leaves out what the engine does not know."""
-    # Other tests have entered the example's own rules.
+    """Keys that the engine does not support are an error, because a prediction without them would be wrong."""
+    # Other tests may have registered the rules of the example.
     monkeypatch.delitem(schemes.EXTENSIONS, "context", raising=False)
     monkeypatch.setitem(planning.ENGINE_ROWS, "fsdp", planning.EngineRows(NeoxConfig, planning._fsdp_rows))
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(PlanError, match=message):
         forecast(["tiny", write(tmp_path, keys, "keys.yml")], 8, PlanOptions(engine=engine))
 
 
@@ -272,8 +272,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.startswith("ZeRO-3 on 4 ranks: ")
     assert "equation 3: 3 P (d-1)/d" in text
     assert main(["theory", "tiny", "--world-size", "4", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["scheme"], told["world_size"]) == ("ZeRO-1", 4)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["scheme"], document["world_size"]) == ("ZeRO-1", 4)
     assert main(["theory", "nowhere.yml", "--world-size", "4"]) == 1
     assert capsys.readouterr().err.startswith("commtrace: nowhere.yml: no such file")
 

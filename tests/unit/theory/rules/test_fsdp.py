@@ -1,4 +1,4 @@
-"""FSDP2's rules where a log tells the passes of its steps; their sizes are compared with the library in tests/ranks."""
+"""FSDP2's rules for logs that have the passes of each step; tests/ranks compares sizes with the library."""
 
 from __future__ import annotations
 
@@ -26,52 +26,54 @@ JOB: Final[dict[str, Any]] = {
         {**UNIT, "name": "b", "parameters": [1]},
     ],
 }  # fmt: skip
-"""A root that stays gathered after forward, and a block."""
+"""A job with a root that stays gathered after forward, and a block."""
 
 
 def predicted(*rows: tuple[int, Any], **job: Any) -> Prediction:
-    """The prediction of a job whose log has these passes from these steps on."""
+    """Return the prediction of a job whose log has these passes from these steps on."""
     passes = [{"id": number, "step": step, "passes": entries} for number, (step, entries) in enumerate(rows)]
     return predict({**copy.deepcopy(JOB), **job, "passes": passes})
 
 
 def counts(prediction: Prediction, step: int) -> dict[str, int]:
-    """Calls of a step by operation."""
-    found = Counter[str]()
+    """Return the number of calls of a step by operation."""
+    calls = Counter[str]()
     for call in prediction.step(step):
-        found[call.op] += call.calls
-    return dict(found)
+        calls[call.op] += call.calls
+    return dict(calls)
 
 
 def test_a_step_has_the_passes_of_the_last_row_before_it() -> None:
     accumulated = {**ACCUMULATED, "times": 3}
-    found = predicted((0, [accumulated, TRAINING]), (9, [TRAINING]), (10, [accumulated, TRAINING]))
-    assert found.step(-1) == ()
-    assert [counts(found, step) for step in (0, 8, 10, 1000)] == [{"all_gather": 12, "reduce_scatter": 2}] * 4
-    assert counts(found, 9) == {"all_gather": 3, "reduce_scatter": 2}
-    assert [found.special_step(step) is None for step in (0, 8, 9, 10)] == [True, True, False, True]
-    assert sum(bar.bytes for bar in (found.closed_form, *found.bars)) == sum(call.bytes / 2 for call in found.steps[-1])
+    prediction = predicted((0, [accumulated, TRAINING]), (9, [TRAINING]), (10, [accumulated, TRAINING]))
+    assert prediction.step(-1) == ()
+    assert [counts(prediction, step) for step in (0, 8, 10, 1000)] == [{"all_gather": 12, "reduce_scatter": 2}] * 4
+    assert counts(prediction, 9) == {"all_gather": 3, "reduce_scatter": 2}
+    assert [prediction.special_step(step) is None for step in (0, 8, 9, 10)] == [True, True, False, True]
+    assert sum(bar.bytes for bar in (prediction.closed_form, *prediction.bars)) == sum(
+        call.bytes / 2 for call in prediction.steps[-1]
+    )
 
 
 def test_what_stays_gathered_after_an_evaluation_is_not_gathered_by_the_next_pass() -> None:
     evaluation = {"kind": "evaluation", "times": 5}
-    found = predicted((-1, [evaluation]), (0, [TRAINING]), (1, [TRAINING, evaluation]), (2, [TRAINING]))
-    assert counts(found, -1) == {"all_gather": 1 + 5}
-    assert [counts(found, step)["all_gather"] for step in range(5)] == [2, 3 + 6, 2, 3, 3]
+    prediction = predicted((-1, [evaluation]), (0, [TRAINING]), (1, [TRAINING, evaluation]), (2, [TRAINING]))
+    assert counts(prediction, -1) == {"all_gather": 1 + 5}
+    assert [counts(prediction, step)["all_gather"] for step in range(5)] == [2, 3 + 6, 2, 3, 3]
 
 
 def test_after_an_evaluation_the_last_unit_is_prefetched_in_vain_if_the_root_has_no_parameters() -> None:
     units = [{**UNIT, "name": name, "parameters": [number]} for number, name in enumerate("ab")]
     evaluation = {"kind": "evaluation", "times": 2}
-    found = predicted((-1, [evaluation]), (0, [{**TRAINING, "times": 2}]), units=units)
-    assert [counts(found, step)["all_gather"] for step in (-1, 0, 1)] == [4, 8 + 1, 8]
+    prediction = predicted((-1, [evaluation]), (0, [{**TRAINING, "times": 2}]), units=units)
+    assert [counts(prediction, step)["all_gather"] for step in (-1, 0, 1)] == [4, 8 + 1, 8]
     with pytest.raises(NotPredictedError, match="set_is_last_backward of a root without parameters"):
         predicted((0, [{**TRAINING, "is_last_backward": False}]), units=units)
 
 
 def test_a_row_without_passes_is_a_step_of_another_model() -> None:
-    found = predicted((0, [TRAINING]), (1, []), (2, [TRAINING]))
-    assert [counts(found, step) for step in (0, 1)] == [{"all_gather": 3, "reduce_scatter": 2}, {}]
+    prediction = predicted((0, [TRAINING]), (1, []), (2, [TRAINING]))
+    assert [counts(prediction, step) for step in (0, 1)] == [{"all_gather": 3, "reduce_scatter": 2}, {}]
 
 
 def test_equal_steps_are_not_special() -> None:
@@ -80,7 +82,7 @@ def test_equal_steps_are_not_special() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "words"),
+    ("entries", "message"),
     [
         ([{"kind": "part", "times": 1}], "only a part of the model ran in step 3"),
         ([TRAINING, {"kind": "backward", "times": 1}], "not every forward pass had its backward pass in step 3"),
@@ -90,8 +92,8 @@ def test_equal_steps_are_not_special() -> None:
         ([{**TRAINING, "times": "x"}], "the job in the log cannot be read"),
     ],
 )
-def test_passes_without_rules(entries: Any, words: str) -> None:
-    with pytest.raises(NotPredictedError, match=words):
+def test_passes_without_rules(entries: Any, message: str) -> None:
+    with pytest.raises(NotPredictedError, match=message):
         predicted((0, [TRAINING]), (3, entries))
 
 

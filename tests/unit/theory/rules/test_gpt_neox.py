@@ -1,7 +1,7 @@
-"""GPT-NeoX's own program: what its recorded runs communicated is what theory expects, and a wrong rule shows.
+"""GPT-NeoX's own program: theory expects the calls of its recorded runs, and wrong rules are detected.
 
-`tests/support/recorded/gpt_neox.json` has the configuration of runs of the commit that `registry.GPT_NEOX` names, and
-of each rank that differs the job row and the calls of each step. `tests/external` runs that program again.
+`tests/support/recorded/gpt_neox.json` has the configurations of runs of the commit that `registry.GPT_NEOX` names, and
+the job row and the calls of each step of every rank that differs. `tests/external` runs the program again.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ RANKS = [(name, number) for name, run in RECORDED.items() for number in range(le
 
 
 def job_row(name: str, number: int) -> dict[str, Any]:
-    """Job row of a rank; all but the first are stored as what differs."""
+    """Return the job row of a rank; rows after the first are stored as differences from it."""
     row: dict[str, Any] = {**RECORDED[name]["ranks"][0]["job"], **RECORDED[name]["ranks"][number]["job"]}
     return row
 
 
 def recorded_steps(name: str, number: int) -> Iterator[tuple[int, list[EqualCalls]]]:
-    """Calls of a rank by step. A step that repeats an earlier one is stored as its number."""
+    """Yield the calls of a rank by step; a step that repeats an earlier one is stored as its number."""
     steps = RECORDED[name]["ranks"][number]["steps"]
     for step, stored in steps.items():
         calls = steps[stored] if isinstance(stored, str) else stored
@@ -54,7 +54,7 @@ def recorded_steps(name: str, number: int) -> Iterator[tuple[int, list[EqualCall
 
 
 def leftovers(name: str, number: int, row: dict[str, Any] | None = None) -> list[Any]:
-    """Calls of a rank that are expected but not recorded, or recorded but not expected."""
+    """Return the calls of a rank that are expected but not recorded, or recorded but not expected."""
     prediction = predict(job_row(name, number) if row is None else row)
     return [
         (step, leftover)
@@ -73,8 +73,8 @@ def test_every_recorded_call_is_expected(name: str, number: int) -> None:
 def test_every_recorded_call_is_expected_from_the_configuration_alone(
     name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the data sets, the checkpoints and the rank within its group, which no configuration names."""
-    # Other tests have entered the example's rows.
+    """Data sets, checkpoints and the rank within its group come from the log, because no configuration has them."""
+    # Other tests may have registered the rows of the example.
     monkeypatch.setitem(planning.ENGINE_ROWS, "deepspeed", planning.EngineRows(ProgramConfig, planning._program_rows))
     config = tmp_path / "config.yml"
     config.write_text(json.dumps(RECORDED[name]["config"]))
@@ -123,7 +123,7 @@ def test_the_reference_page_has_every_run_and_file() -> None:
 
 
 def wrong(value: Any, item: Any) -> Any:
-    """Return another value of the same kind; `item` in place of nothing."""
+    """Return another value of the same kind; `item` is put into an empty sequence."""
     if isinstance(value, ExpectedCall):
         return replace(value, payload=value.payload + 1)
     if isinstance(value, ModuleNode):

@@ -21,24 +21,24 @@ from examples.gpt_neox.model import GPTNeoX, language_model_loss
 
 
 def tensors(model: Any) -> list[ModelTensor]:
-    """The parameters as a job has them."""
-    return [ModelTensor(name, tuple(one.shape), "float32") for name, one in model.named_parameters()]
+    """Return the parameters as a job has them."""
+    return [ModelTensor(name, tuple(parameter.shape), "float32") for name, parameter in model.named_parameters()]
 
 
 def names(order: Sequence[ModelTensor]) -> list[str]:
-    return [one.name for one in order]
+    return [tensor.name for tensor in order]
 
 
-def watched(model: Any) -> list[str]:
-    """Filled by a backward pass with the names of the parameters, as each has its whole gradient."""
-    seen: list[str] = []
+def record_gradients(model: Any) -> list[str]:
+    """Return a list to which a backward pass adds the name of each parameter when its gradient is complete."""
+    ready: list[str] = []
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
-    return seen
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
+    return ready
 
 
 def layers() -> torch.nn.Module:
-    """One of each kind that has a weight and a bias."""
+    """Return a model with layers of all kinds that have a weight and a bias."""
     nn = torch.nn
     return nn.Sequential(
         nn.Linear(5, 8),
@@ -53,25 +53,25 @@ def layers() -> torch.nn.Module:
 
 def test_of_norms_and_convolutions_the_weight_is_first_and_of_linear_layers_the_bias() -> None:
     model = layers()
-    seen = watched(model)
+    ready = record_gradients(model)
     model(torch.randn(3, 6, 5)).sum().backward()
-    assert seen == names(gradient_order(tensors(model)))
-    assert seen.index("1.weight") < seen.index("1.bias")
-    assert seen.index("2.weight") < seen.index("2.bias")
-    assert seen.index("0.bias") < seen.index("0.weight")
+    assert ready == names(gradient_order(tensors(model)))
+    assert ready.index("1.weight") < ready.index("1.bias")
+    assert ready.index("2.weight") < ready.index("2.bias")
+    assert ready.index("0.bias") < ready.index("0.weight")
 
 
 def test_with_zero_3_s_linear_layers_the_weight_is_first_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = pytest.importorskip("deepspeed.runtime.zero.linear")
     monkeypatch.setattr(torch.nn.functional, "linear", linear.zero3_linear_wrap)
     model = layers()
-    seen = watched(model)
+    ready = record_gradients(model)
     model(torch.randn(3, 6, 5)).sum().backward()
-    assert seen == names(zero3_linear_order(gradient_order(tensors(model))))
-    assert seen.index("0.weight") < seen.index("0.bias")
+    assert ready == names(zero3_linear_order(gradient_order(tensors(model))))
+    assert ready.index("0.weight") < ready.index("0.bias")
 
 
-AGAIN = {"checkpoint_activations": True, "checkpoint_num_layers": 2, "num_layers": 3}
+CHECKPOINTED = {"checkpoint_activations": True, "checkpoint_num_layers": 2, "num_layers": 3}
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ AGAIN = {"checkpoint_activations": True, "checkpoint_num_layers": 2, "num_layers
         {},
         {"no_weight_tying": False},
         {"gpt_j_residual": True, "hidden_dropout": 0.1},
-        {**AGAIN, "checkpoint_reentrant": True},
-        {**AGAIN, "checkpoint_reentrant": False},
-        {**AGAIN, "checkpoint_reentrant": False, "gpt_j_residual": True, "precision": "bf16"},
+        {**CHECKPOINTED, "checkpoint_reentrant": True},
+        {**CHECKPOINTED, "checkpoint_reentrant": False},
+        {**CHECKPOINTED, "checkpoint_reentrant": False, "gpt_j_residual": True, "precision": "bf16"},
     ],
     ids=str,
 )
@@ -93,7 +93,7 @@ def test_a_gpt_neox_model_hands_out_gradients_as_expected(keys: dict[str, Any], 
     model = GPTNeoX(config)
     if config.precision == "bf16":
         model.to(torch.bfloat16)
-    seen = watched(model)
+    ready = record_gradients(model)
     tokens = torch.randint(0, 250, (2, 7))
     language_model_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
-    assert seen == names(gradient_order(tensors(model)))
+    assert ready == names(gradient_order(tensors(model)))

@@ -1,8 +1,8 @@
-"""ZeRO-3 of recorded runs: a GPT-2 of Hugging Face, and a small model with older versions of DeepSpeed.
+"""ZeRO-3's rules for recorded runs: a GPT-2 of Hugging Face, and a small model with older versions of DeepSpeed.
 
-`tests/support/recorded/trainer_zero3.json` has the job row of rank 0 and its calls from DeepSpeed by step, of
-`tests/external/frameworks/trainer.py zero3` up to the first evaluation: two embeddings, and modules that are registered
-and do not run. `zero3_versions.json` has those of two steps of `tests/versions` by version of DeepSpeed.
+`tests/support/recorded/trainer_zero3.json` has the job row of rank 0 and its calls from DeepSpeed by step, from
+`tests/external/frameworks/trainer.py zero3` up to the first evaluation. Its model has two embeddings, and modules that
+are registered but do not run. `zero3_versions.json` has those of two steps of `tests/versions`, by DeepSpeed version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERSIONS = json.loads((FOLDER / "zero3_versions.json").read_text())
 
 
 def leftovers(job: dict[str, Any], steps: dict[str, Any]) -> list[tuple[int, str, int, int]]:
-    """Step, operation, payload and number of calls that are expected but not recorded (below 0), or recorded only."""
+    """Return (step, operation, payload, calls) that are only expected (calls below 0) or only recorded."""
     prediction = predict(job)
     return [
         (int(step), call.op, call.payload, call.calls)
@@ -46,14 +46,14 @@ def test_every_call_is_expected() -> None:
 
 
 def test_the_second_embedding_reads_the_model_s_input() -> None:
-    """Its parameter stays until backward has ended, so that the next forward pass need not gather it."""
+    """Its parameter stays gathered until backward has ended, so the next forward pass does not gather it."""
     without = {name: value for name, value in RECORDED["job"].items() if name != "embeddings"}
     assert leftovers(without, RECORDED["steps"]) == [(0, "all_gather", 400_384, 1), (0, "all_gather", 416_768, -1)]
 
 
 def test_embeddings_directly_beneath_the_model_are_released_after_backward_as_well() -> None:
-    words, positions = ModuleNode(1, (0,), ()), ModuleNode(2, (1,), (), reads_input=True)
-    root = ModuleNode(0, (), (words, positions, ModuleNode(3, (2,), ())))
+    word_embedding, position_embedding = ModuleNode(1, (0,), ()), ModuleNode(2, (1,), (), reads_input=True)
+    root = ModuleNode(0, (), (word_embedding, position_embedding, ModuleNode(3, (2,), ())))
     released = {module.number for call, module in backward(root, has_model_input=True) if call is release_leftovers}
     assert released == {0, 1, 2}
 
