@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def analyse(
-    run: RecordedRun, *, details: bool = False, across_ranks: bool = True, agreeing: bool = True
+    run: RecordedRun, *, details: bool = False, across_ranks: bool = True, include_matching_steps: bool = True
 ) -> dict[str, pd.DataFrame]:
     """Compute the tables of all analyses in one pass over the records, with the run's executor.
 
@@ -36,7 +36,7 @@ def analyse(
         run: The run to analyse.
         details: Whether to add the tables that only figures use.
         across_ranks: Whether to add the tables that require matching all calls of all ranks.
-        agreeing: Whether `expected` and `reconciliation` include the steps in which nothing differs.
+        include_matching_steps: Whether `expected` and `reconciliation` have the steps without differences, too.
 
     Returns:
         The tables by name.
@@ -45,7 +45,7 @@ def analyse(
     from .analysis_catalog import ACROSS_RANKS, ANALYSES, DETAILS
     from .fold_engine import fold
 
-    comparison = reconciliation.ANALYSIS if agreeing else reconciliation.DIFFERENCES
+    comparison = reconciliation.ANALYSIS if include_matching_steps else reconciliation.DIFFERENCES
     optional = (*(ACROSS_RANKS if across_ranks else ()), *(DETAILS.values() if details else ()))
     return fold(run, (*ANALYSES, comparison, *optional))
 

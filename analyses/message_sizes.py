@@ -26,7 +26,7 @@ _BIN: Final = ["op", "from_bytes", "below_bytes"]
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
-    return table_by(block.alike, ("op", "payload_bytes", "exact"), {})
+    return table_by(block.distinct_calls, ("op", "payload_bytes", "exact"), {})
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:

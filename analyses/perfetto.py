@@ -135,7 +135,7 @@ class _Writer:
         self._interned: dict[tuple[str, str], int] = {}
         self._new_texts = messages.InternedData()
         self._uuid = 0
-        first, self._alike = group_rows([calls[name] for name in ("op", *_LABELS)])
+        first, self._text_index = group_rows([calls[name] for name in ("op", *_LABELS)])
         self._texts = protobuf.stacked([self._texts_of(call) for call in first[:, None]])
         numbers = {title: calls[name] for name, title in _NUMBERS.items()}
         for title, values in (("wait for ranks (ns)", waits.wait), ("transfer (ns)", waits.transfer)):
@@ -239,7 +239,7 @@ class _Writer:
 
     def _call(self, at: Array) -> list[Column]:
         """Return the fields of the events that begin calls: their names and arguments."""
-        fields = [protobuf.chosen(self._texts, self._alike[at])]
+        fields = [protobuf.chosen(self._texts, self._text_index[at])]
         for name, values in self._numbers:
             present = values[at] >= 0
             if present.any():

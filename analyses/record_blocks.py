@@ -32,9 +32,11 @@ _CALL_FIELDS: Final = ("kind", "group", "site", "phase", "state", "payload", "lo
 
 
 class RecordBlock:
-    """Records as columns. A row is a call or, in `distinct` and `alike`, stands for several equal calls.
+    """Records as columns, a row per call.
 
-    Besides the fields of the records there are "process", the position of the process in the log, and "rank".
+    A row of `distinct_calls` and `distinct_calls_by_step` stands for several equal calls.
+
+    Besides the fields of the records there are "process", the index of the process in the log, and "rank".
 
     Attributes:
         labels: Labels of the numbers in the records.
@@ -48,14 +50,14 @@ class RecordBlock:
         labels: RunLabels,
         calls: Array | None = None,
         exact: Array | None = None,
-        alike: tuple[RecordBlock, Array] | None = None,
+        distinct_calls: tuple[RecordBlock, Array] | None = None,
     ) -> None:
-        # `distinct` refers to the records, not to the block: a reference cycle would delay freeing them.
+        # `distinct_calls` refers to the records, not to the block: a reference cycle would delay freeing them.
         self._records = records
         self.exact = np.ones(len(records), bool) if exact is None else exact
         self.labels = labels
         self.calls = np.ones(len(records), np.int64) if calls is None else calls
-        self._given_alike = alike
+        self._given_distinct_calls = distinct_calls
 
     def __getitem__(self, name: str) -> Array:
         """Return a field of the records, shape (n,)."""
@@ -81,39 +83,43 @@ class RecordBlock:
     @cached_property
     def _wire_bytes(self) -> Array:
         """Wire bytes of one call of each row, NaN where they are not known."""
-        return self.labels.wire_bytes(self) if self._given_alike is None else self.alike._wire_bytes[self.call]
+        if self._given_distinct_calls is None:
+            return self.labels.wire_bytes(self)
+        return self.distinct_calls._wire_bytes[self.call]
 
     @cached_property
-    def distinct(self) -> RecordBlock:
-        """The distinct calls of each process and step: a row per process, step and row of `alike`."""
+    def distinct_calls_by_step(self) -> RecordBlock:
+        """The distinct calls of each process and step: a row per process, step and row of `distinct_calls`."""
         first, groups = group_rows([self["process"], self["step"], self.call])
-        return self._grouped(first, groups, (self.alike, self.call[first]))
+        return self._grouped(first, groups, (self.distinct_calls, self.call[first]))
 
     @property
-    def alike(self) -> RecordBlock:
+    def distinct_calls(self) -> RecordBlock:
         """The distinct calls of the block. Training repeats itself, so there are far fewer of them than records.
 
         Calls of a row are equal in `kind`, `group`, `site`, `phase`, `state`, `payload` and `local`, and in whether
         their rank is the `peer`. Other fields are those of an arbitrary one of the calls.
         """
-        return self._alike[0]
+        return self._distinct_calls_and_rows[0]
 
     @property
     def call(self) -> Array:
-        """The row of `alike` that stands for each row, int64, shape (n,)."""
-        return self._alike[1]
+        """Index into `distinct_calls` for each row, int64, shape (n,)."""
+        return self._distinct_calls_and_rows[1]
 
     @cached_property
-    def _alike(self) -> tuple[RecordBlock, Array]:
-        if self._given_alike is not None:
-            return self._given_alike
+    def _distinct_calls_and_rows(self) -> tuple[RecordBlock, Array]:
+        if self._given_distinct_calls is not None:
+            return self._given_distinct_calls
         to_self = self["peer"] == self["rank"]
         first, groups = group_rows([*(self[name] for name in _CALL_FIELDS), to_self, self.exact])
         return self._grouped(first, groups), groups
 
-    def _grouped(self, first: Array, groups: Array, alike: tuple[RecordBlock, Array] | None = None) -> RecordBlock:
+    def _grouped(
+        self, first: Array, groups: Array, distinct_calls: tuple[RecordBlock, Array] | None = None
+    ) -> RecordBlock:
         calls = sum_groups(self.calls, groups, len(first))
-        return RecordBlock(_Rows(self._records, first), self.labels, calls, self.exact[first], alike)
+        return RecordBlock(_Rows(self._records, first), self.labels, calls, self.exact[first], distinct_calls)
 
 
 class _Rows:

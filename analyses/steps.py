@@ -20,7 +20,7 @@ SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "wire_unknown"]
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
-    return table_by(block.distinct, ("step", "op"), block.distinct.volumes)
+    return table_by(block.distinct_calls_by_step, ("step", "op"), block.distinct_calls_by_step.volumes)
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:

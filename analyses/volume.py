@@ -31,7 +31,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def _partial(keys: tuple[str, ...], block: RecordBlock) -> pd.DataFrame:
-    return table_by(block.alike, keys, block.alike.volumes)
+    return table_by(block.distinct_calls, keys, block.distinct_calls.volumes)
 
 
 def _finish(name: str, table: pd.DataFrame, run: RecordedRun) -> NamedTables:
@@ -48,7 +48,7 @@ ANALYSES: Final = tuple(
 
 
 def _partial_by_rank(block: RecordBlock) -> pd.DataFrame:
-    rows = block.distinct
+    rows = block.distinct_calls_by_step
     first, ranks = group_rows([rows["rank"]])
     training = ((steps_of(rows) >= 0) | (steps_of(rows) == MIXED)).astype(np.int64)
     values = {
@@ -74,7 +74,7 @@ BY_RANK: Final = Analysis("balance", _partial_by_rank, merge_sums("rank"), _fini
 
 
 def _partial_of_job(block: RecordBlock) -> pd.DataFrame:
-    table = table_by(block.distinct, ("process", "step", "op"), block.distinct.volumes)
+    table = table_by(block.distinct_calls_by_step, ("process", "step", "op"), block.distinct_calls_by_step.volumes)
     return table.assign(part=np.clip(table.pop("step"), EVALUATION, 0))
 
 

@@ -120,12 +120,12 @@ def without_numbers(text: str) -> str:
 
 def merge_texts(ranks_by_text: Mapping[str, Iterable[int]]) -> dict[str, list[int]]:
     """Merge texts that differ only in numbers ("N" replaces them), and their ranks, if there are more than 32."""
-    alike: dict[str, list[str]] = {}
+    texts_by_merged: dict[str, list[str]] = {}
     for text in ranks_by_text:
-        alike.setdefault(without_numbers(text) if len(ranks_by_text) > MAX_SINGLE else text, []).append(text)
+        texts_by_merged.setdefault(without_numbers(text) if len(ranks_by_text) > MAX_SINGLE else text, []).append(text)
     return {
         merged if len(texts) > 1 else texts[0]: sorted({rank for text in texts for rank in ranks_by_text[text]})
-        for merged, texts in alike.items()
+        for merged, texts in texts_by_merged.items()
     }
 
 

@@ -218,7 +218,7 @@ def _describe_tables() -> Iterator[str]:
     for title, about, specs in _TABLE_SECTIONS:
         yield from (f"## {title}", "", textwrap.fill(about, _WIDTH, break_on_hyphens=False), "")
         for spec in specs:
-            merged = f" Merged by {spec.column(spec.alike).head.rstrip('s')}." if spec.alike else ""
+            merged = f" Merged by {spec.column(spec.merge_by).head.rstrip('s')}." if spec.merge_by else ""
             text = textwrap.fill(f"{spec.title}. {spec.rows}{merged}", _WIDTH, break_on_hyphens=False)
             yield from (f"### `{spec.name}`", "", text, "")
             yield from ("| column | unit | meaning |", "| --- | --- | --- |")

@@ -104,7 +104,7 @@ def compute_verdict(
         strict: Whether only declared calls are the program's own.
         losses: Sentences on what recording lost: calls that were not compared.
     """
-    expected, rows, agreeing = _differing_cells(tables)
+    expected, rows, matching_cells = _differing_cells(tables)
     own_rows = _is_own(rows) & (not strict)
     cells = compared_cells(expected, rows.loc[~own_rows])
     agrees = _agree(cells, tolerance)
@@ -115,7 +115,7 @@ def compute_verdict(
     own["sites"] += (own["role"] == "self").map({True: " (in a group of one rank, sends nothing)", False: ""})
     own = own.groupby([*_OWN_COLUMNS[:3]], as_index=False, sort=False)[[*_OWN_COLUMNS[3:]]].sum()
     return Verdict(
-        len(cells) + agreeing,
+        len(cells) + matching_cells,
         tuple(sorted({int(rank) for rank in compared})),
         cells.loc[~agrees].reset_index(drop=True),
         sum_own_calls(own[[*_OWN_COLUMNS]].itertuples(index=False, name=None)),
@@ -134,14 +134,14 @@ def describe_losses(losses: Sequence[tuple[int, str]], *, per_rank: bool = False
 
 
 def _differing_cells(tables: Mapping[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame, int]:
-    """Return the rows of `expected` and `reconciliation` of differing cells, and the number of agreeing cells."""
+    """Return the rows of `expected` and `reconciliation` of differing cells, and the number of matching cells."""
     expected, reconciliation = tables["expected"], tables["reconciliation"]
     differs = reconciliation["cause"].to_numpy() != EXPECTED
     _, numbers = _number_cells(pd.concat([expected[[*CELL]], reconciliation[[*CELL]]]))
     differing = np.unique(numbers[len(expected) :][differs])
     shown = np.isin(numbers, differing)
-    agreeing = int(tables["theory"]["cells"].sum()) - len(differing)
-    return expected.loc[shown[: len(expected)]], reconciliation.loc[shown[len(expected) :]], agreeing
+    matching_cells = int(tables["theory"]["cells"].sum()) - len(differing)
+    return expected.loc[shown[: len(expected)]], reconciliation.loc[shown[len(expected) :]], matching_cells
 
 
 def _number_cells(rows: pd.DataFrame) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""Keys of calls in a comparison: equal where ranks and runs communicate alike."""
+"""Keys of calls in a comparison of runs. They are equal where ranks and runs make the same calls."""
 
 from __future__ import annotations
 

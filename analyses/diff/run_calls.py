@@ -1,4 +1,4 @@
-"""Calls of a run by rank and step, in a form that is equal where ranks, steps and runs communicate alike.
+"""Calls of a run by rank and step, in a form that is equal where ranks, steps and runs make the same calls.
 
 Groups and peers are described relative to their rank ("4/2": 4 ranks with stride 2; "peer=+1"), so
 that ranks with equal calls in different groups are equal. The order of calls counts only within

@@ -34,7 +34,11 @@ _FIRST_RECORDS: Final = 16
 
 
 def _finish(
-    table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = (), *, agreeing: bool = True
+    table: pd.DataFrame,
+    run: RecordedRun,
+    jobs: Sequence[Mapping[str, Any]] = (),
+    *,
+    include_matching_steps: bool = True,
 ) -> NamedTables:
     measured = measured_steps(table, len(run.processes))
     own_last = last_steps(table, len(run.processes))
@@ -43,18 +47,18 @@ def _finish(
         # All stages have the same number of ranks, in the order of the ranks.
         job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
         comparison.add(number, process, job, _problem(process, last, run), last)
-    return comparison.tables(agreeing=agreeing)
+    return comparison.tables(include_matching_steps=include_matching_steps)
 
 
 def compared_steps(last_steps: Iterable[int], run: RecordedRun) -> Array:
     """Return the steps that are compared, ascending from -1 (start-up), given the last step of each process."""
-    last = [own for own, process in zip(last_steps, run.processes, strict=True) if not _problem(process, own, run)]
+    last = [step for step, process in zip(last_steps, run.processes, strict=True) if not _problem(process, step, run)]
     steps = np.arange(_first_complete_step(run), max(last, default=-1) + 1)
     return steps[_is_compared(steps, run)]
 
 
 def _problem(process: Process, last_step: int, run: RecordedRun) -> str | None:
-    """Return why a process with this last step is not compared, None if it is."""
+    """Return the reason why a process with this last step is not compared; None if it is."""
     return process.steps_problem(last_step) or run.selection_problem
 
 
@@ -96,10 +100,10 @@ ANALYSIS: Final = Analysis(
 )
 
 
-DIFFERENCES: Final = replace(ANALYSIS, finish=partial(_finish, agreeing=False))
-"""ANALYSIS without the cells of steps in which nothing differs: for many ranks and steps, they take much memory."""
+DIFFERENCES: Final = replace(ANALYSIS, finish=partial(_finish, include_matching_steps=False))
+"""ANALYSIS without the steps that have no differences: for many ranks and steps, they take much memory."""
 
 
 def differences_from(*jobs: Mapping[str, Any]) -> Analysis:
     """Return DIFFERENCES with job rows in place of the captured ones; a pipeline has one per stage."""
-    return replace(DIFFERENCES, finish=partial(_finish, jobs=jobs, agreeing=False), reads_records=None)
+    return replace(DIFFERENCES, finish=partial(_finish, jobs=jobs, include_matching_steps=False), reads_records=None)

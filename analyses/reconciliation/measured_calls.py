@@ -53,25 +53,27 @@ def partial(block: RecordBlock) -> pd.DataFrame:
         (wire bytes times `ranks`) and `wire_unknown` since the step before. `ranks` is the size of the call's group.
         Wire bytes are multiples of 1/`ranks` byte, so sums of `wire_parts` are exact.
     """
-    alike, rows = block.alike, block.distinct
-    ranks = block.labels.group_sizes(alike["group"])
-    call = {name: block.labels.codes(name, block.labels.ids(name, alike)) for name in ("role", "op", "phase", "site")}
-    call |= {"payload": alike["payload"].astype(np.int64), "ranks": ranks}
+    distinct, rows = block.distinct_calls, block.distinct_calls_by_step
+    ranks = block.labels.group_sizes(distinct["group"])
+    call = {
+        name: block.labels.codes(name, block.labels.ids(name, distinct)) for name in ("role", "op", "phase", "site")
+    }
+    call |= {"payload": distinct["payload"].astype(np.int64), "ranks": ranks}
     # Each call with its payload, then each without; many of these are equal.
-    calls = pd.concat([pd.DataFrame(call), pd.DataFrame({**call, "payload": np.full(len(alike), -1)})])
+    calls = pd.concat([pd.DataFrame(call), pd.DataFrame({**call, "payload": np.full(len(distinct), -1)})])
     examples, numbers = group_rows([calls[name].to_numpy() for name in _CALL])
     has_payload = rows["step"] < DETAILED_STEPS
     parts = np.rint(rows.volumes["wire_bytes"] * ranks[rows.call]).astype(np.int64)
-    own = {
+    columns = {
         "process": rows["process"],
-        "call": numbers[rows.call + np.where(has_payload, 0, len(alike))],
+        "call": numbers[rows.call + np.where(has_payload, 0, len(distinct))],
         "step": rows["step"].astype(np.int64),
         "calls": rows.calls,
         "payload_bytes": rows.volumes["payload_bytes"],
         "wire_parts": parts,
         "wire_unknown": rows.volumes["wire_unknown"],
     }
-    changes = _changes(merge_sums("process", "call", "step")([pd.DataFrame(own, copy=False)]))
+    changes = _changes(merge_sums("process", "call", "step")([pd.DataFrame(columns, copy=False)]))
     fields = calls.iloc[examples[changes.pop("call")]]
     return merge([changes.assign(**{name: fields[name].to_numpy() for name in _CALL})])
 
@@ -103,9 +105,9 @@ class MeasuredSteps:
     """The measured calls of all processes by period: consecutive steps with equal calls.
 
     Attributes:
-        first: Position of the first period of each process, and of the end, int64, shape (processes + 1,).
+        first: Index of the first period of each process, then the number of periods, int64, shape (processes + 1,).
         step: First step of each period, int64, shape (periods,), ascending within a process.
-        content: Position in `calls` of the calls of each step of the period, int64, shape (periods,).
+        content: Index into `calls` for the steps of each period, int64, shape (periods,).
         calls: The distinct sets of calls that steps have. The first one is empty.
     """
 
@@ -115,10 +117,10 @@ class MeasuredSteps:
     calls: Sequence[Sequence[EqualCalls]]
 
     def of(self, process: int, steps: Array) -> Array:
-        """Return the position in `calls` of the calls of each step of a process, same shape as `steps`."""
-        own = slice(self.first[process], self.first[process + 1])
-        period = np.searchsorted(self.step[own], steps, side="right")
-        return np.append(0, self.content[own])[period]
+        """Return the index into `calls` for each of these steps of a process, int64, same shape as `steps`."""
+        periods = slice(self.first[process], self.first[process + 1])
+        period = np.searchsorted(self.step[periods], steps, side="right")
+        return np.append(0, self.content[periods])[period]
 
 
 def last_steps(table: pd.DataFrame, processes: int) -> list[int]:

@@ -1,4 +1,7 @@
-"""Comparison of all ranks with their expected calls. Alike ranks share their expectation and its comparison."""
+"""Comparison of all ranks with their expected calls.
+
+Ranks with equal jobs share their expected calls. Ranks that also have equal recorded calls share the comparison.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,13 @@ def _table(name: str, rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
 
 
 @dataclass(frozen=True, eq=False)
-class _Expectation:
-    """Expected calls of alike ranks.
+class _ExpectedSteps:
+    """Expected calls of ranks with equal jobs.
 
     Attributes:
         prediction: The prediction.
         calls: The distinct sets of calls that steps have.
-        calls_of_step: Position in `calls` of the calls of each step, from -1 on, shape (steps,).
+        calls_of_step: Index into `calls` for each step (step -1 is start-up), int64, shape (steps,).
         payload_bytes: Payload of the calls of all steps.
     """
 
@@ -54,15 +57,15 @@ class _Expectation:
 
 
 @dataclass(frozen=True, eq=False)
-class _AlikeRanks:
+class _EquivalentRanks:
     """Comparison shared by ranks with the same expected and the same measured calls.
 
     Attributes:
-        positions: Position in `RankComparison._compared` of each step.
+        compared: Index into `RankComparison._compared` for each step, int64, shape (steps,).
         theory: Columns of their rows of the table `theory`.
     """
 
-    positions: Array
+    compared: Array
     theory: Mapping[str, object]
 
 
@@ -72,18 +75,22 @@ class RankComparison:
     def __init__(self, measured: MeasuredSteps, steps: Array) -> None:
         self._measured = measured
         self._steps = steps
-        self._expectations: list[tuple[Mapping[str, Any], _Expectation | NotPredictedError]] = []  # by job
+        self._expected: list[tuple[Mapping[str, Any], _ExpectedSteps | NotPredictedError]] = []  # by job
         self._compared: list[ComparedStep] = []
-        self._position_of = functools.cache(self._compare)
-        self._alike: dict[tuple[object, ...], _AlikeRanks] = {}
-        self._ranks: list[tuple[int, _AlikeRanks]] = []
+        self._compare_once = functools.cache(self._compare)
+        self._equivalent: dict[tuple[object, ...], _EquivalentRanks] = {}
+        self._ranks: list[tuple[int, _EquivalentRanks]] = []
         self._theory: list[dict[str, object]] = []
         self._waterfall: WaterfallRows | None = None
 
-    def tables(self, *, agreeing: bool) -> NamedTables:
-        """Return the tables of the added processes; unless `agreeing`, without steps in which nothing differs."""
+    def tables(self, *, include_matching_steps: bool) -> NamedTables:
+        """Return the tables of the added processes.
+
+        Args:
+            include_matching_steps: Whether `expected` and `reconciliation` have the steps without differences, too.
+        """
         bars, bars_by_role = self._waterfall or ([], [])
-        shown = [step if agreeing or step.differs else None for step in self._compared]
+        shown = [step if include_matching_steps or step.differs else None for step in self._compared]
         return {
             "theory": _table("theory", self._theory),
             "expected": self._expanded("expected", [step.expected if step else () for step in shown]),
@@ -95,19 +102,20 @@ class RankComparison:
     def _expanded(self, name: str, rows: Sequence[Sequence[Mapping[str, object]]]) -> pd.DataFrame:
         """Return the table of all steps of all ranks, given the rows of each step in `_compared`."""
         table = _table(name, [{"rank": 0, "step": 0, **row} for step_rows in rows for row in step_rows])
-        lengths = np.array([len(step_rows) for step_rows in rows], np.int64)
-        begins = np.cumsum(lengths) - lengths
+        row_counts = np.array([len(step_rows) for step_rows in rows], np.int64)
+        begins = np.cumsum(row_counts) - row_counts
 
         @functools.cache
-        def rows_and_steps(alike: _AlikeRanks) -> Array:
-            own = lengths[alike.positions]
-            return np.stack([concatenated_ranges(begins[alike.positions], own), np.repeat(self._steps, own)])
+        def rows_and_steps(ranks: _EquivalentRanks) -> Array:
+            """Return the row in `table`, and the step, of each row of a rank, int64, shape (2, rows)."""
+            counts = row_counts[ranks.compared]
+            return np.stack([concatenated_ranges(begins[ranks.compared], counts), np.repeat(self._steps, counts)])
 
-        of_ranks = [rows_and_steps(alike) for _, alike in self._ranks]
-        taken, steps = np.concatenate([np.zeros((2, 0), np.int64), *of_ranks], axis=1)
+        rows_by_rank = [rows_and_steps(ranks) for _, ranks in self._ranks]
+        taken, steps = np.concatenate([np.zeros((2, 0), np.int64), *rows_by_rank], axis=1)
         ranks = np.array([rank for rank, _ in self._ranks], np.int64)
-        of_row = np.repeat(ranks, [own.shape[1] for own in of_ranks])
-        return table.take(taken).assign(rank=of_row, step=steps).reset_index(drop=True)
+        row_ranks = np.repeat(ranks, [rank_rows.shape[1] for rank_rows in rows_by_rank])
+        return table.take(taken).assign(rank=row_ranks, step=steps).reset_index(drop=True)
 
     def add(
         self, number: int, process: Process, given_job: Mapping[str, Any] | None, problem: str | None, own_last: int
@@ -115,10 +123,10 @@ class RankComparison:
         """Add a process.
 
         Args:
-            number: Its position in the log.
+            number: Its index in the log.
             process: The process.
-            given_job: A job row that replaces the captured one.
-            problem: Why the process is not compared, if so.
+            given_job: A job row that replaces the captured one; None if there is none.
+            problem: Reason why the process is not compared; None if it is.
             own_last: Its last step, which may be before that of the run.
         """
         known = process.tables.process.get("versions")
@@ -126,86 +134,96 @@ class RankComparison:
         summary: dict[str, object] = {"rank": process.rank, "other_versions": _other_versions(versions)}
         try:
             job = _captured_job(process) if given_job is None else given_job
-            expectation = self._expectation({**job, "versions": versions})
+            expected = self._expected_steps({**job, "versions": versions})
             if problem:
                 raise NotPredictedError(problem)
         except NotPredictedError as reason:
             self._theory.append({**summary, "not_predicted": str(reason)})
             return
-        alike = self._alike_ranks(number, process, expectation, own_last)
-        self._ranks.append((process.rank, alike))
-        self._theory.append({**summary, **alike.theory})
+        equivalent = self._equivalent_ranks(number, process, expected, own_last)
+        self._ranks.append((process.rank, equivalent))
+        self._theory.append({**summary, **equivalent.theory})
 
-    def _expectation(self, job: Mapping[str, Any]) -> _Expectation:
-        """Return the expected calls of a job, the same object for equal jobs. Raises NotPredictedError."""
-        expectation = next((expected for known, expected in self._expectations if known == job), None)
-        if expectation is None:
+    def _expected_steps(self, job: Mapping[str, Any]) -> _ExpectedSteps:
+        """Return the expected calls of a job, the same object for equal jobs. Raise NotPredictedError without rules."""
+        expected = next((steps for known, steps in self._expected if known == job), None)
+        if expected is None:
             try:
-                expectation = _expect(job, self._steps)
+                expected = _expected_steps(job, self._steps)
             except NotPredictedError as reason:
-                expectation = reason
-            self._expectations.append((job, expectation))
-        if isinstance(expectation, NotPredictedError):
-            raise expectation
-        return expectation
+                expected = reason
+            self._expected.append((job, expected))
+        if isinstance(expected, NotPredictedError):
+            raise expected
+        return expected
 
-    def _alike_ranks(self, number: int, process: Process, expectation: _Expectation, own_last: int) -> _AlikeRanks:
-        """Return the comparison of a process, the same object for alike ones."""
+    def _equivalent_ranks(
+        self, number: int, process: Process, expected: _ExpectedSteps, own_last: int
+    ) -> _EquivalentRanks:
+        """Return the comparison of a process, the same object for equivalent ones."""
         measured = self._measured.of(number, self._steps)
         has_ended, has_lost_records = process.tables.end is not None, process.lost_records > 0
-        key = expectation, measured.tobytes(), own_last, has_ended, has_lost_records
-        if key not in self._alike:
+        key = expected, measured.tobytes(), own_last, has_ended, has_lost_records
+        if key not in self._equivalent:
             ends_within = (self._steps == own_last) & (not has_ended)
-            steps = [expectation.calls_of_step, measured, self._steps < 0, ends_within, self._steps > own_last]
-            first, alike = group_rows(steps)
-            distinct = zip(*(column[first].tolist() for column in steps), strict=True)
-            different = [self._position_of(expectation, has_lost_records, *step) for step in distinct]
-            positions = np.array(different, np.int64)[alike]
+            steps = [expected.calls_of_step, measured, self._steps < 0, ends_within, self._steps > own_last]
+            first, groups = group_rows(steps)
+            distinct_steps = zip(*(column[first].tolist() for column in steps), strict=True)
+            distinct_compared = [self._compare_once(expected, has_lost_records, *step) for step in distinct_steps]
+            compared = np.array(distinct_compared, np.int64)[groups]
             if self._waterfall is None:
-                own = np.flatnonzero(measured)[: None if has_ended else -1]  # the last step may lack calls
-                self._waterfall = self._waterfall_of(process, expectation.prediction, positions, own)
-            self._alike[key] = _AlikeRanks(positions, self._theory_of(expectation, positions))
-        return self._alike[key]
+                complete = np.flatnonzero(measured)[: None if has_ended else -1]  # the last step may lack calls
+                self._waterfall = self._waterfall_of(process, expected.prediction, compared, complete)
+            self._equivalent[key] = _EquivalentRanks(compared, self._theory_of(expected, compared))
+        return self._equivalent[key]
 
     def _compare(
-        self, expectation: _Expectation, has_lost_records: bool, expected: int, measured: int, *ends: bool
+        self,
+        expected: _ExpectedSteps,
+        has_lost_records: bool,
+        expected_calls: int,
+        measured_calls: int,
+        is_start: bool,
+        ends_within: bool,
+        ends_before: bool,
     ) -> int:
-        """Compare a step, and return its position in `_compared`.
+        """Compare a step, and return its index in `_compared`.
 
         Args:
-            expectation: The expected calls.
+            expected: The expected calls.
             has_lost_records: Whether some counted calls have no record in the log.
-            expected: Position of the step's calls in `expectation.calls`.
-            measured: Their position in `_measured.calls`, 0 without any.
-            ends: Whether the step is start-up, whether the log ends within it, and whether the log ends before it.
+            expected_calls: Index of the step's calls in `expected.calls`.
+            measured_calls: Index of the step's calls in `_measured.calls`; 0 if it has none.
+            is_start: Whether the step is start-up.
+            ends_within: Whether the log ends within the step.
+            ends_before: Whether the log ends before the step.
         """
-        is_start, ends_within, ends_before = ends
         context = StepContext(
-            expectation.prediction,
-            expectation.calls[expected],
+            expected.prediction,
+            expected.calls[expected_calls],
             is_start=is_start,
-            has_calls=measured > 0,
+            has_calls=measured_calls > 0,
             log_ends_within=ends_within,
             log_ends_before=ends_before,
             has_lost_records=has_lost_records,
         )
-        self._compared.append(compare_step(self._measured.calls[measured], context))
+        self._compared.append(compare_step(self._measured.calls[measured_calls], context))
         return len(self._compared) - 1
 
-    def _theory_of(self, expectation: _Expectation, positions: Array) -> dict[str, object]:
-        """Return the columns of the table `theory` that alike ranks have in common."""
+    def _theory_of(self, expected: _ExpectedSteps, compared: Array) -> dict[str, object]:
+        """Return the columns of the table `theory` that equivalent ranks have in common."""
         sums: dict[str, int] = defaultdict(int)
         cells = measured_bytes = 0
-        for position, times in zip(*map(np.ndarray.tolist, np.unique(positions, return_counts=True)), strict=True):
-            step = self._compared[position]
+        for index, times in zip(*map(np.ndarray.tolist, np.unique(compared, return_counts=True)), strict=True):
+            step = self._compared[index]
             cells += times * step.cells
             measured_bytes += times * sum(calls.bytes for calls in step.calls)
             for cause, size in step.bytes_by_cause.items():
                 sums[cause] += times * size
         return {
-            "scheme": expectation.prediction.scheme,
+            "scheme": expected.prediction.scheme,
             "cells": cells,
-            "expected_bytes": expectation.payload_bytes,
+            "expected_bytes": expected.payload_bytes,
             "measured_bytes": measured_bytes,
             "matched_bytes": sums[EXPECTED],
             "named_bytes": sum(size for cause, size in sums.items() if cause not in (EXPECTED, UNEXPLAINED)),
@@ -214,26 +232,30 @@ class RankComparison:
         }
 
     def _waterfall_of(
-        self, process: Process, prediction: Prediction, positions: Array, measured: Array
+        self, process: Process, prediction: Prediction, compared: Array, complete: Array
     ) -> WaterfallRows | None:
-        """Return the waterfall of the last regular measured step, preferably of one without an evaluation.
+        """Return the waterfall of the last regular step, preferably of one without an evaluation.
 
-        `measured` has the positions of the measured steps in `_steps`.
+        Args:
+            process: The process.
+            prediction: Its prediction.
+            compared: Index into `_compared` for each step.
+            complete: Indices into `_steps` of the steps with calls, without the last one if the log ends within it.
         """
-        for evaluates, position in itertools.product((False, True), measured[::-1].tolist()):
-            step = int(self._steps[position])
-            compared: ComparedStep = self._compared[positions[position]]
+        for evaluates, index in itertools.product((False, True), complete[::-1].tolist()):
+            step = int(self._steps[index])
+            compared_step: ComparedStep = self._compared[compared[index]]
             if (
-                any(calls.phase == "evaluation" for calls in compared.calls) == evaluates
+                any(calls.phase == "evaluation" for calls in compared_step.calls) == evaluates
                 and step >= prediction.steady
                 and prediction.special_step(step) is None
             ):
-                return compared.waterfall(f"recorded, rank {process.rank}, step {step}")
+                return compared_step.waterfall(f"recorded, rank {process.rank}, step {step}")
         return None
 
 
-def _expect(job: Mapping[str, Any], steps: Array) -> _Expectation:
-    """Return the expected calls of a job in steps from -1 on. Raises NotPredictedError."""
+def _expected_steps(job: Mapping[str, Any], steps: Array) -> _ExpectedSteps:
+    """Return the expected calls of a job in these steps. Raise NotPredictedError without rules."""
     try:
         prediction = predict(job)
         calls, calls_of_step = _calls_by_step(prediction, steps)
@@ -246,23 +268,23 @@ def _expect(job: Mapping[str, Any], steps: Array) -> _Expectation:
     except Exception as error:  # a job from a damaged log may hold anything
         raise NotPredictedError(f"the rules fail on the job in the log: {type(error).__name__}: {error}") from error
     if expected_bytes > _MAX_BYTES or abs(prediction.closed_form.bytes) > _MAX_BYTES:
-        raise NotPredictedError("the job in the log leads to more bytes than 64 bits can count")
-    return _Expectation(prediction, calls, calls_of_step, expected_bytes)
+        raise NotPredictedError("the job in the log leads to more than 2^62 bytes")
+    return _ExpectedSteps(prediction, calls, calls_of_step, expected_bytes)
 
 
 def _calls_by_step(prediction: Prediction, steps: Array) -> tuple[list[tuple[ExpectedCall, ...]], Array]:
-    """Return the distinct sets of calls of steps, and the position of each step's set in them, from step -1 on."""
+    """Return the distinct sets of calls that steps have, and the index of each step's set, int64, shape (steps,)."""
     if not prediction.has_special_steps:
         return [prediction.start, *prediction.steps], np.minimum(steps + 1, len(prediction.steps))
-    different: dict[tuple[ExpectedCall, ...], int] = {}
+    index_of: dict[tuple[ExpectedCall, ...], int] = {}
     by_id: dict[int, tuple[tuple[ExpectedCall, ...], int]] = {}  # far faster than comparing calls
     calls_of_step = []
     for step in steps.tolist():
         calls = prediction.step(step)
         if id(calls) not in by_id:
-            by_id[id(calls)] = calls, different.setdefault(calls, len(different))
+            by_id[id(calls)] = calls, index_of.setdefault(calls, len(index_of))
         calls_of_step.append(by_id[id(calls)][1])
-    return [*different], np.array(calls_of_step, np.int64)
+    return [*index_of], np.array(calls_of_step, np.int64)
 
 
 def _captured_job(process: Process) -> Mapping[str, Any]:

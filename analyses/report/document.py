@@ -46,7 +46,7 @@ import pandas as pd
 from commtrace.analyses.coverage import notes_table
 from commtrace.analyses.diff import RunDifferences
 from commtrace.analyses.table_specs import TABLES, describe_columns
-from commtrace.analyses.table_specs.alike_ranks import ALIKE, ALIKE_MEANING, Different, Distribution, reduce_ranks
+from commtrace.analyses.table_specs.equivalent_ranks import ALIKE, ALIKE_MEANING, Different, Distribution, reduce_ranks
 from commtrace.reading.log_notes import Note, merge_notes
 from commtrace.reading.recorded_run import RecordedRun
 

@@ -8,7 +8,7 @@ import pandas as pd
 from rich.table import Table
 
 from commtrace.analyses.table_specs import TABLES
-from commtrace.analyses.table_specs.alike_ranks import text_rows
+from commtrace.analyses.table_specs.equivalent_ranks import text_rows
 from commtrace.text_tables import TextColumn, text_table
 
 
@@ -20,7 +20,7 @@ def spec_table(
     view: str = "terminal",
     extra_columns: Sequence[tuple[TextColumn, Sequence[str]]] = (),
 ) -> Table:
-    """Lay out a table, possibly reduced to classes of alike ranks, as a view of its description shows it.
+    """Lay out a table, possibly reduced to classes of equivalent ranks, as a view of its description shows it.
 
     `extra_columns` have a cell per row, and go to the right, before columns that may be left out.
     """

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from commtrace.analyses.record_blocks import EVALUATION
 from commtrace.analyses.table_specs import TABLES
-from commtrace.analyses.table_specs.alike_ranks import ALIKE, reduce_ranks
+from commtrace.analyses.table_specs.equivalent_ranks import ALIKE, reduce_ranks
 from commtrace.formatting import format_bytes, format_plural
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.text_tables import left_column, paragraph, stdout_accepts_unicode

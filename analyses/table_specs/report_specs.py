@@ -32,7 +32,7 @@ REPORT_TABLES: Final = (
             "When the first waiting rank entered it, since 1970-01-01 UTC."),
         duration("waited_ns", "for", "Lower bound of the time that a rank waited; 0 if none waits."),
         replace(shared.SITE, meaning='Call site of the ranks that are in it; "" if it was not recorded.'),
-    ), alike="group_ranks"),
+    ), merge_by="group_ranks"),
     TableSpec("stuck_ranks", "Ranks of calls that do not end", "A row per stuck call and rank that it needs.", (
         column("", str, "stuck_call", "call", "Row of the call in `stuck_calls`, from 0."),
         shared.RANK,
@@ -45,7 +45,7 @@ REPORT_TABLES: Final = (
             '"runs": it ran when the report was made; "exit": it closed its log; "died": it did not; "unknown": it '
             "runs, or died, on another host."),
         column("ns", format_moment, "alive_ns", "last seen", "When the process was last known to be alive."),
-    ), alike="rank"),
+    ), merge_by="rank"),
     TableSpec("coverage", "Log coverage", "One row.", (
         word_column("run", "run", "Identifier of the run."),
         count("ranks_seen", "recorded ranks", "Ranks that left a log."),
@@ -84,7 +84,7 @@ REPORT_TABLES: Final = (
         *shared.COUNTERS, shared.NOT_SELECTED, shared.FIRST_ERROR,
         word_column("end", "end", "How it ended; missing if it is alive or ended without closing its log."),
         shared.NOT_FOUND,
-    ), alike="rank"),
+    ), merge_by="rank"),
     TableSpec("blind_spots", "Blind spots", "A row per blind spot.", (
         text_column("blind_spot", "blind spot", "What is not observed."),
         count("processes", "", "Processes that it applies to."),
@@ -110,7 +110,7 @@ REPORT_TABLES: Final = (
         duration("drain_ns", "writing", "Processor time of the thread that writes the log."),
         duration("span_ns", "run", "Time from the process's first line in the log to its last."),
         column("fraction", format_small_share, "share", "share", "(calls_ns + drain_ns) / span_ns."),
-    ), alike="rank"),
+    ), merge_by="rank"),
     TableSpec("volume_by_operation", "Volume by operation", _BY_PAYLOAD.format("operation"), (
         shared.OP, *shared.VOLUME,
     )),
@@ -191,7 +191,7 @@ REPORT_TABLES: Final = (
         count("training_calls", "", "Its calls in training steps."),
         bytes_column("training_payload_bytes", "in training steps", "Its payload in training steps."),
         ratio("payload_of_median", "x median", "training_payload_bytes / that of the median rank."),
-    ), {"terminal": "rank calls payload_bytes wire_bytes training_payload_bytes payload_of_median"}, alike="rank"),
+    ), {"terminal": "rank calls payload_bytes wire_bytes training_payload_bytes payload_of_median"}, merge_by="rank"),
     TableSpec("clocks", "Clocks of the hosts",
         "A row per host (per boot of it). Bounds follow from the calls of the log; a host that they do not bound "
         "has missing values.", (
@@ -206,7 +206,7 @@ REPORT_TABLES: Final = (
         duration("half_width_ns", "offset +-", "Half the largest distance between the bounds of the offset."),
         count("calls", "calls", "Calls of the host that gave bounds.", measured=True),
         count("steps", "steps", "Jumps of the clock (`clock_steps`)."),
-    ), alike="host"),
+    ), merge_by="host"),
     TableSpec("clock_steps", "Clock jumps",
         "A row per jump of a host's clock: the bounds before and after it contradict each other.", (
         word_column("host", "host", "Host name."),
@@ -215,7 +215,7 @@ REPORT_TABLES: Final = (
         column("ns", format_count, "before_ns", "before", "Time before which it jumped."),
         column("ns", format_count, "smallest_ns", "at least", "Lower bound of the jump."),
         column("ns", format_count, "largest_ns", "at most", "Upper bound of the jump."),
-    ), alike="host"),
+    ), merge_by="host"),
     TableSpec("waiting", "Waiting for other ranks", "One row, for a sample of the operations.", (
         count("every", "every n-th", "n: the sample is every n-th operation of each group; 1: all."),
         *shared.WAITS,
@@ -225,7 +225,7 @@ REPORT_TABLES: Final = (
             f"A row per {noun}, {order}. Only calls of groups of two or more ranks.", (
             key, *shared.WAITS, *shared.BUS_BANDWIDTHS,
         ), {"terminal": f"{key.name} {_WAITS_SHOWN} busbw_gb_per_s transfer_busbw_gb_per_s"},
-            alike="rank" if name == "rank" else "")
+            merge_by="rank" if name == "rank" else "")
         for name, noun, key, order in (
             ("operation", "operation", shared.OP, "the longest wait first"),
             ("role", "dimension", shared.ROLE, "the longest wait first"),
@@ -254,7 +254,7 @@ REPORT_TABLES: Final = (
         bytes_column("unexplained_bytes", "unexplained",
             "Payload of extra and missing calls without a known cause."),
         share("matched_share", "matched share", "matched_bytes / measured_bytes."),
-    ), alike="rank"),
+    ), merge_by="rank"),
     TableSpec("expected", "Expected calls", "A row per rank, step, dimension and operation.", (
         shared.RANK, shared.STEP, shared.ROLE, shared.OP,
         count("calls", "calls", "Calls that theory expects."),
@@ -262,7 +262,7 @@ REPORT_TABLES: Final = (
             "Most calls in any order of modules and gradients; missing if their number is certain."),
         bytes_column("payload_bytes", "payload", "Their payload; an upper bound if it depends on the data."),
         bytes_column("payload_bytes_min", "payload (min)", "Lower bound of their payload; missing if it is certain."),
-    ), alike="rank"),
+    ), merge_by="rank"),
     TableSpec("reconciliation", "Expected and recorded calls",
         "Rows per rank, step, dimension, operation and cause, and by call site where the program itself may be the "
         "cause. Calls are compared by size; from step 64 on by "
@@ -276,7 +276,7 @@ REPORT_TABLES: Final = (
             "difference, bytes", "measured_bytes - expected_bytes."),
         text_column("cause", "cause", '"expected" if equal, else the cause of the difference, or "unexplained".'),
         text_column("sites", "call sites", "Call sites of the recorded calls, separated by semicolons."),
-    ), {"page": "role op cause expected_calls measured_calls difference_bytes sites"}, alike="rank"),
+    ), {"page": "role op cause expected_calls measured_calls difference_bytes sites"}, merge_by="rank"),
     TableSpec("waterfall", "From the closed form to the recorded wire bytes",
         "Rows in the order of the sum, for the last complete, regular step of the lowest compared rank.", (
         *shared.WATERFALL,

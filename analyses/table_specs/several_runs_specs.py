@@ -100,7 +100,7 @@ SCALING_TABLES: Final = (
         RUN, RANK,
         replace(_STEP_NS, meaning="Duration of a step."),
         *_STEP_TIMES, *_STEP_VOLUMES, _COMPUTE,
-    ), alike="rank"),
+    ), merge_by="rank"),
     TableSpec("scaling_fits", "Fitted models", "A row per fitted number.", (
         word_column("model", "model", "Name of the model."),
         word_column("parameter", "parameter", "Its parameter."),
@@ -146,7 +146,7 @@ DIFFERENCE_TABLES: Final = (
         count("calls_b", "calls in B", "The same in the second run."),
         text_column("sites_a", "call sites in A", "Call sites that make more of these calls in the first run."),
         text_column("sites_b", "call sites in B", "The same in the second run."),
-    ), alike="ranks"),
+    ), merge_by="ranks"),
     TableSpec("setting_differences", "Settings that differ between two runs", "A row per setting.", (
         text_column("name", "setting", "World size, library version, environment variable, or field of the job."),
         text_column("a", "A", 'Value in the first run; "-" if it has none.'),

@@ -57,7 +57,7 @@ class TableSpec:
         columns: All columns, in order.
         views: Names of the columns that a view shows, separated by spaces, by the name of the view: "terminal", "page",
             or that of a figure. Other views show all columns.
-        alike: Column of ranks, or hosts, whose rows are merged where there are many (`alike_ranks`); "": never.
+        merge_by: Column of ranks, or hosts, whose rows are merged if there are many (`equivalent_ranks`); "": never.
     """
 
     name: str
@@ -65,7 +65,7 @@ class TableSpec:
     rows: str
     columns: tuple[ColumnSpec, ...]
     views: Mapping[str, str] = field(default_factory=dict)
-    alike: str = ""
+    merge_by: str = ""
 
     @property
     def column_names(self) -> list[str]:

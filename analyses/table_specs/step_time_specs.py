@@ -45,7 +45,7 @@ STEP_TIME_TABLES: Final = (
         share("own_share", "own delay", "Part of the longest waits for this rank that began with its own computation."),
         share("passed_on_share", "passed on", "Part of them that began with the computation of other ranks."),
         shared.ranks_column("passed_on_from", "from", 'Those ranks, such as "2-3,7".', kind="text"),
-    ), alike="rank"),
+    ), merge_by="rank"),
     TableSpec("delays", "Delays",
         "A row per rank and phase that computes significantly longer than other ranks, the longest first.", (
         shared.RANK, _PHASE,
@@ -56,7 +56,7 @@ STEP_TIME_TABLES: Final = (
             "Computation beyond the median of the other ranks, median of the delayed steps."),
         duration("on_path_ns", "on the critical path", "Part of the delay that lengthens the step, mean."),
         share("share", "share", "delay_ns as a share of the delayed steps' duration."),
-    ), {"terminal": "rank phase recurrence steps delay_ns share"}, alike="rank"),
+    ), {"terminal": "rank phase recurrence steps delay_ns share"}, merge_by="rank"),
 )  # fmt: skip
 """Tables in every JSON report; empty if there are no measured steps."""
 

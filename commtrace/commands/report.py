@@ -68,11 +68,17 @@ def run(arguments: argparse.Namespace) -> int:
         from commtrace.analyses.report.html import page_contents  # raises if a library is not installed
     details = arguments.html is not None and not several
     full = not several and (arguments.json or details or "waiting" in (arguments.sections or ()))
-    agreeing = several or arguments.json or details
+    include_matching_steps = several or arguments.json or details
     with open_executor(arguments.dask) as executor:
         runs = {name: open_run(path, executor=executor) for name, path in short_names(arguments.directories).items()}
         tables = {
-            name: _tables(run, details=details, across_ranks=full, agreeing=agreeing, network=arguments.network)
+            name: _tables(
+                run,
+                details=details,
+                across_ranks=full,
+                include_matching_steps=include_matching_steps,
+                network=arguments.network,
+            )
             for name, run in runs.items()
         }
     width, per_rank = arguments.width, arguments.per_rank
@@ -124,13 +130,15 @@ def print_text(renderables: Iterable[RenderableType], width: int) -> None:
         console(width).print(renderable)
 
 
-def _tables(run: Run, *, details: bool, across_ranks: bool, agreeing: bool, network: str | None = None) -> NamedTables:
+def _tables(
+    run: Run, *, details: bool, across_ranks: bool, include_matching_steps: bool, network: str | None = None
+) -> NamedTables:
     from commtrace.analyses import analyse
     from commtrace.analyses.fold_engine import fold
 
     network_analyses = _network_analyses(network)
     with _worker_processes(run):
-        tables = analyse(run, details=details, across_ranks=across_ranks, agreeing=agreeing)
+        tables = analyse(run, details=details, across_ranks=across_ranks, include_matching_steps=include_matching_steps)
         return {**tables, **(fold(run, network_analyses) if network_analyses else {})}
 
 

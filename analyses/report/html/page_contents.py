@@ -16,7 +16,7 @@ from commtrace.analyses.report import findings
 from commtrace.analyses.report.expected_text import NETWORK_LEGEND, network_source, network_title
 from commtrace.analyses.steps import ALL
 from commtrace.analyses.table_specs import TABLES
-from commtrace.analyses.table_specs.alike_ranks import reduce_ranks, text_rows
+from commtrace.analyses.table_specs.equivalent_ranks import reduce_ranks, text_rows
 from commtrace.formatting import format_bytes, format_count, format_plural, format_share, format_small_share, is_known
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.run import Run
@@ -40,7 +40,7 @@ def page_of_run(
         run: The run.
         tables: Its tables, including those that only figures use.
         sites: Maximum number of call sites; 0: all.
-        per_rank: Show the first rows of tables of many ranks, instead of classes of alike ranks.
+        per_rank: Show the first rows of tables of many ranks, instead of classes of equivalent ranks.
     """
     sections = [_figure_section(name, figure, tables) for name, figure in figures.FIGURES.items()]
     sections += _across_ranks(tables, per_rank=per_rank)
@@ -105,8 +105,8 @@ def _tiles(tables: Mapping[str, pd.DataFrame]) -> Iterator[Tile]:
     yield Tile("calls recorded", format_count(records), note, counted and records < calls)
     steady = tables["steady_step"]
     for step in rows_of(steady.loc[steady["op"] == ALL]):
-        alike = f"{step.differing_steps:,} differ from the median" if step.differing_steps else "all identical"
-        yield Tile("training steps", format_count(step.steps), alike)
+        variation = f"{step.differing_steps:,} differ from the median" if step.differing_steps else "all identical"
+        yield Tile("training steps", format_count(step.steps), variation)
         calls = f"per rank, in {format_count(step.calls_per_rank)} calls"
         yield Tile("payload of a step", format_bytes(step.payload_bytes_per_rank), calls)
         yield Tile("sent in a step", format_bytes(step.wire_bytes_per_rank), "per rank (min)")

@@ -22,7 +22,7 @@ from commtrace.analyses.report import SECTIONS, terminal
 from commtrace.analyses.report.document import report_to_json
 from commtrace.analyses.report.html.page_contents import page_of_run
 from commtrace.analyses.table_specs import FIGURE_TABLES, TABLES
-from commtrace.analyses.table_specs.alike_ranks import (
+from commtrace.analyses.table_specs.equivalent_ranks import (
     MAX_CLASSES,
     MAX_OUTLIERS,
     Different,

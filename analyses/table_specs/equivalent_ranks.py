@@ -1,10 +1,10 @@
 """Tables of many ranks, reduced: classes of equivalent ranks, outliers by name, distributions in place of rows.
 
 A table with a row per rank, of more than MAX_SINGLE ranks, becomes a table whose size does not grow with them. The
-column `TableSpec.alike` lists the ranks that a row stands for, as text, and the column "alike" counts them. Ranks are
-alike if their texts, counts and sizes are equal, except for measured values and for values that differ from rank to
-rank. Where values of alike ranks differ, the cell is a `Distribution` or `Different`. Ranks with an unusual value have
-their own row. The same holds for hosts.
+column `TableSpec.merge_by` lists the ranks that a row stands for, as text, and the column "alike" counts them. Ranks
+are equivalent if their texts, counts and sizes are equal, except for measured values and for values that differ from
+rank to rank. Where values of equivalent ranks differ, the cell is a `Distribution` or `Different`. Ranks with an
+unusual value have their own row. The same holds for hosts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Distribution:
-    """The values of alike ranks in one column, where they differ.
+    """The values of equivalent ranks in one column, where they differ.
 
     Attributes:
         known: Rows whose value is known.
@@ -63,7 +63,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Different:
-    """How many different texts or identifiers alike ranks have in one column."""
+    """Number of different strings or identifiers that equivalent ranks have in one column."""
 
     different: int
 
@@ -72,9 +72,9 @@ def reduce_ranks(spec: TableSpec, table: pd.DataFrame) -> pd.DataFrame:
     """Reduce a table of more than MAX_SINGLE ranks, or hosts.
 
     Returns:
-        A row per class of alike ranks and per outlier, in the order of their first rows, with the column "alike" after
-        `spec.alike`. The table's own rows if it has no such column, few ranks, or no alike rows. Lists of many ranks
-        are shortened.
+        A row per class of equivalent ranks and per outlier, in the order of their first rows, with the column "alike"
+        after `spec.merge_by`. The table's own rows if it has no such column, few ranks, or no equivalent rows. Lists of
+        many ranks are shortened.
     """
     shortened = {
         column.name: table[column.name].map(shorten_ranks, na_action="ignore")
@@ -82,10 +82,10 @@ def reduce_ranks(spec: TableSpec, table: pd.DataFrame) -> pd.DataFrame:
         if column.ranks
     }
     rows = table.assign(**shortened) if shortened else table
-    if not spec.alike:
+    if not spec.merge_by:
         return rows
-    names = table[spec.alike]
-    lists = spec.column(spec.alike).ranks
+    names = table[spec.merge_by]
+    lists = spec.column(spec.merge_by).ranks
     if len(_members(names, lists=lists)) <= MAX_SINGLE:
         return rows
     numbers = _classes(spec, table, MAX_CLASSES * int(names.value_counts().max())).copy()
@@ -100,7 +100,7 @@ def reduce_ranks(spec: TableSpec, table: pd.DataFrame) -> pd.DataFrame:
     columns: dict[str, Any] = {}
     for column in spec.columns:
         values = table[column.name]
-        if column.name == spec.alike:
+        if column.name == spec.merge_by:
             members = [_members(values.iloc[part], lists=lists) for part in parts]
             columns[column.name] = [shorten_names(names) for names in members]
             columns[ALIKE] = [len(names) for names in members]
@@ -112,9 +112,9 @@ def reduce_ranks(spec: TableSpec, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _members(names: pd.Series[Any], *, lists: bool) -> list[Any]:
-    """Return the different ranks or hosts named in a column, ascending; with `lists`, its texts are lists of ranks."""
-    different = names.dropna().unique().tolist()
-    return sorted({rank for text in different for rank in parse_ranks(text)} if lists else different)
+    """Return the distinct ranks or hosts in a column, ascending. With `lists`, its cells are lists of ranks as text."""
+    distinct = names.dropna().unique().tolist()
+    return sorted({rank for text in distinct for rank in parse_ranks(text)} if lists else distinct)
 
 
 def _numbered(columns: Sequence[_Array]) -> _Array:
@@ -128,7 +128,7 @@ def _classes(spec: TableSpec, table: pd.DataFrame, max_classes: int) -> _Array:
     Measured values separate classes only by whether they are known.
     """
     numbers = np.zeros(len(table), np.int64)
-    columns = [column for column in spec.columns if column.name != spec.alike and not column.ranks]
+    columns = [column for column in spec.columns if column.name != spec.merge_by and not column.ranks]
     for column in sorted(columns, key=lambda column: (column.is_measured, column.kind == "number")):
         values = table[column.name].isna() if column.is_measured else table[column.name]
         finer = _numbered([numbers, pd.factorize(values)[0]])
@@ -152,8 +152,8 @@ def _outliers(spec: TableSpec, table: pd.DataFrame, classes: _Array) -> _Array:
         usual = np.where(usual > 0, usual, _MIN_RATIO * max(np.nan_to_num(deviation).mean(), np.finfo(float).tiny))
         scores = np.fmax(scores, deviation / usual)
     threshold = max(1.0, _MIN_OF_WORST * scores.max())
-    worst = pd.Series(scores).groupby(table[spec.alike].to_numpy()).max().nlargest(MAX_OUTLIERS).index
-    outliers: _Array = table[spec.alike].isin(worst).to_numpy() & (scores > threshold)
+    worst = pd.Series(scores).groupby(table[spec.merge_by].to_numpy()).max().nlargest(MAX_OUTLIERS).index
+    outliers: _Array = table[spec.merge_by].isin(worst).to_numpy() & (scores > threshold)
     return outliers
 
 
@@ -165,7 +165,7 @@ def _medians(values: _Array, classes: _Array) -> _Array:
 def _cells(
     column: ColumnSpec, values: pd.Series[Any], names: pd.Series[Any], parts: Sequence[_Array], first: pd.Series[Any]
 ) -> pd.Series[Any]:
-    """Return the cells of a column, given the positions of each class's rows and the values of their first rows."""
+    """Return the cells of a column, given the row indices of each class and the values of the first rows."""
     codes = pd.factorize(values)[0]
     differing = [at for at, part in enumerate(parts) if np.ptp(codes[part])]
     if not differing:
@@ -190,19 +190,19 @@ def _distribution(values: pd.Series[Any], names: pd.Series[Any]) -> Distribution
 
 
 def text_rows(spec: TableSpec, view: str, table: pd.DataFrame) -> tuple[tuple[ColumnSpec, ...], list[list[str]]]:
-    """Return the columns of a table that a view shows, and its cells as texts.
+    """Return the columns of a table that a view shows, and its cells as strings.
 
-    A row of a reduced table with distributions becomes several lines, named in the column `spec.alike`.
+    A row of a reduced table with distributions becomes several lines, named in the column `spec.merge_by`.
     """
     columns = spec.columns_of(view)
     if ALIKE not in table:
         return columns, formatted_rows(columns, table)
     columns = tuple(
-        replace(column, kind="text") if column.name == spec.alike else replace(column, optional=place > 1)
+        replace(column, kind="text") if column.name == spec.merge_by else replace(column, optional=place > 1)
         for place, column in enumerate(columns)
     )
     rows = table[[column.name for column in columns] + [ALIKE]].itertuples(index=False, name=None)
-    lines = [line for *cells, alike in rows for line in _lines(spec, columns, cells, alike)]
+    lines = [line for *cells, ranks in rows for line in _lines(spec, columns, cells, ranks)]
     return columns, lines
 
 
@@ -219,12 +219,12 @@ _STATISTICS: Final = (
 """Lines of a row with distributions: name, attribute of `Distribution`, and whether that is a list of names."""
 
 
-def _lines(spec: TableSpec, columns: Sequence[ColumnSpec], cells: Sequence[Any], alike: int) -> Iterator[list[str]]:
+def _lines(spec: TableSpec, columns: Sequence[ColumnSpec], cells: Sequence[Any], ranks: int) -> Iterator[list[str]]:
     texts = []
     for column, cell in zip(columns, cells, strict=True):
-        if column.name == spec.alike:
+        if column.name == spec.merge_by:
             noun = "hosts" if column.name == "host" else "ranks"
-            texts.append(f"{_brief(cell)} ({alike:,} {noun})" if alike > 1 else str(cell))
+            texts.append(f"{_brief(cell)} ({ranks:,} {noun})" if ranks > 1 else str(cell))
         elif isinstance(cell, Different):
             texts.append(f"{cell.different:,} different")
         else:
@@ -233,7 +233,7 @@ def _lines(spec: TableSpec, columns: Sequence[ColumnSpec], cells: Sequence[Any],
     distributions = [cell if isinstance(cell, Distribution) else None for cell in cells]
     if not any(distributions):
         return
-    head = spec.column(spec.alike).head
+    head = spec.column(spec.merge_by).head
     for name, attribute, is_name in _STATISTICS:
         values = [getattr(cell, attribute, None) for cell in distributions]
         line = [
@@ -241,11 +241,12 @@ def _lines(spec: TableSpec, columns: Sequence[ColumnSpec], cells: Sequence[Any],
             for column, value in zip(columns, values, strict=True)
         ]
         yield [
-            name.format(head) if column.name == spec.alike else text for column, text in zip(columns, line, strict=True)
+            name.format(head) if column.name == spec.merge_by else text
+            for column, text in zip(columns, line, strict=True)
         ]
-    if any(cell.known < alike for cell in distributions if cell):
+    if any(cell.known < ranks for cell in distributions if cell):
         known = [format_count(cell.known) if cell else "" for cell in distributions]
-        yield ["  known" if column.name == spec.alike else text for column, text in zip(columns, known, strict=True)]
+        yield ["  known" if column.name == spec.merge_by else text for column, text in zip(columns, known, strict=True)]
 
 
 def _brief(names: str) -> str:
