@@ -1,4 +1,6 @@
-"""Figures of a run: each is a function from one table to a plotly figure.
+"""Figures of runs. A figure is a function that draws one table with plotly.
+
+A figure of one run:
 
     import commtrace
     run = commtrace.open("logs/run1")
@@ -7,14 +9,14 @@
     from commtrace.analyses import figures
     figures.message_sizes(run.table("message_size_bins"))   # from any table with the same columns
 
-and of several runs:
+A figure of several runs:
 
     from commtrace.analyses.comparison import compare
     tables = compare({"ddp": run, "zero3": other})
     figures.operation_shares(tables["runs_by_operation"])
 
 `FIGURES`, `COMPARISONS` and `SCALING` list all figures, with the table of each and what to look for in it. To
-add a figure, add a function to a module of this folder and an entry to `FIGURES`.
+add a figure, add a function to a module of this package and an entry to `FIGURES`.
 """
 
 from __future__ import annotations
@@ -95,8 +97,8 @@ FIGURES: Final[dict[str, Figure]] = {
         "predicts. A hatched bar has no known cause: look there.", _NO_THEORY, view="page"),
     "waterfall_by_role": Figure("From the closed form to the recorded bytes, by dimension", "waterfall_by_role",
         waterfall_by_role,
-        "The formula of each parallel dimension, and what the ranks send in it. A dimension without a formula (the "
-        "norm of all gradients, for example) begins at 0.",
+        "The closed form of each parallel dimension, and the bytes that the ranks send in it. A dimension without a "
+        "closed form (the norm of all gradients, for example) begins at 0.",
         "The closed form of this run, if there is one, has a single dimension.", view="page"),
     "expected_and_measured": Figure("Expected and recorded, by operation", "reconciliation", expected_and_measured,
         "Pale bars: expected from the job's settings; solid bars: recorded. Bars of equal length agree; an operation "
@@ -106,8 +108,9 @@ FIGURES: Final[dict[str, Figure]] = {
         "Above, how many calls have each size; below, how many bytes they move. Many small calls that move few "
         "bytes cost latency, and are candidates for merging.", view="page"),
     "steps": Figure("Volume and time of each step", "steps_by_operation", steps,
-        "Bars of equal height are equal steps; an outlier did something else. If the time changes but the volume does "
-        "not, the step waited for other ranks or for the machine. Calls that overlap are each counted in full.",
+        "Steps with bars of equal height have equal payloads. A higher or lower bar is a step with other calls. If the "
+        "time changes but the volume does not, the step waited for other ranks or for the machine. Calls that overlap "
+        "are each counted in full.",
         _NO_STEP, _has_steps),
     "timeline": Figure("Timeline of one training step", "timeline", timeline,
         "An all_reduce, all_gather or reduce_scatter ends on all ranks together, so the rank with the shortest bar "
@@ -121,8 +124,8 @@ FIGURES: Final[dict[str, Figure]] = {
         "What the end of the step depended on: shortening a piece of the path shortens the step, shortening anything "
         "else does not. The path changes ranks where one waited for another.", _NO_STEP_TIMES),
     "sizes_over_time": Figure("Message sizes over time", "sizes_over_time", sizes_over_time,
-        "Start-up is at the left. A row that continues to the right is a message of every step; a single cell happened "
-        "once. Brighter is more calls."),
+        "Start-up is at the left. A row that continues to the right is a size that occurs during the whole training; a "
+        "single cell is a size that occurs only at that time. Brighter cells have more calls."),
 }  # fmt: skip
 """Figures of one run, in the order of the HTML report."""
 
@@ -142,9 +145,10 @@ COMPARISONS: Final[dict[str, Figure]] = {
         has_data=lambda table: bool((table["wire_bytes_per_rank"] > 0).any())),
     "predicted_by_role": Figure("Recorded against the closed form, by dimension", "runs_predicted_by_role",
         predicted_by_role,
-        "Equation 4 counts all stages of a pipeline and one micro-batch, equations 2 and 5 one rank; recorded bytes "
-        "are counted likewise. With several micro-batches per step, the recorded bytes are that many times the closed "
-        "form.", "None of these runs has several parallel dimensions with formulas."),
+        "The closed forms are the equations of Anthony et al. (2024). Equation 4 counts all stages of a pipeline and "
+        "one micro-batch, equations 2 and 5 one rank; recorded bytes are counted likewise. With several micro-batches "
+        "per step, the recorded bytes are that many times the closed form.",
+        "None of these runs has several parallel dimensions with closed forms."),
 }  # fmt: skip
 """Figures of several runs, in the order of the HTML report."""
 
@@ -153,6 +157,7 @@ SCALING: Final[dict[str, Figure]] = {
         "The dotted line is ideal (linear) scaling. The further the solid line is below it, the lower the scaling "
         "efficiency.", view="speedup"),
     "step_parts": Figure("Where the time of a step goes", "scaling", step_parts,
-        "Computation should shrink as ranks are added. What stays or grows limits the scaling.", view="step_parts"),
+        "With a fixed global batch, computation should shrink as ranks are added. What stays or grows limits the "
+        "scaling.", view="step_parts"),
 }  # fmt: skip
 """Figures of runs on increasing numbers of ranks (`commtrace scaling`)."""

@@ -1,5 +1,7 @@
 """Reports as JSON documents, for programs.
 
+The report of one run:
+
     {
       "format": "commtrace-report", "version": 1,
       "run": "20261121-045421-3f9a1c",
@@ -16,16 +18,17 @@
       }
     }
 
-Every table is present, even without rows, and every row has every column. Bytes and times are exact, in bytes and ns.
-null means "not known". The JSON is strict: no NaN, no Infinity.
+All tables of a report are present, even without rows; the tables that only figures use are not. Every row has every
+column. Bytes and times are exact, in bytes and ns. null means "not known" or "not applicable". The JSON is strict: it
+has no NaN and no Infinity.
 
-Runs side by side, with the tables of `commtrace.analyses.comparison`, and runs by number of ranks, with those of
-`commtrace.analyses.scaling`:
+The comparison of several runs side by side has the tables of `commtrace.analyses.comparison`, and the scaling report
+those of `commtrace.analyses.scaling`:
 
     {"format": "commtrace-comparison", "version": 1, "tables": {"runs": [...], ...}, "columns": {...}}
     {"format": "commtrace-scaling", "version": 1, "tables": {"scaling": [...]}, "sentences": [...], "columns": {...}}
 
-Differences between two runs, with the tables of `commtrace diff`:
+The differences between two runs have the tables of `commtrace diff`:
 
     {"format": "commtrace-diff", "version": 1, "equal": true, "tables": {"call_differences": [...], ...},
      "not_compared": [...], "notes": [...], "columns": {...}}
@@ -54,29 +57,29 @@ VERSION: Final = 1
 
 
 def report_to_json(run: RecordedRun, tables: Mapping[str, pd.DataFrame], *, per_rank: bool = False) -> str:
-    """Return the document of one run; with `per_rank`, every row of every rank."""
+    """Return the report of one run as a JSON document; with `per_rank`, every row of every rank."""
     return _document(
         "commtrace-report",
         tables if per_rank else _reduced(tables),
         run=run.id,
         path=str(run.log.path),
-        job=plain(run.job),
+        job=to_json_value(run.job),
         other_runs=list(run.log.other_runs),
     )
 
 
 def comparison_to_json(tables: Mapping[str, pd.DataFrame]) -> str:
-    """Return the document of runs side by side."""
+    """Return the comparison of several runs as a JSON document."""
     return _document("commtrace-comparison", tables)
 
 
 def scaling_to_json(tables: Mapping[str, pd.DataFrame], sentences: Sequence[str], *, per_rank: bool = False) -> str:
-    """Return the document of runs by number of ranks; with `per_rank`, every row of every rank."""
+    """Return the scaling report as a JSON document; with `per_rank`, every row of every rank."""
     return _document("commtrace-scaling", tables if per_rank else _reduced(tables), last={"sentences": [*sentences]})
 
 
 def diff_to_json(differences: RunDifferences, *, per_rank: bool = False) -> str:
-    """Return the document of the differences of two runs; with `per_rank`, every row of every rank."""
+    """Return the differences between two runs as a JSON document; with `per_rank`, every row of every rank."""
     tables = {"call_differences": differences.table, "setting_differences": differences.settings}
     tables = tables if per_rank else _reduced(tables)
     last = {"not_compared": [*differences.not_compared], "notes": [*differences.notes]}
@@ -94,7 +97,7 @@ def _reduced(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
 def _document(
     format_name: str, tables: Mapping[str, pd.DataFrame], *, last: Mapping[str, Any] | None = None, **first: Any
 ) -> str:
-    """Return the document, indented, without a newline at its end."""
+    """Return a JSON document, indented, without a newline at its end."""
     head = json.dumps({"format": format_name, "version": VERSION, **first}, indent=1, allow_nan=False)
     columns: dict[str, Any] = {**describe_columns(tables)}
     for name, table in tables.items():
@@ -106,7 +109,10 @@ def _document(
 
 
 def _rows_to_json(table: pd.DataFrame) -> str:
-    """Return the rows as a list of objects. Encodes column by column, because json takes long for single values."""
+    """Return the rows as a list of objects.
+
+    Values are encoded column by column, because calling json.dumps for each value is slow.
+    """
     if not len(table):
         return "[]"
     row = ",\n".join(f"    {json.dumps(name)}: %s" for name in table.columns)
@@ -121,17 +127,17 @@ def _column_to_json(column: pd.Series[Any]) -> list[str]:
         codes, values = pd.factorize(column)
         texts = [*map(json.dumps, values.tolist()), "null"]
         return [texts[code] for code in codes.tolist()]
-    return [json.dumps(plain(value), allow_nan=False) for value in column.tolist()]
+    return [json.dumps(to_json_value(value), allow_nan=False) for value in column.tolist()]
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Return a value in JSON's types: null if it is missing or not finite, an integer if it is a whole float."""
     if isinstance(value, Distribution | Different):
-        return plain(asdict(value))
+        return to_json_value(asdict(value))
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     if value is None or value is pd.NA:
         return None
     if isinstance(value, np.generic):
