@@ -36,7 +36,8 @@ def test_all_that_is_promised_works(row: environments.Row, tmp_path: Path) -> No
         assert cells["right"] == cells["of"] > 100, (recorder, cells)
     for engine, training in result["trainings"].items():
         if "unsupported" not in training:  # fails untraced as well
-            assert training["equal"], engine
+            # DeepSpeed's ZeRO-3 may give different results in untraced runs, too: then there is nothing to compare with.
+            assert training["equal"] or training["untraced_results"] > 1, engine
             assert all(status == 0 for status, _ in training["check"].values()), (engine, training)
     assert result["mpi"]["passed"] > 100, result["mpi"]
     assert not {"failed", "error", "skipped"} & {name for name, number in result["mpi"].items() if number}
