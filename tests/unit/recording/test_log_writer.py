@@ -31,7 +31,10 @@ def some(count: int) -> Records:
 def test_nothing_is_made_before_it_is_written(writer: LogWriter, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     assert writer.write(LINES, some(3)) == 3
-    assert sorted(path.name for path in writer.directory.iterdir()) == ["rank00000-7.00000.npy.open", "rank00000-7.jsonl"]
+    assert sorted(path.name for path in writer.directory.iterdir()) == [
+        "rank00000-7.00000.npy.open",
+        "rank00000-7.jsonl",
+    ]
     assert writer.unwritten([*LINES, b"more\n"]) == 1
     writer.finish([*LINES, b"more\n"])
     assert (writer.directory / "rank00000-7.jsonl").read_bytes() == b"".join(LINES) + b"more\n"

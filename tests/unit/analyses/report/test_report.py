@@ -19,7 +19,7 @@ from rich.console import Console
 
 from commtrace import formatting as units
 from commtrace.analyses.report import NOT_SHOWN, SECTIONS
-from commtrace.analyses.report.document import plain, report_to_json
+from commtrace.analyses.report.document import report_to_json, to_json_value
 from commtrace.analyses.report.terminal import _RENDER, render
 from commtrace.cli import main
 from commtrace.run import Run, open_run
@@ -275,7 +275,7 @@ def test_worker_processes_give_the_same_report(
 
 def test_numbers_that_json_lacks_are_null() -> None:
     values = [math.nan, math.inf, -math.inf, pd.NA, None, np.float64("nan"), np.int64(3), 2.0, 2.5, True, "x"]
-    assert plain(values) == [None, None, None, None, None, None, 3, 2, 2.5, True, "x"]
+    assert to_json_value(values) == [None, None, None, None, None, None, 3, 2, 2.5, True, "x"]
 
 
 @pytest.mark.parametrize(
