@@ -73,8 +73,10 @@ def _training(training: dict[str, Any] | None) -> str:
         return "not run" if training is None else "fails untraced"
     verdicts = ", ".join(sorted({_VERDICTS[status] for status, _ in training["check"].values()}))
     runs = training.get("untraced_results", 1)
-    varying = f"; equal to one of {runs} untraced" if runs > 1 else ""
-    return f"{verdicts}{varying}" if training["equal"] else f"LOSSES DIFFER; {verdicts}"
+    if runs > 1:
+        equal = f"equal to one of {runs}" if training["equal"] else "losses vary between"
+        return f"{verdicts}; {equal} untraced"
+    return verdicts if training["equal"] else f"LOSSES DIFFER; {verdicts}"
 
 
 if __name__ == "__main__":
