@@ -24,7 +24,7 @@ def group_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
         columns: Keys, each of shape (n,).
 
     Returns:
-        The position of one row of each group, shape (groups,), and the number of each row's group, shape (n,).
+        The index of one row of each group, shape (groups,), and the number of each row's group, shape (n,).
     """
     numbers, groups = _dense_codes(_joint_keys(columns))
     first = np.zeros(groups, np.int64)
@@ -33,7 +33,7 @@ def group_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
 
 
 def positions_by_value(values: Array) -> dict[int, Array]:
-    """Return the positions of each value of an integer array of shape (n,), both in ascending order."""
+    """Return the indices of each value in an integer array of shape (n,), both in ascending order."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     firsts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(values)])
@@ -75,7 +75,7 @@ def number_sequences(values: Array, begins: Array) -> tuple[Array, Array]:
         begins: Position of the first value of each sequence, ascending, shape (sequences,).
 
     Returns:
-        The number of each sequence from 0, shape (sequences,), and for each number an example, a position in `begins`.
+        The number of each sequence from 0, shape (sequences,), and for each number an example, an index in `begins`.
     """
     lengths = np.diff(begins, append=len(values))
     numbers = np.zeros(len(begins), np.int64)

@@ -294,7 +294,7 @@ class _Writer:
             self._write_rows(self._packet(self._event.TYPE_COUNTER, tracks, moments[block], [value]))
 
     def _last_calls(self) -> Array:
-        """Return the position of the last written call of each instance, at which its arrow ends."""
+        """Return the index of the last written call of each instance, at which its arrow ends."""
         calls = self._calls
         at = np.flatnonzero(self._wanted & (calls["instance"] != NOT_MATCHED))
         at = at[np.argsort(self._times.begin[at], kind="stable")]
@@ -330,7 +330,7 @@ class _Writer:
         return self._interned[kind, text]
 
     def _write_new_texts(self) -> None:
-        """Write the texts that were interned since the last call."""
+        """Write the strings that were interned since the last call."""
         self._write_packet(interned_data=self._new_texts)
         self._new_texts.Clear()
 
@@ -364,7 +364,7 @@ def _end_of_runs(new: Array, end: Array) -> Array:
 
 
 def _rows(lanes: _Lanes) -> tuple[Array, Array]:
-    """Return track and position of the calls of all lanes, shape (n,)."""
+    """Return track and index of the calls of all lanes, shape (n,)."""
     tracks = np.array([*lanes], np.int64).repeat([len(calls) for calls in lanes.values()])
     return tracks, np.concatenate([np.zeros(0, np.int64), *lanes.values()])
 

@@ -33,7 +33,7 @@ def constant(data: bytes) -> Column:
 
 
 def chosen(texts: Column, at: Array) -> Column:
-    """Return the rows of a column at these positions."""
+    """Return the rows of a column at these indices."""
     return Column(texts.data[at], texts.length[at])
 
 

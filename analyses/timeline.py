@@ -33,7 +33,7 @@ _LABELS: Final = ("op", "role", "phase", "site")
 
 
 def shown(process: int) -> bool:
-    """Return whether the calls of the process at this position of the log are kept."""
+    """Return whether the calls of the process with this index in the log are kept."""
     return 0 <= process < FIRST_PROCESSES or (process > 0 and process & (process - 1) == 0)
 
 

@@ -72,7 +72,7 @@ def _remove_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _output_errors(out: Path) -> Iterator[None]:
-    """Turn OSError into OutputError with a hint."""
+    """Convert OSError to OutputError with a hint."""
     try:
         yield
     except OSError as error:

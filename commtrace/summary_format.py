@@ -46,7 +46,7 @@ STEPS: Final = np.dtype(
 TIMES_KEY: Final = np.dtype(
     [
         ("kind", "<u2"),
-        ("measure", "u1"),  # position in `durations.MEASURES`, or TRANSFER
+        ("measure", "u1"),  # index into `durations.MEASURES`, or TRANSFER
         ("clock", "u1"),  # for TRANSFER, else 0
         ("group", "<u4"),
         ("site", "<u4"),

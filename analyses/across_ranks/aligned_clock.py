@@ -179,7 +179,7 @@ def _linear_pieces(bounds: Bounds, jumps: Sequence[tuple[int, int]]) -> Iterator
 
 
 def _jumps(bounds: Bounds) -> list[tuple[int, int]]:
-    """Return disjoint pairs of positions between which the clock jumped."""
+    """Return disjoint pairs of indices of bounds between which the clock jumped."""
     jumps = set()
     for shift in (0.0, 0.5):  # windows that overlap by half
         for begin, end, start, stop in _windows(bounds, shift):
@@ -200,7 +200,7 @@ def _meet(left: _Piece, right: _Piece) -> bool:
 
 
 def _windows(bounds: Bounds, shift: float = 0.0) -> Iterator[tuple[float, float, int, int]]:
-    """Yield windows with enough bounds of both kinds: begin, end, and the positions of the bounds.
+    """Yield windows with enough bounds of both kinds: begin, end, and the indices of the bounds.
 
     Args:
         bounds: All bounds.

@@ -208,7 +208,7 @@ class _Aligner:
         return int(np.bincount(host[several[instance]], minlength=len(self.hosts)).argmax())
 
     def _rows(self, host: int) -> Array:
-        """Return the positions of the usable calls of a host."""
+        """Return the indices of the usable calls of a host."""
         rows = np.concatenate([self.calls.of_process(number) for number in self._processes[host]])
         rows = rows[(self.calls["instance"][rows] != NOT_MATCHED) & (self.calls["arrival"][rows] > 0)]
         return np.asarray(rows[self._agree[self.calls["instance"][rows]]])
@@ -237,7 +237,7 @@ class _Aligner:
             bound.at(moments, instance[at[holds]], interval[side][holds])
 
     def _known_rows(self, host: int) -> tuple[Array, Array]:
-        """Return the positions of a host's sources and targets that have a bounded moment."""
+        """Return the indices of a host's sources and targets that have a bounded moment."""
         (sources, targets), instance = self._sources_and_targets(host), self.calls["instance"]
         return sources[self.ended[instance[sources]] != _NEVER], targets[self.began[instance[targets]] != _ALWAYS]
 

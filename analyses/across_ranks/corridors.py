@@ -32,7 +32,7 @@ class Bounds:
         return len(self.at)
 
     def between(self, first: int, stop: int) -> Bounds:
-        """Return the bounds at positions from `first` to `stop`, exclusive."""
+        """Return the bounds with indices from `first` to `stop`, exclusive."""
         return Bounds(self.at[first:stop], self.value[first:stop], self.upper[first:stop])
 
 
@@ -107,9 +107,9 @@ def _hull(at: Array, value: Array) -> tuple[Array, Array]:
 
 
 def find_jumps(bounds: Bounds, slack: float) -> Iterator[tuple[int, int]]:
-    """Yield pairs of positions between which an otherwise linear function jumped.
+    """Yield pairs of indices of bounds between which an otherwise linear function jumped.
 
-    The bounds from the first to the second position contradict each other, but those before the
+    The bounds from the first to the second index contradict each other, but those before the
     second do not. So the jump is between them, whatever follows.
     """
     first = 0

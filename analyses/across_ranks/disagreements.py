@@ -65,10 +65,10 @@ class Disagreements:
             "peer": known & calls.has_label("op", *_ROOTED) & (calls["peer"] >= 0),
         }
 
-    def describe(self, positions: Iterable[int]) -> str:
-        """Describe what calls of one instance disagree about; "" if nothing."""
+    def describe(self, indices: Iterable[int]) -> str:
+        """Describe what calls of one instance, given by their indices, disagree about; "" if nothing."""
         texts = []
-        at = np.array(sorted(positions))
+        at = np.array(sorted(indices))
         for column, mask in self._compared.items():
             calls = at[mask[at]]
             values = self._last.calls[column][calls].tolist()

@@ -86,7 +86,7 @@ class Member:
 
 
 class LastCalls:
-    """The last calls of a run, matched, and its processes. A call is given by its position in `calls`."""
+    """The last calls of a run, matched, and its processes. A call is given by its index in `calls`."""
 
     def __init__(self, run: RecordedRun) -> None:
         count = max(MIN_RECORDS, min(BLOCK, MAX_RECORDS // max(1, len(run.processes))))

@@ -37,7 +37,7 @@ NOT_MATCHED: Final = -1
 _NOT_MATCHED_OPERATIONS: Final = (*ONE_SIDED, "sendrecv", UNKNOWN)
 _CHUNK_ROWS: Final = 1 << 20
 _CODED_COLUMNS: Final = ("phase", "state", "flags")
-"""Text columns for which the value in the record is the position in the labels."""
+"""Text columns whose value in a record is an index into the labels."""
 _KEY_FIELDS: Final = ("seq", "group", "kind", "peer", "tag", "flags")
 
 
@@ -61,9 +61,9 @@ class MatchedCalls:
     """Calls of all processes as columns of shape (calls,), and the instances that they belong to.
 
     Attributes:
-        columns: `process` (position in the log), `instance`, and the columns requested from
+        columns: `process` (index in the log), `instance`, and the columns requested from
             `match_calls`.
-        categories: Labels by column, for columns of the event table whose values are positions in these labels.
+        categories: Labels by column, for columns of the event table whose values are indices into these labels.
         channels: The channels of the run.
         channel: Position in `channels` of each instance, shape (instances,).
         seq: Number of each instance in its channel, shape (instances,); instances are sorted by channel and number.
@@ -83,7 +83,7 @@ class MatchedCalls:
         return self.columns[name]
 
     def text(self, column: str, at: Array | slice = slice(None)) -> Array:
-        """Return the labels of a column of the event table, of all calls or of those at some positions."""
+        """Return the labels of a column of the event table, of all calls or of those with these indices."""
         return np.asarray(self.categories[column][self.columns[column][at]])
 
     def has_label(self, column: str, *labels: str) -> Array:
@@ -91,14 +91,14 @@ class MatchedCalls:
         return np.asarray(np.isin(self.categories[column].astype(str), labels)[self.columns[column]])
 
     def of_process(self, process: int) -> Array:
-        """Return the positions of the calls of the process at some position of the log, ascending."""
+        """Return the indices of the calls of a process, ascending, given its index in the log."""
         processes = self["process"]
         # In the column's own dtype, or the whole column would be converted.
         return np.arange(*np.searchsorted(processes, np.array([process, process + 1], processes.dtype)))
 
     @cached_property
     def matched(self) -> Array:
-        """Positions of the calls that belong to an instance, ascending."""
+        """Indices of the calls that belong to an instance, ascending."""
         return np.flatnonzero(self["instance"] != NOT_MATCHED)
 
     @cached_property
@@ -149,7 +149,7 @@ def match_calls(
     Args:
         run: The run. Dry runs are matched too; they have no times.
         columns: Fields of the record (`schema.RECORD`), or text columns of the event table, such as
-            "op", "role" and "site". Text becomes positions in `MatchedCalls.categories`; those of
+            "op", "role" and "site". Text becomes indices into `MatchedCalls.categories`; those of
             "phase", "state" and "flags" are the values in the record.
         steps: Steps to read, shape (steps,); None: all.
         derived: Further columns by name, computed while the records are read.
@@ -308,7 +308,7 @@ def _chunks(rows: int) -> Iterator[slice]:
 
 
 def host_numbers(run: RecordedRun) -> tuple[list[str], Array]:
-    """Return the hosts of a run, and the position of each process's host among them.
+    """Return the hosts of a run, and the index of each process's host among them.
 
     Each boot of a host counts as a host: its processes share a monotonic clock.
     """

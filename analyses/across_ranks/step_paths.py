@@ -75,7 +75,7 @@ class Timeline:
     begin: Array
     end: Array
     call: Array
-    """Call that blocked it, position in the matched calls."""
+    """Call that blocked it, as an index into the matched calls."""
     release: Array
     """When the last call that it depends on began; -1 if there is none, or one is not known."""
     last_process: Array
@@ -83,13 +83,13 @@ class Timeline:
 
     @cached_property
     def latest(self) -> Array:
-        """Position of the interval with the latest end, among each interval and those before it."""
+        """Index of the interval with the latest end, among each interval and those before it."""
         reach = np.maximum.accumulate(self.end)
         return np.maximum.accumulate(np.where(self.end == reach, np.arange(len(reach)), 0))
 
     @cached_property
     def gaps(self) -> Array:
-        """Positions of the intervals before which no call blocked the process, except the first."""
+        """Indices of the intervals before which no call blocked the process, except the first."""
         return np.flatnonzero(self.begin[1:] > self.end[self.latest[:-1]]) + 1
 
     @cached_property
@@ -139,7 +139,7 @@ class StepPaths:
     Attributes:
         calls: The calls of the steps, matched.
         times: `t_begin`, `t_return`, `t_wait` and `t_end` of the calls on the reference's clock, shape (calls,).
-        processes: Processes that have a timeline, positions in the log, shape (processes,).
+        processes: Indices in the log of the processes that have a timeline, shape (processes,).
         steps: The steps whose paths are known, ascending, shape (steps,).
         ends: When each process ended the step before `steps` and each step, ns, shape (processes,
             steps + 1).
@@ -155,7 +155,7 @@ class StepPaths:
 
     @cached_property
     def _first_gap(self) -> dict[int, int]:
-        """Position of the first gap of each process in `gaps`."""
+        """Index of the first gap of each process in `gaps`."""
         first = np.searchsorted(self.gaps.process, self.processes)
         return dict(zip(self.processes.tolist(), first.tolist(), strict=True))
 
@@ -386,7 +386,7 @@ def _gaps(timelines: dict[int, Timeline]) -> Gaps:
 
 
 def chosen_steps(paths: StepPaths) -> dict[str, int]:
-    """Return the positions in `paths.steps` of a step of median duration ("median") and of the longest ("slowest")."""
+    """Return the indices in `paths.steps` of a step of median duration ("median") and of the longest ("slowest")."""
     order = np.argsort(paths.step_ns(), kind="stable")
     return {"median": int(order[(len(order) - 1) // 2]), "slowest": int(order[-1])}
 

@@ -176,7 +176,7 @@ def _recurrence(steps: Array) -> str:
 
 
 def _ranks(run: RecordedRun, paths: StepPaths) -> dict[int, int]:
-    """Return the rank of each process of the paths, by its position in the log."""
+    """Return the rank of each process of the paths, by its index in the log."""
     return {process: run.processes[process].rank for process in paths.processes.tolist()}
 
 

@@ -145,7 +145,7 @@ def _differing_cells(tables: Mapping[str, pd.DataFrame]) -> tuple[pd.DataFrame, 
 
 
 def _number_cells(rows: pd.DataFrame) -> tuple[Array, Array]:
-    """Return the position of one row of each cell, and the number of each row's cell."""
+    """Return the index of one row of each cell, and the number of each row's cell."""
     return group_rows([pd.factorize(rows[name])[0] for name in CELL])
 
 
@@ -178,7 +178,7 @@ def compared_cells(expected: pd.DataFrame, reconciliation: pd.DataFrame) -> pd.D
 
 
 def _joined_items(texts: Array, cells: Array, count: int) -> Array:
-    """Return the joined distinct items of the texts of each cell. `cells` has the number of each text's cell."""
+    """Return the joined distinct items of the strings of each cell. `cells` has the number of each string's cell."""
     order = np.argsort(cells, kind="stable")
     codes, items = pd.factorize(texts[order])
     begins = np.flatnonzero(np.diff(cells[order], prepend=-1))

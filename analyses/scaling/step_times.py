@@ -140,7 +140,7 @@ def timed_calls(run: RecordedRun, steps: Array | None = None, columns: Sequence[
         columns: Further columns of the event table.
 
     Returns:
-        Fields of the record (times in ns of the host's clock, 0: not known), `process` (position in the log), `rank`,
+        Fields of the record (times in ns of the host's clock, 0: not known), `process` (index in the log), `rank`,
         `op`, `ranks` (size of the group), `wire_bytes`, `columns`, and
 
         t_wait         when the program began to wait, if it blocked

@@ -83,7 +83,7 @@ class TableSpec:
 
 
 def formatted_rows(columns: Sequence[ColumnSpec], table: pd.DataFrame) -> list[list[str]]:
-    """Return the cells of these columns of a table as texts, row by row."""
+    """Return the cells of these columns of a table as strings, row by row."""
     rows = table[[column.name for column in columns]].itertuples(index=False, name=None)
     return [[column.format(value) for column, value in zip(columns, row, strict=True)] for row in rows]
 

@@ -189,7 +189,7 @@ class DaskExecutor(Executor):
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turn connection errors into ClusterError."""
+        """Convert connection errors to ClusterError."""
         try:
             yield
         except (self._distributed.CancelledError, OSError):

@@ -114,15 +114,15 @@ class RunLabels:
         return np.asarray(self._labels[column][ids])
 
     def codes(self, column: str, ids: Array) -> Array:
-        """Return the positions of the labels of ids in `distinct`, int64, shape (n,)."""
+        """Return the indices of the labels of ids in `distinct`, int64, shape (n,)."""
         return np.asarray(self._coded(column)[1][ids])
 
     def distinct(self, column: str) -> Array:
-        """Return the distinct labels of a column, ascending, as an object array; `codes` are positions in it."""
+        """Return the distinct labels of a column, ascending, as an object array; `codes` are indices into it."""
         return self._coded(column)[0]
 
     def _coded(self, column: str) -> tuple[Array, Array]:
-        """Return the distinct labels of a column, ascending, and the position in them of each of `categories`."""
+        """Return the distinct labels of a column, ascending, and the index in them of each of `categories`."""
         if column not in self._codes:
             labels, codes = np.unique(self._labels[column].astype(str), return_inverse=True)
             self._codes[column] = labels.astype(object), codes
@@ -133,7 +133,7 @@ class RunLabels:
         return np.asarray(self._sizes[groups])
 
     def by_operation(self, kinds: Array) -> Iterator[tuple[str, Array]]:
-        """Yield each operation among kinds, with the positions of its kinds."""
+        """Yield each operation among kinds, with the indices of its kinds."""
         codes = self._operation[kinds]
         for code in np.flatnonzero(np.bincount(codes, minlength=len(self._operations))):
             yield str(self._operations[code]), np.flatnonzero(codes == code)
@@ -195,7 +195,7 @@ def _rows_by_field(tables: ProcessTables) -> dict[str, Mapping[int, Any]]:
 
 
 def _positions(known: Array, ids: Array) -> Array:
-    """Return the position of each id in `known`, which is ascending; its length for an id that is not in it."""
+    """Return the index of each id in `known`, which is ascending; its length for an id that is not in it."""
     if not len(known):
         return np.zeros(len(ids), np.int64)
     positions = np.minimum(np.searchsorted(known, ids), len(known) - 1)

@@ -48,7 +48,7 @@ TEXT_FIELDS: Final = {
     "state": [state.name.lower() for state in State],
     "flags": [flags_label(bits) for bits in range(sum(Flag) + 1)],
 }
-"""Record fields that are text in the parts, with the texts by number."""
+"""Record fields that are text in the parts, with the strings by number."""
 RECORDED_IDS: Final[dict[str, str]] = {"kind_id": "kind", "group_id": "group", "site_id": "site"}
 """Columns with ids as the process recorded them, with their record fields."""
 EXTRA_COLUMNS: Final = {"local_bytes": "local", "batch": "batch", "thread": "thread", **RECORDED_IDS}
@@ -71,7 +71,7 @@ def import_parquet(feature: str, alternative: str = "") -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[Any]:
-    """Yield pyarrow.parquet to read a file of a packed log. Turn its errors into LogError."""
+    """Yield pyarrow.parquet to read a file of a packed log. Convert its errors to LogError."""
     pyarrow, parquet = import_parquet(f"{path}: a packed log")
     try:
         yield parquet
@@ -131,7 +131,7 @@ class PartFile:
 
     @cached_property
     def _positions(self) -> dict[str, int]:
-        """Positions of columns by name."""
+        """Indices of columns by name."""
         return {name: position for position, name in enumerate(self._file.schema_arrow.names)}
 
     def records(self, group: int) -> Records:

@@ -48,7 +48,7 @@ class EventTable:
     def columns(self, records: RecordColumns) -> dict[str, Array]:
         """Return the columns by name, each of shape (n,).
 
-        Labels are positions in `categories`; an unknown group_size is 0.
+        Labels are indices into `categories`; an unknown group_size is 0.
         """
         labels = self._labels
         columns = {name: records[field] for name, field in COPIED_COLUMNS.items()}

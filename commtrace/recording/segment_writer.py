@@ -61,7 +61,7 @@ class WrittenSegment:
         self.records += len(records)
 
     def close(self) -> None:
-        """Turn the file into an ordinary `.npy` file, or remove it if it is empty."""
+        """Convert the file to an ordinary `.npy` file, or remove it if it is empty."""
         if not self.records:
             self._close_fd()
             self.path.unlink(missing_ok=True)

@@ -267,7 +267,7 @@ def _group(rows: Rows, size: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.
     """Group rows whose first `size` bytes are equal.
 
     Returns:
-        The position of one row of each group, and the number of each row's group, shape (n,).
+        The index of one row of each group, and the number of each row's group, shape (n,).
     """
     keys = np.ascontiguousarray(rows.view(np.uint8).reshape(len(rows), rows.itemsize)[:, :size])
     words = keys.view(np.uint64)

@@ -4,8 +4,8 @@
     prediction = predict(job_row)       # ExpectedCalls of one rank: at start-up and in each training step
 
 `closed_forms` has the volume formulas of the literature. `rules` has exact predictions, one sub-package per library;
-each rule is one small function that mirrors one function of the library. `configs` turns configuration files
-(GPT-NeoX, DeepSpeed, Hugging Face) into job rows, and `forecast` turns their predictions into tables and text.
+each rule is one small function that mirrors one function of the library. `configs` converts configuration files
+(GPT-NeoX, DeepSpeed, Hugging Face) to job rows, and `forecast` their predictions to tables and text.
 """
 
 from .expected_calls import ExpectedCall, Prediction

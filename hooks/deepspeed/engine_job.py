@@ -135,7 +135,7 @@ def _modules(engine: Any) -> list[dict[str, Any]]:
 
 
 def _embeddings(engine: Any) -> list[int]:
-    """Return the positions of embeddings in `_modules`. Their input is indices, which have no gradient."""
+    """Return the indices of embeddings in `_modules`. Their input is integers, which have no gradient."""
     named = dict(engine.module.named_modules())
     return [number for number, row in enumerate(_modules(engine)) if isinstance(named[row["name"]], Embedding)]
 

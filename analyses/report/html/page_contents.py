@@ -170,7 +170,7 @@ def _table_section(
 
 
 def _spec_table(name: str, table: pd.DataFrame, view: str = "page") -> PageTable:
-    """Return a table as texts, by its description in `commtrace.analyses.table_specs`."""
+    """Return a table of strings, by its description in `commtrace.analyses.table_specs`."""
     columns, rows = text_rows(TABLES[name], view, table)
     heads, kinds = [column.head for column in columns], [column.kind for column in columns]
     return PageTable(heads, kinds, [[_indented(cell) for cell in row] for row in rows])

@@ -122,7 +122,7 @@ def max_buckets_reaching_limit(total: int, limits: Sequence[int]) -> int:
       "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads",
       DEEPSPEED)  # fmt: skip
 def buckets_within_limit(sizes: Iterable[int], limit: int) -> list[list[int]]:
-    """Return the positions of the sizes in each bucket, where a bucket is closed before it would exceed the limit.
+    """Return the indices of the sizes in each bucket, where a bucket is closed before it would exceed the limit.
 
     A size above the limit has a bucket of its own.
     """
