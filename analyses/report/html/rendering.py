@@ -31,7 +31,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of strings. Kinds of columns: "number" is aligned right, "word" is not broken into lines, "text" may be."""
+    """A table of strings. Of kinds of columns, "number" is aligned right, and "text" may be broken into lines."""
 
     head: Sequence[str]
     kinds: Sequence[str]
