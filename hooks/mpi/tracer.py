@@ -53,13 +53,14 @@ def _agree(proposal: str) -> str:
     """Return a run name without communicating: MPI has no store, and a collective might never return.
 
     Returns:
-        If all ranks run on this host, the name of the process that started them. Otherwise "" if the launcher names the
-        run. If neither is known, the proposal, which differs between ranks.
+        If all ranks run on this host and the process that started them is found, its name. Otherwise "" if the launcher
+        names the run. If neither is known, the proposal, which differs between ranks.
     """
     world_size = str(MPI.COMM_WORLD.Get_size())
     if world_size in (os.environ.get("MPI_LOCALNRANKS"), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")):
         starter = identity.mpi_starter()  # it has started all ranks
-        return f"mpi-{starter}" if starter else proposal
+        if starter:
+            return f"mpi-{starter}"
     return "" if identity.launcher_run_name() else proposal
 
 
@@ -96,7 +97,7 @@ class PickledSizes:
     def __init__(self) -> None:
         self.dumped: list[int] = []
         self.loaded: list[int] = []
-        self.enclosing: PickledSizes | None = None  # of the call that this one is made within
+        self.enclosing: PickledSizes | None = None  # sizes of the enclosing call
 
 
 def current_sizes() -> PickledSizes | None:
@@ -120,7 +121,7 @@ class MpiEntry:
 
     def __init__(self, tracer: MpiTracer, plan: MethodPlan, records: list[CallRecord]) -> None:
         self.tracer, self.plan, self.records = tracer, plan, records
-        self.first = False  # something was looked up for the first time
+        self.first = False  # whether the call site, operation or group was new
         self.status: Any = None
         self.pickled: PickledSizes | None = None
 
@@ -194,7 +195,7 @@ class MpiEntry:
 
 
 def object_size(op: str, group: MpiGroup, sizes: PickledSizes) -> tuple[int, int]:
-    """Return the payload and the own share of a collective in bytes, from the sizes of its objects."""
+    """Return the payload of a collective and this rank's own share in bytes, from the sizes of its objects."""
     dumped, loaded = sizes.dumped, sizes.loaded
     sent, received = sum(dumped), sum(loaded)
     if op in ("all_gather", "gather"):
@@ -210,7 +211,7 @@ def object_size(op: str, group: MpiGroup, sizes: PickledSizes) -> tuple[int, int
 
 
 class MpiTracer:
-    """State of mpi4py's hook for one recorder."""
+    """State of the mpi4py hook for one recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         fill_predefined()
@@ -304,7 +305,7 @@ class MpiTracer:
         return next(group.counter(peer, tag, not receives))
 
     def kind_of(self, method: Method, message: Any, op: Any) -> int:
-        """Return the id of the row of a call with this buffer (None: no buffer) and reduction, for the C++ wrappers."""
+        """Return the id in the kinds table of a call with this buffer (None: none) and reduction; C++ calls this."""
         dtype = None if message is None else simple(message).dtype
         reduce_op = (MPI.SUM if op is None else op) if method.reduces else None
         return self._kind(method, method.op, dtype, reduce_op)
