@@ -1,4 +1,4 @@
-"""Cost of tracing each process of this run. See `table_specs` for the columns."""
+"""Cost of tracing each process of a run. See `table_specs` for the columns."""
 
 from __future__ import annotations
 

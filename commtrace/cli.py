@@ -1,10 +1,10 @@
 """Command line: `commtrace COMMAND ...`. Only the module of that command is imported.
 
 A command is a module of `commtrace.commands`: its docstring is its help, `prepare(parser)` adds its arguments,
-`run(arguments)` does the work and returns the exit status, or raises CommtraceError with what to fix. Only this module
-prints errors. Exit statuses: 0 success (also for a partial log), 1 an error that the user can fix (`check`, `diff`:
-also a difference), 2 wrong arguments, 3 `check` or `diff` could not compare everything, 4 `check` of
-a job that hangs or died, 130 interrupted.
+`run(arguments)` does the work and returns the exit status, or raises CommtraceError, which this module prints, with
+what to fix. Exit statuses: 0 success (also for a partial log), 1 an error that the user can fix (`check`, `diff`: also
+a difference), 2 wrong arguments, 3 `check` or `diff` could not compare everything, 4 `check` of a job that hung or
+died, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Run "commtrace COMMAND --help" for help on a command.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names (default: sys.argv[1:]), and return the exit status."""
     arguments = sys.argv[1:] if argv is None else [*argv]
-    if isinstance(sys.stdout, TextIOWrapper):  # a non-ASCII file name must not fail a report on an ASCII terminal
+    if isinstance(sys.stdout, TextIOWrapper):  # a non-ASCII file name must not make a report fail on an ASCII terminal
         sys.stdout.reconfigure(errors="replace")
     try:
         status = _run(arguments)

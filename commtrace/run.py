@@ -140,7 +140,7 @@ def open_run(directory: str | os.PathLike[str], *, recover: bool = True, executo
     """Return the newest run in a log directory.
 
     Args:
-        directory: The directory that COMMTRACE was set to, or the folder of one run in it.
+        directory: The directory that COMMTRACE was set to, or one run's directory in it.
         recover: First recover records that killed processes of the run left in this host's shared memory. This
             writes them to the log and removes them from /dev/shm. False: write nothing.
         executor: Reads and analyses the records: a `concurrent.futures.Executor`, or a `dask.distributed.Client`.

@@ -1,4 +1,4 @@
-"""Call context: the call site, phase and step of a call of any library."""
+"""Call context: the call site, phase and frame properties of a call to any library; begins steps."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ from . import style
 from .style import finish, in_order, label, numbered_rows, span_bars, time_scale
 
 MAX_RANKS: Final = 64
-"""Rows of a critical path: the ranks with the largest part of it."""
+"""Maximum number of rows of a critical path: the ranks with the largest part of it."""
 MAX_ROWS: Final = 48
 MAX_COLUMNS: Final = 160
-"""Rows and columns of a heat map of more than MAX_SINGLE ranks. A cell is the largest value of its ranks and steps."""
+"""Maximum size of a heat map of more than MAX_SINGLE ranks. A cell is the largest value of its ranks and steps."""
 
 
 def delays(table: pd.DataFrame) -> go.Figure:
-    """Draw `delay_by_rank_and_step`: a row per rank and a column per step; for many ranks, per range of them."""
+    """Draw `delay_by_rank_and_step`: a row per rank and a column per step, or per range if there are many."""
     late = table.pivot_table(index="rank", columns="step", values="delay_ns", aggfunc="sum").clip(lower=0)
     binned = len(late) > MAX_SINGLE
     rows, columns = (
@@ -51,7 +51,7 @@ def _largest_delay(late: pd.DataFrame, rows: Any, columns: Any) -> tuple[float, 
     block = late.to_numpy()[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     row, column = divmod(int(np.nan_to_num(block, nan=-1).argmax()), len(columns))
     place = f"rank {_range(late.index[rows])}, step {_range(late.columns[columns])}"
-    longer = f"{format_duration(block[row, column])} longer than the others"
+    longer = f"{format_duration(block[row, column])} longer than the median of the others"
     if block.size > 1:
         longer = f"up to {longer} (rank {late.index[rows[row]]}, step {late.columns[columns[column]]})"
     return float(block[row, column]), f"{place}<br>{longer}"

@@ -32,7 +32,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         help="also measure collectives among the first N ranks, for each N")  # fmt: skip
     add("--seconds", metavar="SECONDS", type=positive_number, default=0.2,
         help="time to spend on one operation and payload (default: %(default)s)")  # fmt: skip
-    help_text = "fail if one call takes longer; with mpi4py, if all calls of one operation and payload take longer"
+    help_text = "fail if one call (with mpi4py: all calls of one operation and payload together) takes longer"
     add_timeout(parser, 300, help_text)
     add("--format", choices=("auto", "nccl", "osu"), default="auto", dest="form",
         help="print tables like nccl-tests or the OSU benchmarks (default: nccl for torch's collectives, else "

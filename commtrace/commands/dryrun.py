@@ -6,9 +6,10 @@ tensors are not backed by memory, and their collectives send nothing; the calls
 are recorded as in any run. The log is an ordinary log without times, marked as
 simulated. Operations, payloads, groups, order and call sites are those of the
 real job, unless they depend on values that the program computes. Each line of
-the program that reads such a value is reported. Small integers that another
-rank sends or broadcasts are real. Other small buffers are filled as if every
-rank had sent the same values, and large ones are zero; this is not reported.
+the program that reads such a value is reported. Small tensors that another
+simulated rank computes and sends are real (integers up to 64 KiB, floats up to
+256 bytes). Other small buffers are filled as if every rank had sent the same
+values, and large ones are zero; this is not reported.
 
     commtrace dryrun --world-size 1024 --ranks 0,1023 --out dry python train.py
     commtrace report dry
@@ -36,7 +37,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         help="ranks to run: all, all-distinct, or a list such as 0,1,60-63 (default: %(default)s)")  # fmt: skip
     add("--out", metavar="DIR", type=Path, help="log directory (default: commtrace-logs)")
     add("--ranks-per-node", metavar="N", type=positive_integer, default=8,
-        help="ranks of each node, for LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK (default: %(default)s)")  # fmt: skip
+        help="ranks per node; sets LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK (default: %(default)s)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"),
         help="device of the program; cuda: simulated (default: cuda if the program requires it)")  # fmt: skip
     add("--jobs", metavar="N", type=positive_integer,

@@ -90,7 +90,7 @@ def text_width(text: str) -> int:
 
 _SHARED: Final[dict[str, dict[str, Any]]] = {
     "directory": {
-        "metavar": "DIR", "type": Path, "help": "log directory, as in COMMTRACE, or the folder of one run in it",
+        "metavar": "DIR", "type": Path, "help": "log directory, as in COMMTRACE, or one run's directory in it",
     },
     "--json": {"action": "store_true", "help": "print all tables with exact numbers as one JSON document"},
     "--html": {"metavar": "FILE", "type": Path, "help": "write one self-contained HTML page with figures"},

@@ -6,9 +6,9 @@ of the processes. report, check, diff, scaling and export read the directory in
 place of the log, with the same results, except that the last calls of a run
 with COMMTRACE_STEPS are not packed. Runs with COMMTRACE_MODE=summary cannot be
 packed. pandas, polars, DuckDB and Dask read the files directly. The tables of
-reports are stored, too, so that `commtrace report` takes seconds. The log does
-not change, but records of killed processes are recovered into it first. The
-command needs the extra `parquet` (pyarrow).
+reports are stored, too, so that `commtrace report` takes seconds. Records
+of killed processes are first recovered into the log; nothing else in it
+changes. The command needs the extra `parquet` (pyarrow).
 """
 
 from __future__ import annotations

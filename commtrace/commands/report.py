@@ -40,7 +40,7 @@ MIN_PARALLEL_RECORDS: Final = 8_000_000
 def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("directories", metavar="DIR", type=Path, nargs="+",
-        help="log directory, as in COMMTRACE, or the folder of one run in it; several: runs side by side")  # fmt: skip
+        help="log directory, as in COMMTRACE, or one run's directory in it; several: runs side by side")  # fmt: skip
     add_formats(parser)
     add_shared(parser, "--network", purpose="compare call times with those expected on a network")
     parser.add_argument("--sections", metavar="NAME,...", type=section_names,

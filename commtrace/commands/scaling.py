@@ -1,6 +1,6 @@
 """Compare runs at increasing scale, and show what limits the scaling.
 
-The runs are of one program. For each run, the report shows the time of a
+All runs must be of the same program. For each run, the report shows the time of a
 training step, speedup and efficiency relative to the run with the fewest ranks,
 tokens per second, the parts of the step time (computation, communication,
 waiting for late ranks), and the bytes that a rank sends, compared with theory.

@@ -1,4 +1,4 @@
-"""Files of a summary: tables to which rows are appended, and a snapshot in shared memory of what they lack.
+"""Files of a summary: tables to which rows are appended, and a shared-memory snapshot of the rows not yet in them.
 
 The snapshot is beside the ring, and outlives a killed process. It has the rows that were not written, the number of
 rows in each file at that time, and the number of records that they all represent. Recovery truncates each file to its

@@ -27,7 +27,7 @@ def namespace(cls: type) -> dict[str, Any]:
 
 
 class ExtensionPatches(Patches):
-    """The attributes of extension types that a hook has replaced, to restore them."""
+    """The attributes of extension types that a hook has replaced; `undo` restores them."""
 
     @staticmethod
     def attributes(owner: type) -> dict[str, Any]:
@@ -41,12 +41,12 @@ class ExtensionPatches(Patches):
         ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
 
     def wrap(self, owner: type, name: str, wrapper: Wrapper, instead: Callable[[Any, Any], Any] | None = None) -> bool:
-        """Replace a method that is defined on `owner` itself by `wrapper(original)`.
+        """Replace a method that is defined on `owner` itself with `wrapper(original)`.
 
         Args:
             owner: The class.
             name: Name of the method.
-            wrapper: Returns the replacement. For a class method, both take the class first.
+            wrapper: Returns the replacement. For a class method, original and replacement take the class first.
             instead: Returns what to install for (original, replacement); None: the replacement.
 
         Returns:
@@ -65,7 +65,7 @@ class ExtensionPatches(Patches):
 
 
 def _copy_metadata(replacement: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a replacement the original's name, documentation and signature."""
+    """Give a replacement the original's name, docstring and signature."""
     functools.update_wrapper(replacement, function)
     signature = getattr(function, "__text_signature__", None)
     if signature is not None:

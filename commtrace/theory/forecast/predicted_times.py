@@ -1,7 +1,7 @@
 """Predicted communication times of a job that has not run, on a network (`commtrace.network`).
 
 Times are sums over the calls of a rank, as if each began when the previous one ended and none was overlapped: overlap
-with computation reduces them, and waiting for other ranks adds to them. Ranks fill one node after the other, and
+with computation reduces them, and waiting for other ranks adds to them. Ranks fill one host after the other, and
 parallel dimensions are placed as in GPT-NeoX and Megatron: tensor parallelism innermost, pipeline outermost.
 """
 
@@ -55,7 +55,7 @@ def _time(job: Forecast, prediction: Prediction, network: Network, calls: Iterab
 
 
 def total_time(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sums of a period's rows; times are None if no row has one."""
+    """Return the sums of a period's rows; times are None if there are rows and none has one."""
     timed = [row for row in rows if row["time_us"] is not None]
     return {
         "calls": sum(row["calls"] for row in rows),

@@ -304,7 +304,7 @@ def test_a_heat_map_of_many_ranks_and_steps_is_bounded_and_names_the_latest() ->
     (heat,) = delays(table).data
     assert heat.z.shape == (48, 160)
     assert np.argwhere(heat.z > 0).tolist() == [[0, 41]]
-    assert heat.text[0][41].endswith("up to 7.00 ms longer than the others (rank 17, step 123)")
+    assert heat.text[0][41].endswith("up to 7.00 ms longer than the median of the others (rank 17, step 123)")
     (heat,) = delays(table.loc[table["rank"] < 32]).data
     assert heat.z.shape == (32, steps)
     assert not delays(table.head(0)).data[0].z.size

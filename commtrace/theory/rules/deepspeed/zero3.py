@@ -1,7 +1,7 @@
-"""ZeRO-3: each rank keeps a shard of every parameter, and parameters are all_gathered where they are used.
+"""ZeRO-3: each rank keeps a shard of every parameter, and parameters are gathered where they are used.
 
 Bytes are exact, and so are calls under the assumptions of `zero3_passes`. Without these, there is at most one call for
-each parameter that is all_gathered.
+each parameter that is gathered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOT_PREDICTED: Final = (
     "zero_quantized_gradients",
     "enable_sanity_checks",
 )
-MAX_DIFFERENT_PASSES: Final = 16  # of an evaluation: all later ones equal the last of these
+MAX_DIFFERENT_PASSES: Final = 16  # passes of an evaluation to simulate before they must have converged
 STEPS: Final = 4  # steps to simulate: the trace of modules is complete in the second at the latest
 _LAYER: Final = re.compile(r"(?:^|[._])\d+$")
 
@@ -65,7 +65,7 @@ def predict(job: Job) -> Prediction:
 
 
 def recorded_evaluations(job: Job) -> dict[int, int]:
-    """Return the number of evaluation passes after each step, keyed by the first of equal steps, from -1 on."""
+    """Return the number of evaluation passes after each step, by the first of equal steps; -1: before all steps."""
     # GPT-NeoX's evaluations follow from its arguments.
     rows = [] if job.is_gpt_neox else sorted(job.row.get("passes", ()), key=lambda row: int(row["step"]))
     by_step = {int(row["step"]): _count_evaluations(row["passes"], int(row["step"])) for row in rows}
@@ -92,7 +92,7 @@ def _with_evaluations(job: Job, regular: Prediction, evaluations: dict[int, int]
 
 
 class SimulatedSteps:
-    """Simulation of a job's steps. States are numbers; 0 is the state before the first step.
+    """Simulation of a job's steps. `run` takes and returns indices of states; 0 is the state before the first step.
 
     Steps with equal passes that start in the same state are simulated once.
     """
