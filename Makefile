@@ -42,8 +42,6 @@ lint: $(READY)  ## style and types
 	$(BIN)/mypy
 
 docs: $(READY)  ## build the documentation in build/site; any broken link or reference is an error
-	rm -rf build/docs
-	$(BIN)/python setup.py --quiet build_py --build-lib build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # not --quiet, which hides warnings from `strict`
 
 $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt

@@ -18,12 +18,7 @@ A program may mark what commtrace cannot detect: `commtrace.step()` where a trai
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
-
-# In a checkout `hooks/` and `analyses/` are beside this folder; installed, they are sub-packages.
-if not os.path.isdir(os.path.join(__path__[0], "hooks")):
-    __path__.append(os.path.dirname(__path__[0]))
 
 from commtrace.errors import CommtraceError
 

@@ -27,8 +27,9 @@ from processes import ROOT, Result
 
 from commtrace.hooks.native import libraries
 
-FOLDERS = ("commtrace", "hooks", "analyses")
-SOURCES = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", *FOLDERS)
+FOLDERS = ("commtrace", "commtrace/hooks", "commtrace/analyses")
+"""The folders of the package; the last two are links, which `rglob` does not follow."""
+SOURCES = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "commtrace", "hooks", "analyses")
 STATE = (
     "import sys; on = 'commtrace.startup' in sys.modules\n"
     "print(on and sys.modules['commtrace.recording.session'].session.settings.directory)"
@@ -47,7 +48,7 @@ def copy_sources(to: Path) -> Path:
     to.mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+            shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         elif (ROOT / name).exists():
             shutil.copy(ROOT / name, to / name)
     return to
@@ -127,12 +128,10 @@ def test_every_package_is_listed() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     listed = set(config["options"]["packages"].split())
-    package_dir = dict(line.split(" = ") for line in config["options"]["package_dir"].strip().splitlines())
-    assert set(package_dir.values()) == set(FOLDERS)
     existing = set()
-    for name, folder in package_dir.items():
+    for folder in FOLDERS:
         for file in (ROOT / folder).rglob("__init__.py"):
-            existing.add(".".join([name, *file.parent.relative_to(ROOT / folder).parts]))
+            existing.add(".".join(file.parent.relative_to(ROOT).parts))
     assert listed == existing
     for folder in FOLDERS:  # a module in a folder that is not a package would be left out silently
         for file in (ROOT / folder).rglob("*.py"):
@@ -146,8 +145,7 @@ def test_every_module_is_in_the_wheel(way: str, wheels: Wheels) -> None:
     for folder in FOLDERS:
         for file in (ROOT / folder).rglob("*"):
             if file.suffix in (".py", ".yml", ".html", ".css", ".js", ".json"):
-                path = file.relative_to(ROOT)
-                expected.add(str(path if folder == "commtrace" else "commtrace" / path))
+                expected.add(str(file.relative_to(ROOT)))
     assert {name for name in names if ".dist-info/" not in name} >= expected
     assert not [name for name in names if name.split("/")[0] not in ("commtrace", "commtrace.pth", "commtrace.start")
                 and ".dist-info/" not in name]  # fmt: skip
@@ -160,7 +158,7 @@ def test_the_variable_switches_on(way: str, environment: Callable[[str], Environ
     assert installed.run() == (0, "False\n", "")
     assert installed.run(COMMTRACE="0") == (0, "False\n", "")
     assert installed.run(COMMTRACE="log", cwd=tmp_path) == (0, f"{tmp_path / 'log'}\n", "")
-    for module in (*(f"commtrace.{folder}" for folder in FOLDERS[1:]), "commtrace.commands.run"):
+    for module in ("commtrace.hooks", "commtrace.analyses", "commtrace.commands.run"):
         assert installed.run(f"import importlib.util; assert importlib.util.find_spec({module!r})").status == 0
     assert list(tmp_path.iterdir()) == []
 

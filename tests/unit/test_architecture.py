@@ -15,8 +15,8 @@ from processes import ROOT
 
 from commtrace.cli import COMMANDS
 
-FOLDERS: Final = {"commtrace": "commtrace", "commtrace.hooks": "hooks", "commtrace.analyses": "analyses"}
-"""The folder of the checkout that each package is installed from."""
+FOLDERS: Final = ("commtrace", "commtrace/hooks", "commtrace/analyses")
+"""The folders of the package; the last two are links, which `rglob` does not follow."""
 MAY_IMPORT_ANYTHING: Final = ("commtrace.run", "commtrace.commands")
 """The public interface and the commands, which may import all parts, as `commtrace` itself may."""
 
@@ -25,11 +25,11 @@ MAY_IMPORT_ANYTHING: Final = ("commtrace.run", "commtrace.commands")
 def modules() -> dict[str, Path]:
     """Return the file of every installed module by dotted name; that of a package is its `__init__.py`."""
     files = {}
-    for package, folder in FOLDERS.items():
+    for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            parts = path.relative_to(ROOT).with_suffix("").parts
             if "bootstrap" not in parts:  # scripts outside the package
-                files[".".join([package, *(part for part in parts if part != "__init__")])] = path
+                files[".".join(part for part in parts if part != "__init__")] = path
     return files
 
 

@@ -71,8 +71,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tree")
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "commtrace", folder / "commtrace", ignore=ignore)
-    for name in ("hooks", "analyses"):
-        shutil.copytree(ROOT / name, folder / "commtrace" / name, ignore=ignore)
     (folder / "commtrace.pth").write_text(
         "import os; os.environ.get('COMMTRACE') and __import__('commtrace.startup')\n"
     )
