@@ -41,8 +41,8 @@ def analyse(
     Returns:
         The tables by name.
     """
-    from . import reconciliation
     from .analysis_catalog import ACROSS_RANKS, ANALYSES, DETAILS
+    from .compare import reconciliation
     from .fold_engine import fold
 
     comparison = reconciliation.ANALYSIS if include_matching_steps else reconciliation.DIFFERENCES
@@ -63,9 +63,10 @@ def tables_to_store(run: RecordedRun) -> Iterator[tuple[str, dict[str, pd.DataFr
 
     Stuck calls, for which few records are read, and ACROSS_RANKS are not stored.
     """
-    from . import fold_engine, reconciliation
+    from . import fold_engine
     from .across_ranks import stuck_calls
     from .analysis_catalog import ANALYSES, DETAILS
+    from .compare import reconciliation
 
     analyses = [analysis for analysis in ANALYSES if analysis is not stuck_calls.ANALYSIS]
     return fold_engine.tables_to_store(run, [*analyses, reconciliation.ANALYSIS, *DETAILS.values()])

@@ -24,8 +24,8 @@ from commtrace.errors import CommtraceError
 
 TYPE_CHECKING = False  # importing typing takes a millisecond or two in every process
 if TYPE_CHECKING:
-    from commtrace.analyses.comparison import compare
     from commtrace.analyses.scaling import scaling
+    from commtrace.analyses.side_by_side import compare
     from commtrace.progress import phase, step
     from commtrace.run import Run
     from commtrace.run import open_run as open
@@ -36,7 +36,7 @@ __all__ = ["CommtraceError", "Run", "compare", "open", "phase", "scaling", "star
 
 # Name -> module and attribute to import on first use, so that training processes do not import pandas.
 _ON_FIRST_USE = {
-    "Run": ("run", "Run"), "open": ("run", "open_run"), "compare": ("analyses.comparison", "compare"),
+    "Run": ("run", "Run"), "open": ("run", "open_run"), "compare": ("analyses.side_by_side", "compare"),
     "scaling": ("analyses.scaling", "scaling"), "start": ("startup", "start"), "stop": ("startup", "stop"),
     "step": ("progress", "step"), "phase": ("progress", "phase"),
 }  # fmt: skip

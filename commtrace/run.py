@@ -87,7 +87,7 @@ class Run(RecordedRun):
         """Return the meaning of the columns of a table.
 
         Args:
-            name: A name that `table` takes, or a table of `commtrace.analyses.comparison` or of `commtrace scaling`.
+            name: A name that `table` takes, or a table of `commtrace.analyses.side_by_side` or of `commtrace scaling`.
 
         Returns:
             A row per column of the table, whose name is the index: `unit` and `meaning`.
@@ -131,7 +131,8 @@ class Run(RecordedRun):
         Returns:
             The table `call_differences`; without rows if nothing differs.
         """
-        from commtrace.analyses.diff import compare_calls, read_calls
+        from commtrace.analyses.compare.call_differences import compare_calls
+        from commtrace.analyses.compare.run_calls import read_calls
 
         return compare_calls(read_calls(self), read_calls(other)).table
 

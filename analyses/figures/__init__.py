@@ -11,7 +11,7 @@ A figure of one run:
 
 A figure of several runs:
 
-    from commtrace.analyses.comparison import compare
+    from commtrace.analyses.side_by_side import compare
     tables = compare({"ddp": run, "zero3": other})
     figures.operation_shares(tables["runs_by_operation"])
 

@@ -14,8 +14,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from commtrace.analyses.comparison import FULL_RUN, TRAINING_STEP
 from commtrace.analyses.grouping import rows_of
+from commtrace.analyses.side_by_side import FULL_RUN, TRAINING_STEP
 from commtrace.formatting import format_bytes, format_count, format_duration, format_share
 from commtrace.schema import ROLES
 

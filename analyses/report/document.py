@@ -22,7 +22,7 @@ All tables of a report are present, even without rows; the tables that only figu
 column. Bytes and times are exact, in bytes and ns. null means "not known" or "not applicable". The JSON is strict: it
 has no NaN and no Infinity.
 
-The comparison of several runs side by side has the tables of `commtrace.analyses.comparison`, and the scaling report
+The comparison of several runs side by side has the tables of `commtrace.analyses.side_by_side`, and the scaling report
 those of `commtrace.analyses.scaling`:
 
     {"format": "commtrace-comparison", "version": 1, "tables": {"runs": [...], ...}, "columns": {...}}
@@ -46,8 +46,8 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from commtrace.analyses.compare.call_differences import RunDifferences
 from commtrace.analyses.coverage import notes_table
-from commtrace.analyses.diff import RunDifferences
 from commtrace.analyses.table_specs import TABLES, describe_columns
 from commtrace.analyses.table_specs.equivalent_ranks import ALIKE, ALIKE_MEANING, Different, Distribution, reduce_ranks
 from commtrace.reading.log_notes import Note, merge_notes

@@ -9,8 +9,8 @@ import pandas as pd
 from rich.console import RenderableType
 from rich.text import Text
 
-from commtrace.analyses.comparison import FULL_RUN, TRAINING_STEP
 from commtrace.analyses.grouping import rows_of
+from commtrace.analyses.side_by_side import FULL_RUN, TRAINING_STEP
 from commtrace.formatting import format_bytes
 from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
 
@@ -28,7 +28,7 @@ _SCALING_TABLES: Final = (
 def render_side_by_side(
     tables: Mapping[str, pd.DataFrame], width: int, *, warnings: Sequence[str] = ()
 ) -> Iterator[RenderableType]:
-    """Yield the report of the tables of `commtrace.analyses.comparison`, top to bottom, after the warnings."""
+    """Yield the report of the tables of `commtrace.analyses.side_by_side`, top to bottom, after the warnings."""
     for text in warnings:
         yield paragraph(text, width, first="! ", style="bold yellow")
     runs = tables["runs"]

@@ -1,4 +1,4 @@
-"""Tables of runs side by side (`analyses.comparison`, `.diff`), and by number of ranks (`analyses.scaling`)."""
+"""Tables of runs side by side (`analyses.side_by_side`, `.compare`), and by number of ranks (`analyses.scaling`)."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argparse.Namespace], int]) -> int:
     """Print the stuck calls, the comparison and the notes, and return the exit status."""
     from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
-    from commtrace.analyses.diff.diff_text import wrapped
+    from commtrace.analyses.compare.comparison_text import wrapped
     from commtrace.analyses.report.findings import diagnosis
 
     try:
@@ -107,9 +107,9 @@ def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argp
 
 
 def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
-    from commtrace.analyses.check.verdict import compute_verdict, declare_own, describe_losses
-    from commtrace.analyses.check.verdict_text import verdict_lines
-    from commtrace.analyses.diff.diff_text import shortened_lines, wrapped
+    from commtrace.analyses.compare.comparison_text import shortened_lines, wrapped
+    from commtrace.analyses.compare.verdict import compute_verdict, declare_own, describe_losses
+    from commtrace.analyses.compare.verdict_text import verdict_lines
     from commtrace.analyses.fold_engine import fold
 
     tables = fold(run, [declare_own(_analysis(run, arguments), arguments.own)])
@@ -147,9 +147,10 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
 
 
 def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
-    from commtrace.analyses.diff import compare_calls, read_calls
-    from commtrace.analyses.diff.baseline import read_baseline
-    from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines, shortened_lines
+    from commtrace.analyses.compare.baseline import read_baseline
+    from commtrace.analyses.compare.call_differences import compare_calls
+    from commtrace.analyses.compare.comparison_text import compared_lines, difference_lines, own_lines, shortened_lines
+    from commtrace.analyses.compare.run_calls import read_calls
     from commtrace.run import open_run
 
     own = [*arguments.own]
@@ -175,8 +176,8 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
 
 
 def _update_baseline(run: Run, arguments: argparse.Namespace) -> int:
-    from commtrace.analyses.diff import read_calls
-    from commtrace.analyses.diff.baseline import read_baseline, to_text
+    from commtrace.analyses.compare.baseline import read_baseline, to_text
+    from commtrace.analyses.compare.run_calls import read_calls
 
     path: Path = arguments.update_baseline
     own = [*arguments.own, *(read_baseline(path).own if path.exists() else ())]
@@ -190,7 +191,7 @@ def _update_baseline(run: Run, arguments: argparse.Namespace) -> int:
 
 
 def _analysis(run: Run, arguments: argparse.Namespace) -> Analysis:
-    from commtrace.analyses import reconciliation
+    from commtrace.analyses.compare import reconciliation
     from commtrace.theory.forecast import PlanError, forecast
 
     if arguments.config is None:

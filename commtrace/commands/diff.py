@@ -31,8 +31,9 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences, and return the exit status."""
-    from commtrace.analyses.diff import compare_calls, read_calls
-    from commtrace.analyses.diff.diff_text import compared_lines, difference_lines, own_lines, shortened_lines
+    from commtrace.analyses.compare.call_differences import compare_calls
+    from commtrace.analyses.compare.comparison_text import compared_lines, difference_lines, own_lines, shortened_lines
+    from commtrace.analyses.compare.run_calls import read_calls
     from commtrace.analyses.report.document import diff_to_json
     from commtrace.reading.executors import open_executor
     from commtrace.reading.log_notes import print_notes

@@ -53,9 +53,9 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, or write the page."""
-    from commtrace.analyses.comparison import compare, short_names
     from commtrace.analyses.report import document, several_runs_text, terminal
     from commtrace.analyses.report.findings import warnings_of_runs
+    from commtrace.analyses.side_by_side import compare, short_names
     from commtrace.reading.executors import open_executor
     from commtrace.run import open_run
 

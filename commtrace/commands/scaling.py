@@ -30,9 +30,9 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison, or write the page."""
-    from commtrace.analyses.comparison import short_names
     from commtrace.analyses.scaling.findings import sentences
     from commtrace.analyses.scaling.scaling_tables import scaling
+    from commtrace.analyses.side_by_side import short_names
     from commtrace.reading.executors import open_executor
     from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run

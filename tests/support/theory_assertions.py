@@ -9,7 +9,7 @@ from typing import Any
 
 import trainings
 
-from commtrace.analyses import reconciliation
+from commtrace.analyses.compare import reconciliation
 from commtrace.analyses.fold_engine import NamedTables, fold
 from commtrace.run import Run
 from commtrace.theory import predict

@@ -9,11 +9,11 @@ from typing import Final
 import pandas as pd
 
 from commtrace.analyses import figures
-from commtrace.analyses.comparison import compare
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.job_summary import summarize_job
 from commtrace.analyses.report import findings
 from commtrace.analyses.report.expected_text import NETWORK_LEGEND, network_source, network_title
+from commtrace.analyses.side_by_side import compare
 from commtrace.analyses.steps import ALL
 from commtrace.analyses.table_specs import TABLES
 from commtrace.analyses.table_specs.equivalent_ranks import reduce_ranks, text_rows

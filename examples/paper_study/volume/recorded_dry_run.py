@@ -12,12 +12,12 @@ from typing import Final, TypeAlias
 
 import pandas as pd
 
-from commtrace.analyses import reconciliation
-from commtrace.analyses.check.verdict import Verdict, compute_verdict
-from commtrace.analyses.check.verdict_text import verdict_lines
+from commtrace.analyses.compare import reconciliation
+from commtrace.analyses.compare.causes import UNEXPLAINED
+from commtrace.analyses.compare.verdict import Verdict, compute_verdict
+from commtrace.analyses.compare.verdict_text import verdict_lines
 from commtrace.analyses.fold_engine import NamedTables, fold
 from commtrace.analyses.grouping import rows_of
-from commtrace.analyses.reconciliation.causes import UNEXPLAINED
 from commtrace.formatting import format_bytes, format_signed
 from commtrace.run import Run, open_run
 from commtrace.theory import NotPredictedError, Prediction, predict

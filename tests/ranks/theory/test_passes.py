@@ -14,7 +14,7 @@ pytest.importorskip("deepspeed")
 import trainings
 from broken_rules import OF_EVALUATIONS, break_rule
 
-from commtrace.analyses import reconciliation
+from commtrace.analyses.compare import reconciliation
 from commtrace.analyses.fold_engine import fold
 from commtrace.cli import main
 from commtrace.run import open_run

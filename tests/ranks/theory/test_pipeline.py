@@ -16,7 +16,7 @@ import pipelines
 import trainings
 from theory_assertions import assert_exact
 
-from commtrace.analyses import reconciliation
+from commtrace.analyses.compare import reconciliation
 from commtrace.analyses.fold_engine import NamedTables, fold
 from commtrace.cli import main
 from commtrace.run import Run

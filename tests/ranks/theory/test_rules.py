@@ -22,9 +22,9 @@ import trainings
 from broken_rules import OF_EVALUATIONS, break_rule
 from record_blocks import block_of
 
-from commtrace.analyses.reconciliation import measured_calls as measured
-from commtrace.analyses.reconciliation.matching import compare
-from commtrace.analyses.reconciliation.measured_calls import EqualCalls
+from commtrace.analyses.compare import counted_calls as measured
+from commtrace.analyses.compare.counted_calls import EqualCalls
+from commtrace.analyses.compare.step_matching import compare
 from commtrace.run import Run
 from commtrace.schema import Records
 from commtrace.theory import NotPredictedError, predict

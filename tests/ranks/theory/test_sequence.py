@@ -16,9 +16,9 @@ import sequence_trainings
 import trainings
 from theory_assertions import Runs, assert_described, assert_exact, tables
 
-from commtrace.analyses.reconciliation.matching import compare
-from commtrace.analyses.reconciliation.measured_calls import EqualCalls
-from commtrace.analyses.reconciliation.waterfall import BELOW
+from commtrace.analyses.compare.counted_calls import EqualCalls
+from commtrace.analyses.compare.step_matching import compare
+from commtrace.analyses.compare.waterfall import BELOW
 from commtrace.theory import ExpectedCall
 
 pytestmark = trainings.TIMEOUT

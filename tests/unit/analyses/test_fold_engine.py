@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 from record_blocks import block_of
 
-from commtrace.analyses import reconciliation, timeline
+from commtrace.analyses import timeline
 from commtrace.analyses.analysis_catalog import ANALYSES, DETAILS
+from commtrace.analyses.compare import reconciliation
 from commtrace.analyses.fold_engine import Analysis, fold
 from commtrace.analyses.grouping import group_rows, positions_by_value, sum_groups
 from commtrace.analyses.record_blocks import EMPTY_BLOCK, RecordBlock

@@ -12,12 +12,13 @@ from factory import LogFactory, training
 from networks import ideal, results
 
 from commtrace.analyses import analyse
-from commtrace.analyses.comparison import compare
-from commtrace.analyses.diff import compare_calls, read_calls
+from commtrace.analyses.compare.call_differences import compare_calls
+from commtrace.analyses.compare.run_calls import read_calls
 from commtrace.analyses.fold_engine import fold
 from commtrace.analyses.network_efficiency import network_analysis
 from commtrace.analyses.report.document import comparison_to_json, report_to_json, scaling_to_json
 from commtrace.analyses.scaling import scaling
+from commtrace.analyses.side_by_side import compare
 from commtrace.analyses.table_specs import TABLES
 from commtrace.analyses.table_specs.spec import formatted_rows
 from commtrace.errors import NoSuchTableError

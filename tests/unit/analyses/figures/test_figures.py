@@ -16,8 +16,8 @@ from figure_tables import EVIL, MIB, reconciliation_table, two_roles_table, wate
 go = pytest.importorskip("plotly.graph_objects", reason="plotly is not installed")
 
 from commtrace.analyses import figures  # noqa: E402
-from commtrace.analyses.comparison import compare, short_names  # noqa: E402
 from commtrace.analyses.figures import style  # noqa: E402
+from commtrace.analyses.side_by_side import compare, short_names  # noqa: E402
 from commtrace.analyses.timeline import MAX_CALLS, shown  # noqa: E402
 from commtrace.cli import main  # noqa: E402
 from commtrace.errors import CommtraceError, NoSuchFigureError  # noqa: E402

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from broken_rules import break_rule
 
-from commtrace.analyses.reconciliation.matching import compare
-from commtrace.analyses.reconciliation.measured_calls import EqualCalls
+from commtrace.analyses.compare.counted_calls import EqualCalls
+from commtrace.analyses.compare.step_matching import compare
 from commtrace.theory import ExpectedCall, NotPredictedError, predict
 from commtrace.theory.configs.gpt_neox import planning
 from commtrace.theory.configs.gpt_neox.program_config import ProgramConfig

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from commtrace.analyses.reconciliation.matching import compare
-from commtrace.analyses.reconciliation.measured_calls import EqualCalls
+from commtrace.analyses.compare.counted_calls import EqualCalls
+from commtrace.analyses.compare.step_matching import compare
 from commtrace.theory import NotPredictedError, predict
 from commtrace.theory.job import Job, ModuleNode
 from commtrace.theory.rules.deepspeed import zero3

@@ -20,16 +20,17 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.diff.call_keys import is_own
-from commtrace.analyses.diff.run_calls import OwnCalls, sum_own_calls
 from commtrace.analyses.fold_engine import Analysis, NamedTables
 from commtrace.analyses.grouping import Array, group_rows, number_sequences, sum_groups
-from commtrace.analyses.reconciliation import compared_steps
-from commtrace.analyses.reconciliation.causes import PROGRAM_CAUSES, SPLIT_DIFFERENTLY, path_in_packages
-from commtrace.analyses.reconciliation.measured_calls import last_steps, sums_in
-from commtrace.analyses.reconciliation.step_comparison import EXPECTED
 from commtrace.formatting import MAX_SINGLE, format_missing, format_ranks, merge_texts
 from commtrace.reading.recorded_run import RecordedRun
+
+from .call_keys import is_own
+from .causes import PROGRAM_CAUSES, SPLIT_DIFFERENTLY, path_in_packages
+from .counted_calls import last_steps, sums_in
+from .reconciliation import compared_steps
+from .run_calls import OwnCalls, sum_own_calls
+from .step_comparison import EXPECTED
 
 CELL: Final = ("rank", "step", "role", "op")
 NUMBERS: Final = ("expected_calls", "measured_calls", "expected_bytes", "measured_bytes")

@@ -23,7 +23,7 @@ from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predic
 from commtrace.theory.rules.registry import DEEPSPEED, TORCH
 
 from .causes import UNEXPLAINED, StepContext
-from .measured_calls import MeasuredSteps
+from .counted_calls import MeasuredSteps
 from .step_comparison import EXPECTED, ComparedStep, compare_step
 from .waterfall import WaterfallRows
 

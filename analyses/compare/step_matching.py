@@ -12,7 +12,7 @@ from commtrace.theory import ExpectedCall
 from commtrace.theory.expected_calls import exact_wire_bytes
 
 from .causes import is_framework_call, is_framework_site
-from .measured_calls import EqualCalls
+from .counted_calls import EqualCalls
 
 CellKey: TypeAlias = tuple[str, str]
 """Parallel dimension and operation."""

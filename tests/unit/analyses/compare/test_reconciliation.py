@@ -27,10 +27,10 @@ from expected_runs import (
 )
 from factory import LogFactory, record
 
-from commtrace.analyses import reconciliation
-from commtrace.analyses.reconciliation.causes import CAUSES, UNEXPLAINED
-from commtrace.analyses.reconciliation.matching import compare
-from commtrace.analyses.reconciliation.measured_calls import DETAILED_STEPS, EqualCalls
+from commtrace.analyses.compare import reconciliation
+from commtrace.analyses.compare.causes import CAUSES, UNEXPLAINED
+from commtrace.analyses.compare.counted_calls import DETAILED_STEPS, EqualCalls
+from commtrace.analyses.compare.step_matching import compare
 from commtrace.analyses.table_specs import TABLES
 from commtrace.run import Run, open_run
 from commtrace.schema import Phase, Records

@@ -11,8 +11,8 @@ import pytest
 from factory import ALL_GATHER, ALL_REDUCE, BARRIER, WORLD, LogFactory, Records, record
 from record_blocks import block_of
 
-from commtrace.analyses.reconciliation import measured_calls as measured
-from commtrace.analyses.reconciliation.measured_calls import DETAILED_STEPS
+from commtrace.analyses.compare import counted_calls as measured
+from commtrace.analyses.compare.counted_calls import DETAILED_STEPS
 from commtrace.run import Run, open_run
 
 RANKS, STEPS = 3, DETAILED_STEPS + 40

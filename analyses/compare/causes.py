@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 from commtrace.theory import ExpectedCall, Prediction
 from commtrace.theory.expected_calls import sorted_calls
 
-from .measured_calls import EqualCalls
+from .counted_calls import EqualCalls
 
 UNEXPLAINED: Final = "unexplained"
 SPLIT_DIFFERENTLY: Final = "the same bytes, split into different calls (another order)"

@@ -11,8 +11,8 @@ from commtrace.theory import Prediction
 from commtrace.theory.expected_calls import WaterfallBar
 
 from .causes import UNEXPLAINED
-from .matching import Cell
-from .measured_calls import EqualCalls
+from .counted_calls import EqualCalls
+from .step_matching import Cell
 
 BELOW: Final = "sizes that depend on the data: below their bound"
 

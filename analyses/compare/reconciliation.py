@@ -25,8 +25,8 @@ from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.summary_reader import MIXED
 
-from . import measured_calls
-from .measured_calls import last_steps, measured_steps
+from . import counted_calls
+from .counted_calls import last_steps, measured_steps
 from .rank_comparison import RankComparison
 
 TABLE_NAMES: Final = ("theory", "expected", "reconciliation", "waterfall", "waterfall_by_role")
@@ -91,8 +91,8 @@ def _has_job(run: RecordedRun) -> bool:
 
 ANALYSIS: Final = Analysis(
     "reconciliation",
-    measured_calls.partial,
-    measured_calls.merge,
+    counted_calls.partial,
+    counted_calls.merge,
     _finish,
     _has_job,
     reads_cells=True,

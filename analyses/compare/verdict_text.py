@@ -7,11 +7,11 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.diff.call_differences import format_steps
-from commtrace.analyses.diff.diff_text import own_lines, own_volume, wrapped
 from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import format_plural, format_ranks
 
+from .call_differences import format_steps
+from .comparison_text import own_lines, own_volume, wrapped
 from .verdict import NUMBERS, Verdict
 
 MAX_PARAGRAPHS: Final = 40

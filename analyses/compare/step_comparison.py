@@ -10,8 +10,8 @@ from typing import Final
 from commtrace.theory import ExpectedCall
 
 from .causes import PROGRAM_CAUSES, StepContext, explain
-from .matching import Cell, CellKey, compare
-from .measured_calls import EqualCalls
+from .counted_calls import EqualCalls
+from .step_matching import Cell, CellKey, compare
 from .waterfall import WaterfallRows, waterfall
 
 EXPECTED: Final = "expected"

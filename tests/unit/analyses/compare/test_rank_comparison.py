@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repeated_logs import Repetition, write_repeated
 
-from commtrace.analyses import reconciliation
+from commtrace.analyses.compare import rank_comparison, reconciliation
 from commtrace.analyses.fold_engine import fold
 from commtrace.analyses.grouping import concatenated_ranges, number_sequences
-from commtrace.analyses.reconciliation import rank_comparison
 from commtrace.run import open_run
 
 

@@ -22,9 +22,9 @@ from factory import (
     training,
 )
 
-from commtrace.analyses.diff import compare_calls, read_calls
-from commtrace.analyses.diff.call_differences import RunDifferences
-from commtrace.analyses.diff.call_keys import group_shape, site_name
+from commtrace.analyses.compare.call_differences import RunDifferences, compare_calls
+from commtrace.analyses.compare.call_keys import group_shape, site_name
+from commtrace.analyses.compare.run_calls import read_calls
 from commtrace.cli import main
 from commtrace.reading.table_reader import Site
 from commtrace.run import Run, open_run
