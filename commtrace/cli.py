@@ -2,9 +2,7 @@
 
 A command is a module of `commtrace.commands`: its docstring is its help, `prepare(parser)` adds its arguments,
 `run(arguments)` does the work and returns the exit status, or raises CommtraceError, which this module prints, with
-what to fix. Exit statuses: 0 success (also for a partial log), 1 an error that the user can fix (`check`, `diff`: also
-a difference), 2 wrong arguments, 3 `check` or `diff` could not compare everything, 4 `check` of a job that hung or
-died, 130 interrupted.
+what to fix. `commtrace.commands.exit_status` has the statuses.
 """
 
 from __future__ import annotations
@@ -14,12 +12,14 @@ import contextlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Final
 
 import commtrace
+from commtrace.commands.exit_status import AS_EXPECTED, FAILED, INTERRUPTED
 from commtrace.errors import CommtraceError
 
 # Command, also the name of its module in commtrace.commands -> first line of the module's docstring.
@@ -60,17 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except CommtraceError as error:
         print(f"commtrace: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     except OSError as error:  # stdout on a full disk, for example
         # Python flushes stdout again at exit and would print a traceback.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has closed the pipe
-            return 0
+            return AS_EXPECTED
         print(f"commtrace: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
+    except Exception:  # Python's own status would be 1, that of a difference
+        traceback.print_exc()
+        return FAILED
 
 
 def _run(arguments: list[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class CommtraceError(Exception):
-    """An error that the user can fix. The command line prints its message in one line and returns status 1."""
+    """An error that the user can fix. The command line prints its message in one line and returns status 2."""
 
 
 class SettingsError(CommtraceError):

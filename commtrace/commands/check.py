@@ -20,8 +20,7 @@ The first line is the result, unless the job hangs. Exit status:
   1  a call differs; it is printed with call sites and, with rules, the most
      likely cause
      or: a rank is missing (--against, --baseline)
-     or: a log or FILE cannot be read
-  2  wrong arguments
+  2  the command failed: a log or FILE cannot be read, or the arguments are wrong
   3  nothing differs, but some calls could not be compared: records were lost, a
      hook failed, or a process was killed
      or: the job has no rules, or a rank left no log (with rules)
@@ -48,7 +47,7 @@ from commtrace.errors import CommtraceError
 from commtrace.output_files import atomic_write
 from commtrace.reading.log_notes import print_notes
 
-from .exit_status import DIFFERENT, EQUAL, NOT_COMPARED, STUCK
+from .exit_status import AS_EXPECTED, DIFFERENT, NOT_COMPARED, STUCK
 from .option_types import add_shared, exact_fraction
 from .theory import add_options, options_of
 
@@ -143,7 +142,7 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
         print(*(line for hint in hints for line in wrapped(hint, arguments.width)), sep="\n")
     if len(verdict.differences):
         return DIFFERENT
-    return EQUAL if verdict.agrees else NOT_COMPARED
+    return AS_EXPECTED if verdict.agrees else NOT_COMPARED
 
 
 def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
@@ -165,8 +164,8 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
         source = f"the {'dry run' if against.simulated else 'run'} {arguments.against}"
     measured = read_calls(run, own)
     differences = compare_calls(expected, measured)
-    status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else EQUAL
-    verdicts = {EQUAL: "matches", DIFFERENT: "differs from", NOT_COMPARED: "partly compared, matches"}
+    status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else AS_EXPECTED
+    verdicts = {AS_EXPECTED: "matches", DIFFERENT: "differs from", NOT_COMPARED: "partly compared, matches"}
     width = arguments.width
     names = "expected", "recorded"
     lines = (*compared_lines(differences, width), *difference_lines(differences, names, width))

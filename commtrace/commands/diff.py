@@ -7,8 +7,8 @@ one run has more steps, each additional step must equal a step of the other run.
 Settings, versions and job fields that differ are listed. Exit status:
 
   0  equal; calls may come from other call sites, which are listed
-  1  a call differs, a rank is missing, or a log cannot be read
-  2  wrong arguments
+  1  a call differs, or a rank is missing
+  2  the command failed: a log cannot be read, or the arguments are wrong
   3  nothing differs, but some calls could not be compared: records were lost, a
      hook failed, or a process was killed
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .exit_status import DIFFERENT, EQUAL, NOT_COMPARED
+from .exit_status import AS_EXPECTED, DIFFERENT, NOT_COMPARED
 from .option_types import add_shared
 
 
@@ -44,12 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
         a, b = (read_calls(run, arguments.own) for run in runs)
     print_notes((note for run in runs for note in run.notes), per_rank=arguments.per_rank)
     differences = compare_calls(a, b)
-    status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else EQUAL
+    status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else AS_EXPECTED
     if arguments.json:
         print(diff_to_json(differences, per_rank=arguments.per_rank))
         return status
     width = arguments.width
-    heading = {EQUAL: "equal", DIFFERENT: "different", NOT_COMPARED: "partly compared, equal"}[status]
+    heading = {AS_EXPECTED: "equal", DIFFERENT: "different", NOT_COMPARED: "partly compared, equal"}[status]
     lines = (*compared_lines(differences, width), *difference_lines(differences, ("A", "B"), width))
     shown = shortened_lines((*lines, *own_lines(b.own, width)), [*a.ranks, *b.ranks], per_rank=arguments.per_rank)
     print(heading, *shown, sep="\n")

@@ -6,7 +6,7 @@ Then a probe runs with PyTorch, and another with mpi4py, if they are installed:
 two local ranks run every collective and send a message in each direction,
 traced with the settings of this environment. The command prints which recorder
 was used and which calls it does not observe. The exit status is 1 if a call of
-a probe was not recorded correctly.
+a probe was not recorded correctly, and 2 if a probe failed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from commtrace.errors import CommtraceError
+
+from .exit_status import AS_EXPECTED, DIFFERENT, FAILED
 
 if TYPE_CHECKING:
     from commtrace.run import Run
@@ -42,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     results = [_probe(library) for library in _PROBED if importlib.util.find_spec(library) is not None]
     if not results:
         _print("probe", "neither torch nor mpi4py is installed: there is nothing to record")
-    return 0 if all(results) else 1
+    return max(results, default=AS_EXPECTED)
 
 
 def _print(title: str, text: str) -> None:
@@ -69,8 +71,8 @@ def _environment() -> Iterator[tuple[str, str]]:
         yield library, version + (f" (prediction rules: {rules[library]})" if library in rules else "")
 
 
-def _probe(library: str) -> bool:
-    """Probe a library, print the results, and return whether everything was recorded correctly."""
+def _probe(library: str) -> int:
+    """Probe a library, print the results, and return the exit status."""
     from commtrace.network.call_probe import EXPECTED, RANKS, run_probe
     from commtrace.run import open_run
 
@@ -83,7 +85,7 @@ def _probe(library: str) -> bool:
             run = open_run(directory)
         except CommtraceError as error:
             _print("failed", str(error))
-            return False
+            return FAILED
         wrong = [*_differences(run)]
         facts = run.processes[0].tables.process
     native = facts["recorder"] == "native" or os.environ.get("COMMTRACE_RECORDER") == "python"
@@ -91,7 +93,7 @@ def _probe(library: str) -> bool:
     _print("calls", "; ".join(wrong) or f"all {len(EXPECTED)} operations are recorded with their payloads")
     for text in facts["blind_spots"]:
         _print("not observed", text)
-    return not wrong
+    return DIFFERENT if wrong else AS_EXPECTED
 
 
 def _differences(run: Run) -> Iterator[str]:

@@ -1,13 +1,18 @@
-"""Exit statuses of commands. 2 is argparse's, for wrong arguments."""
+"""Exit statuses of all commands."""
 
 from __future__ import annotations
 
 from typing import Final
 
-EQUAL: Final = 0
+AS_EXPECTED: Final = 0
+"""The command did what it was asked to do, also for a partial log. In a comparison: nothing differs."""
 DIFFERENT: Final = 1
-"""A call differs. Also the status of every command that fails: a log cannot be read, for example."""
+"""A call differs."""
+FAILED: Final = 2
+"""The command failed: a log cannot be read, for example. argparse has the same status for wrong arguments."""
 NOT_COMPARED: Final = 3
 """Nothing differs, but some calls could not be compared."""
 STUCK: Final = 4
-"""The job hangs."""
+"""The job hangs, or a rank died while others were waiting for it."""
+INTERRUPTED: Final = 130
+"""The user interrupted the command: 128 and the number of SIGINT, as shells have it."""

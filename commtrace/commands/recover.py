@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 
+from commtrace.errors import LogError
+
 from .option_types import add_shared
 
 
@@ -24,5 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.recording.recovery import recover_records
 
     notes = recover_records(arguments.directory)
+    if not notes and not arguments.directory.exists():
+        raise LogError(f"{arguments.directory}: no such directory, and no records for it in this host's shared memory")
     print("\n".join(notes) if notes else f"no records in this host's shared memory for {arguments.directory}")
     return 0

@@ -146,7 +146,7 @@ def run_rank(plan: BenchPlan, *, bound: bool = False) -> int:
         bound: Whether to bind MPI ranks to cores. Torch ranks are never bound: gloo's threads wait for each other.
 
     Returns:
-        The exit status of this process: 1 after a failure, which is printed to stderr with the rank.
+        The exit status of this process: 2 after a failure, which is printed to stderr with the rank.
 
     Raises:
         CommtraceError: The ranks could not be connected.
@@ -180,7 +180,7 @@ def run_rank(plan: BenchPlan, *, bound: bool = False) -> int:
     except Exception as error:
         print(f"commtrace: rank {library.rank}: {_describe_error(error)}", file=sys.stderr, flush=True)
         library.abort()
-        return 1
+        return 2
     if plan.through == "torch":
         wait_for_threads()
     return 0

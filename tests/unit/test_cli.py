@@ -50,8 +50,8 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
     assert "usage: commtrace" in capsys.readouterr().err
 
 
-def test_an_error_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path / "none")]) == 1
+def test_an_error_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "none")]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     message = "no such directory; pass the directory that COMMTRACE was set to, or the folder of a run in it"
@@ -59,9 +59,31 @@ def test_an_error_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.Captur
     assert err == f"commtrace: {tmp_path / 'none'}: {message}; {hint}\n"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["report"], ["scaling", "."], ["check"], ["diff", "."], ["export", "--out", "e.csv"], ["pack"], ["recover"]],
+)
+def test_a_missing_directory_is_a_failure(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "none"]) == 2
+    assert "none: no such directory" in capsys.readouterr().err
+
+
+def test_a_fault_of_the_program_is_not_a_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training(tmp_path)
+    monkeypatch.setattr("commtrace.commands.check.run", lambda arguments: 1 // 0)
+    assert main(["check", str(tmp_path)]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_a_newer_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LogFactory(tmp_path).process(version=VERSION + 1)
-    assert main(["report", str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 2
     assert "upgrade commtrace" in capsys.readouterr().err
 
 
@@ -77,7 +99,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -
     training(tmp_path / "log")
     out = tmp_path / f"events.{form}"
     assert main(["export", str(tmp_path / "log"), "--out", str(out)]) == 0
-    assert main(["export", str(tmp_path / "log"), "--out", str(out)]) == 1
+    assert main(["export", str(tmp_path / "log"), "--out", str(out)]) == 2
     assert main(["export", str(tmp_path / "log"), "--out", str(out), "--force", "--format", form]) == 0
     text, err = capsys.readouterr()
     assert "14 calls" in text
@@ -87,7 +109,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -
 
 def test_export_needs_a_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training(tmp_path / "log")
-    assert main(["export", str(tmp_path / "log"), "--out", str(tmp_path / "events")]) == 1
+    assert main(["export", str(tmp_path / "log"), "--out", str(tmp_path / "events")]) == 2
     assert "--format" in capsys.readouterr().err
 
 
@@ -122,7 +144,7 @@ def test_a_full_disk_is_an_error_in_a_line(tmp_path: Path) -> None:
         "sys.exit(main(['report', sys.argv[1]]))\n"
     )
     done = python(code, str(tmp_path))
-    assert (done.returncode, done.stderr) == (1, "commtrace: [Errno 28] No space left on device\n")
+    assert (done.returncode, done.stderr) == (2, "commtrace: [Errno 28] No space left on device\n")
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -41,7 +41,7 @@ def test_a_call_that_is_not_recorded_and_a_probe_that_cannot_run_are_named(tmp_p
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('broken')\n")
     result = doctor(COMMTRACE_RECORDER="python", PYTHONPATH=tmp_path)
-    assert result.status == 1
+    assert result.status == 2
     probes = result.out.partition("probe of torch")[2].partition("probe of mpi4py")
     assert "rank 0: 1 reduce of 4,096 bytes missing; rank 1: 1 reduce of 4,096 bytes missing" in probes[0]
     assert "broken" in probes[2]

@@ -183,7 +183,7 @@ def test_a_page_and_an_export_work(job: tuple[Run, processes.Result], tmp_path: 
 def test_what_cannot_be_is_said(
     options: list[str], command: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["dryrun", *options, "--out", str(tmp_path / "log"), *command]) == 1
+    assert main(["dryrun", *options, "--out", str(tmp_path / "log"), *command]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "log").exists()
 
@@ -207,7 +207,7 @@ if dist.get_rank() == 3:
 def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> None:
     """The failed rank's output is kept as well, and so is the log if its directory is not writable."""
     result = dry_run(tmp_path, "--world-size", "4", "--ranks", "0,2", script=FAILING)
-    assert result.status == 1
+    assert result.status == 2
     assert "rank 2 exited with status 1; the log of rank 0, finished before the failure, is in" in result.err
     assert "RuntimeError: the third rank does not like it" in result.err
     assert "line 39" in result.err
@@ -231,7 +231,7 @@ def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> N
 @pytest.mark.exhaustive
 def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     result = dry_run(tmp_path, "--world-size", "4", "--ranks", "3", "--timeout", "20", script=FAILING)
-    assert result.status == 1
+    assert result.status == 2
     assert "rank 3 did not finish within" in result.err
     assert f'train.py", line {1 + FAILING.splitlines().index("    time.sleep(600)")} in <module>' in result.err
     assert not (tmp_path / "log").exists()
@@ -275,7 +275,7 @@ def test_a_script_for_gpus_runs_on_simulated_ones(tmp_path: Path, capsys: pytest
 def test_a_script_for_gpus_fails_on_the_cpu(tmp_path: Path) -> None:
     script = (processes.PROGRAMS / "user_cuda.py").read_text()
     result = dry_run(tmp_path, "--world-size", "4", "--device", "cpu", script=script)
-    assert result.status == 1
+    assert result.status == 2
     assert "This script requires CUDA" in result.err
     assert not (tmp_path / "log").exists()
 
@@ -325,7 +325,7 @@ def test_a_rank_that_waits_for_one_that_fails_leaves_nothing(tmp_path: Path) -> 
     (tmp_path / "shm").mkdir()
     command = [sys.executable, "-m", "commtrace.cli", "dryrun", "--world-size", "2", sys.executable, "train.py"]
     result = processes.run(command, cwd=tmp_path, limit=LIMIT_SECONDS, COMMTRACE_SHM=tmp_path / "shm")
-    assert result.status == 1
+    assert result.status == 2
     assert "rank 1 exited with status 1; no log was written" in result.err
     assert not [*(tmp_path / "shm").iterdir()]
 
@@ -345,7 +345,7 @@ def test_a_rank_that_communicates_by_mpi_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     script = "from mpi4py import MPI\nimport torch\nprint(MPI.COMM_WORLD.allreduce(1))\n"
     result = dry_run(tmp_path, "--world-size", "4", script=script)
-    assert result.status == 1
+    assert result.status == 2
     assert "rank 0 communicated over MPI" in result.err
     assert not (tmp_path / "log").exists()
 
@@ -354,7 +354,7 @@ def test_a_folder_that_cannot_be_is_named_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    assert main(["dryrun", "--world-size", "2", "--out", str(tmp_path / "file" / "log"), "true"]) == 1
+    assert main(["dryrun", "--world-size", "2", "--out", str(tmp_path / "file" / "log"), "true"]) == 2
     assert f"{tmp_path / 'file'} is not a directory" in capsys.readouterr().err
 
 
@@ -365,7 +365,7 @@ def test_a_limited_address_space_is_named(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))
 
     done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "ulimit -v" in done.stderr
 
 
@@ -376,7 +376,7 @@ def test_a_script_that_starts_ranks_itself_gets_an_error(tmp_path: Path) -> None
         "if __name__ == '__main__':\n    mp.start_processes(work, nprocs=2, start_method='fork')\n"
     )
     result = dry_run(tmp_path, "--world-size", "2", script=script)
-    assert result.status == 1
+    assert result.status == 2
     assert "leave out launchers and multiprocessing.spawn" in result.err
     assert not list((tmp_path / "log").glob("*/*/*")) if (tmp_path / "log").exists() else True
 

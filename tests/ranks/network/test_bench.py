@@ -123,7 +123,7 @@ def test_wrong_plans_are_said_before_anything_starts(
 ) -> None:
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
-    assert main(["bench", "--out", str(tmp_path / "network.json"), *arguments]) == 1
+    assert main(["bench", "--out", str(tmp_path / "network.json"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
 
@@ -131,7 +131,7 @@ def test_wrong_plans_are_said_before_anything_starts(
 def test_results_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "network.json"
     path.write_text("precious")
-    assert main(["bench", "--nproc", "2", "--out", str(path)]) == 1
+    assert main(["bench", "--nproc", "2", "--out", str(path)]) == 2
     assert "already exists" in capsys.readouterr().err
     assert path.read_text() == "precious"
 
@@ -206,7 +206,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(tmp_path: Path) -> None:
     )
     path = tmp_path / "network.json"
     done = bench("--nproc", 2, "--max-bytes", 64, "--out", path, PYTHONPATH=tmp_path)
-    assert done.status == 1
+    assert done.status == 2
     assert done.err.startswith("commtrace: rank 1 of 2 exited with status 1: torch cannot be imported")
     assert done.err.count("\n") == 1
     assert not path.exists()

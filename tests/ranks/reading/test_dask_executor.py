@@ -291,7 +291,7 @@ def test_workers_that_die_again_and_again_are_an_error(tmp_path: Path, killed_cl
     allowed = killed_cluster.run_on_scheduler(allow_failures, 0)
     status, _, error = with_a_kill(killed_cluster, ("report", log), capsys, log)
     killed_cluster.run_on_scheduler(allow_failures, allowed)
-    assert status == 1
+    assert status == 2
     assert re.fullmatch(
         r"commtrace: commtrace-fold-\w+: 1 worker died while reading it, the last on tcp://[\d.:]+, "
         r"probably because memory ran out; give workers more memory\n", str(error),
@@ -334,7 +334,7 @@ def test_a_scheduler_file_and_run_tables(scheduler_file: Path, tmp_path: Path, c
 
 def error_of(arguments: Sequence[object], capsys: Captured) -> str:
     """Return the only line on stderr of a command that fails."""
-    assert main([*map(str, arguments)]) == 1
+    assert main([*map(str, arguments)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("commtrace: ")
 
@@ -402,7 +402,7 @@ def test_a_cluster_without_workers(tmp_path: Path, capsys: Captured, monkeypatch
     for client in started(0):
         status, _, errors = results(["report", tmp_path, "--dask", address(client)], capsys, tmp_path)
     waits, failed = str(errors).splitlines()
-    assert status == 1
+    assert status == 2
     assert re.fullmatch(r"commtrace: scheduler tcp://\S+ has no workers; waiting for one", waits)
     assert re.fullmatch(
         r"commtrace: scheduler tcp://\S+: had no workers for 0.5 s; start some: dask worker tcp.+", failed

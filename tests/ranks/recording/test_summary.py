@@ -157,5 +157,5 @@ def test_the_last_seconds_are_written_at_a_hang_and_when_asked_for(
     assert open_run(log).table("coverage")["records"].tolist() == [11]
     full = tmp_path / "full"
     LogFactory(full).process(0).known().write([record()]).end()
-    assert main(["export", str(full), "--kept", "--out", str(tmp_path / "none.csv")]) == 1
+    assert main(["export", str(full), "--kept", "--out", str(tmp_path / "none.csv")]) == 2
     assert "no calls were kept" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_a_program_and_the_commands(nursery: Nursery, tmp_path: Path, capsys: py
     assert main(["report", summary, "--sections", "all"]) == 0
     assert "cannot be known from it" in " ".join(capsys.readouterr().out.split())
     for command in (["diff", summary, full], ["scaling", summary], ["export", summary, "--out", full + ".parquet"]):
-        assert main(command) == 1
+        assert main(command) == 2
         assert "a summary does not have" in capsys.readouterr().err
 
 

@@ -235,7 +235,7 @@ def test_the_report_as_json_and_as_a_page(
 
 def test_a_network_is_for_one_run(network_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training(tmp_path / "log")
-    assert main(["report", str(tmp_path / "log"), str(tmp_path / "log"), "--network", network_file]) == 1
+    assert main(["report", str(tmp_path / "log"), str(tmp_path / "log"), "--network", network_file]) == 2
     assert "give one directory" in capsys.readouterr().err
 
 
@@ -294,7 +294,7 @@ def test_a_wrong_network_is_an_error_in_a_line(tmp_path: Path, capsys: pytest.Ca
     pytest.importorskip("yaml")
     training(tmp_path / "log")
     for command in (["report", str(tmp_path / "log")], ["theory", "19M", "--world-size", "2"]):
-        assert main([*command, "--network", "none"]) == 1
+        assert main([*command, "--network", "none"]) == 2
         assert capsys.readouterr().err.startswith("commtrace: none: no such file, and no built-in description")
 
 

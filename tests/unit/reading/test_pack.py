@@ -175,7 +175,7 @@ def test_the_log_does_not_change(tmp_path: Path) -> None:
 def failure(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> str:
     """Return the error message of a command that fails."""
     capsys.readouterr()
-    assert main([*map(str, arguments)]) == 1
+    assert main([*map(str, arguments)]) == 2
     return capsys.readouterr().err
 
 
@@ -208,7 +208,7 @@ def test_half_a_packed_log_is_removed_and_the_old_one_kept(
         raise error
 
     monkeypatch.setattr(commtrace.reading.pack, "_packed_records", fail)
-    assert main(["pack", str(log), "--out", str(packed), "--force"]) == (1 if isinstance(error, OSError) else 130)
+    assert main(["pack", str(log), "--out", str(packed), "--force"]) == (2 if isinstance(error, OSError) else 130)
     if isinstance(error, OSError):
         assert "cannot be written (no space left on device); make room" in capsys.readouterr().err
     assert sorted(path.stat().st_mtime_ns for path in packed.rglob("*")) == before
@@ -250,7 +250,7 @@ def test_a_full_disk(kib: int, tmp_path: Path) -> None:
     code = "import sys; from commtrace.cli import main; sys.exit(main())"
     command = f"ulimit -f {kib}; exec {sys.executable} -c '{code}' pack {tmp_path / 'log'}"
     result = processes.run(["bash", "-c", command])
-    assert result.status == 1
+    assert result.status == 2
     (line,) = result.err.splitlines()
     assert line.endswith("cannot be written (file too large); make room, or give a file on another disk")
     assert [path.name for path in tmp_path.iterdir()] == ["log"]

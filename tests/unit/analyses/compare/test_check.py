@@ -216,7 +216,7 @@ def test_losses_of_recording_fail_although_nothing_differs(stats: Any, tmp_path:
 
 
 def test_no_log_is_an_error(tmp_path: Path, capsys: Captured) -> None:
-    assert main(["check", str(tmp_path / "none")]) == 1
+    assert main(["check", str(tmp_path / "none")]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"commtrace: {tmp_path / 'none'}: no such directory; ")
@@ -251,5 +251,5 @@ def test_against_a_configuration(tmp_path: Path, capsys: Captured) -> None:
     status, out = check(tmp_path, capsys, "--config", "tiny", "--zero-stage", "2", "--gradient-accumulation", "2")
     assert status == 1
     assert "all_reduce of dimension data" in out
-    assert main(["check", str(tmp_path), "--config", "nowhere.yml"]) == 1
+    assert main(["check", str(tmp_path), "--config", "nowhere.yml"]) == 2
     assert "nowhere.yml: no such file" in capsys.readouterr().err

@@ -475,7 +475,7 @@ def test_without_a_library_the_page_says_how_to_get_it(
 ) -> None:
     training(tmp_path / "log")
     without(module, monkeypatch)
-    assert main(["report", str(tmp_path / "log"), "--html", str(tmp_path / "page.html")]) == 1
+    assert main(["report", str(tmp_path / "log"), "--html", str(tmp_path / "page.html")]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1

@@ -106,7 +106,7 @@ def test_a_file_is_replaced_only_when_asked(tmp_path: Path, capsys: pytest.Captu
     training(tmp_path / "log")
     page = tmp_path / "page.html"
     page.write_text("something of mine")
-    assert main(["report", str(tmp_path / "log"), "--html", str(page)]) == 1
+    assert main(["report", str(tmp_path / "log"), "--html", str(page)]) == 2
     assert "--force" in capsys.readouterr().err
     assert page.read_text() == "something of mine"
     assert main(["report", str(tmp_path / "log"), "--html", str(page), "--force"]) == 0
@@ -115,7 +115,7 @@ def test_a_file_is_replaced_only_when_asked(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training(tmp_path / "log")
-    assert main(["report", str(tmp_path / "log"), "--html", str(tmp_path / "none" / "page.html")]) == 1
+    assert main(["report", str(tmp_path / "log"), "--html", str(tmp_path / "none" / "page.html")]) == 2
     assert "make its folder first" in capsys.readouterr().err
 
 

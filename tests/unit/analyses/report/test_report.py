@@ -142,7 +142,7 @@ def test_sections_that_do_not_exist_or_do_not_apply_are_errors(
         main(["report", str(tmp_path), "--sections", "sizes,colours"])
     assert exit_.value.code == 2
     assert "'colours'" in capsys.readouterr().err
-    assert main(["report", str(tmp_path), "--sections", "sizes", "--json"]) == 1
+    assert main(["report", str(tmp_path), "--sections", "sizes", "--json"]) == 2
     assert "leave it out with --json" in capsys.readouterr().err
 
 

@@ -232,7 +232,7 @@ def test_what_cannot_be_compared_is_an_error(
     tmp_path: Path, numbers: tuple[int, int], process: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [write(tmp_path / f"run{index}", ranks, **process) for index, ranks in enumerate(numbers)]
-    assert cli.main(["scaling", *map(str, folders)]) == 1
+    assert cli.main(["scaling", *map(str, folders)]) == 2
     assert reason in capsys.readouterr().err
 
 

@@ -274,7 +274,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["theory", "tiny", "--world-size", "4", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["scheme"], document["world_size"]) == ("ZeRO-1", 4)
-    assert main(["theory", "nowhere.yml", "--world-size", "4"]) == 1
+    assert main(["theory", "nowhere.yml", "--world-size", "4"]) == 2
     assert capsys.readouterr().err.startswith("commtrace: nowhere.yml: no such file")
 
 
