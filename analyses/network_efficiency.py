@@ -20,7 +20,8 @@ import pandas as pd
 
 from commtrace.durations import transfer_begin
 from commtrace.formatting import is_known, parse_ranks
-from commtrace.network.networks import MESSAGES, Network
+from commtrace.network.networks import Network
+from commtrace.operations import MESSAGES, operations_where
 from commtrace.reading.recorded_run import RecordedRun
 
 from .call_times import exact_ends
@@ -29,7 +30,7 @@ from .grouping import Array, group_rows, merge_sums, rows_of
 from .record_blocks import RecordBlock
 from .table_specs import TABLES
 
-SYNCHRONIZING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+SYNCHRONIZING: Final = operations_where(lambda operation: operation.is_synchronizing)
 """Operations that no rank can leave before all ranks have entered."""
 
 _KEYS: Final = ("op", "group", "group_ranks", "ranks", "payload_bytes", "rank", "peer", "seq")

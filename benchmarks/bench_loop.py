@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 from measuring import Round, Row, compared, in_turn
 
+from commtrace.network.bench_operations import ELEMENT_BYTES, PING_PONG, payload_elements, payload_sizes
 from commtrace.network.bench_ranks import bind_to_core
 from commtrace.network.bench_torch import TorchBenchGroup
 from commtrace.network.fit import fit
 from commtrace.network.measuring import ROUNDS, BenchBuffers, BenchGroup, measure
 from commtrace.network.measuring import BenchRow as Measured
-from commtrace.network.operations import ELEMENT_BYTES, PING_PONG, payload_elements, payload_sizes
 
 NAME = "commtrace bench"
 OPERATIONS = ("all_reduce", "all_gather", PING_PONG)

@@ -115,12 +115,6 @@ def flags_label(bits: int) -> str:
 WITHOUT_RECORD: Final = ("dropped", "removed", "lost", "unrecorded")
 """Counters (table `stats`) of the calls of a process that are missing from its log."""
 
-# Canonical operations of torch and MPI. `send` and `recv` are point-to-point, the rest collective.
-OPERATIONS: Final = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
-    "send", "recv", "barrier", "scan", "exscan", "sendrecv", "put", "get", "accumulate",
-)  # fmt: skip
-
 # Columns of the event table (`Run.events()`, `commtrace export`): public, in this order, under EVENT_TABLE_VERSION.
 EVENT_TABLE_VERSION: Final = 1
 EVENT_COLUMNS: Final = (

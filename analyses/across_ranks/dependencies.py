@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from commtrace.analyses.grouping import Array
 from commtrace.analyses.record_blocks import RecordBlock
+from commtrace.operations import OPERATIONS, Extent, Flow
 from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
-from commtrace.schema import DEVICE_CLOCKS, OPERATIONS, Flag, State
+from commtrace.schema import DEVICE_CLOCKS, Flag, State
 
 from .matching import MatchedCalls
 
@@ -78,32 +79,38 @@ def dependencies(block: RecordBlock) -> Array:
     root = block["peer"] == block["rank"]
     other = (block["peer"] >= 0) & ~root
     always, never = np.ones(len(block), bool), np.zeros(len(block), bool)
-    rules: Mapping[str, tuple[Any, Any]] = {
-        "barrier": (always, always),
-        "all_reduce": (moves, moves),
-        "all_gather": (share, moves),
-        "reduce_scatter": (moves, share),
-        "all_to_all": (moves & (even | pickled), moves & (even | pickled)),
-        "broadcast": (root & moves, other & moves),
-        "scatter": (root & moves, other & share),
-        "reduce": (other & moves, root & moves),
-        "gather": (other & share, root & moves),
-        "send": (always, never),
-        "recv": (never, always),
+    roles: Mapping[Flow, tuple[Array, Array]] = {
+        Flow.EVERYONE: (always, always),
+        Flow.FROM_ROOT: (root, other),
+        Flow.TO_ROOT: (other, root),
+        Flow.SEND: (always, never),
+        Flow.RECEIVE: (never, always),
+    }
+    # A barrier synchronizes without bytes, and so does an empty message.
+    not_empty: Mapping[Extent, Array] = {
+        Extent.NOTHING: always,
+        Extent.WHOLE: moves,
+        Extent.SHARE: share,
+        Extent.SPLITS: moves & (even | pickled),
     }
     result = np.where(block["state"] == State.FAILED, FAILED, 0).astype(np.uint8)
     for op, at in labels.by_operation(kinds):
-        source, target = rules.get(op, (never, never))
-        result[at] |= (SOURCE * source[at] + TARGET * target[at]).astype(np.uint8)
-        if op == "all_to_all":
-            result[at] |= (UNCERTAIN * ~source[at]).astype(np.uint8)
+        operation = OPERATIONS.get(op)
+        if operation is None or operation.flow not in roles:
+            continue
+        source, target = (role[at] for role in roles[operation.flow])
+        if not operation.is_message:
+            source, target = source & not_empty[operation.input][at], target & not_empty[operation.output][at]
+        result[at] |= (SOURCE * source + TARGET * target).astype(np.uint8)
+        if operation.input is Extent.SPLITS:
+            result[at] |= (UNCERTAIN * ~source).astype(np.uint8)
     return result
 
 
 def operations(block: RecordBlock) -> Array:
     """Return a number of each call's operation, uint8, shape (n,); a send and its receive have the same one."""
     names = np.where(block.labels.categories("op") == "recv", "send", block.labels.categories("op")).astype(str)
-    numbers = np.searchsorted(np.sort(OPERATIONS), names).astype(np.uint8)
+    numbers = np.searchsorted(np.sort([*OPERATIONS]), names).astype(np.uint8)
     return np.asarray(numbers[block["kind"]])
 
 

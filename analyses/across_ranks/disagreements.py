@@ -6,7 +6,7 @@ sizes, types and roots are not compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import islice
 from typing import Final
@@ -15,18 +15,14 @@ import numpy as np
 
 from commtrace.analyses.grouping import Array
 from commtrace.formatting import MAX_SINGLE, format_count, format_ranks, shorten_ranks
+from commtrace.operations import MESSAGES, OPERATIONS, Equality, Operation, operations_where
 from commtrace.reading.labels import UNKNOWN
 from commtrace.schema import Flag
 
 from .last_calls import LastCalls
 
-_SAME_SIZE: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
-"""Operations whose payload is the same on every rank of the group."""
-_SAME_SIZE_TORCH: Final = (*_SAME_SIZE, "all_gather", "reduce_scatter", "send", "recv")
-_SAME_DTYPE: Final = ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan")
-_SAME_DTYPE_TORCH: Final = (*_SAME_DTYPE, "all_gather")
-_ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 _OWN_SIZES: Final = Flag.OBJECT | Flag.UNEVEN | Flag.SPARSE
+_ROOTED: Final = operations_where(lambda operation: operation.is_rooted)
 _NAMES: Final = {"op": "operation", "payload": "size", "dtype": "dtype", "peer": "root"}
 
 
@@ -51,10 +47,10 @@ class Disagreements:
     def _compared(self) -> dict[str, Array]:
         """Whether a call's value must equal the others', by column; bool, shape (calls,)."""
         calls = self._last.calls
-        torch, message = calls.has_label("api", "torch"), calls.has_label("op", "send", "recv")
+        message = calls.has_label("op", *MESSAGES)
         reliable = np.array([member.proves for member in self._last.members], bool)[calls["process"]]
-        same_size = np.where(torch, calls.has_label("op", *_SAME_SIZE_TORCH), calls.has_label("op", *_SAME_SIZE))
-        same_dtype = np.where(torch, calls.has_label("op", *_SAME_DTYPE_TORCH), calls.has_label("op", *_SAME_DTYPE))
+        same_size = self._must_equal(lambda operation: operation.equal_size)
+        same_dtype = self._must_equal(lambda operation: operation.equal_dtype)
         same_op = np.zeros(len(calls), bool)
         same_op[calls.matched] = ~self._differs("op", reliable)[calls["instance"][calls.matched]]
         known = reliable & (same_op | message)
@@ -64,6 +60,15 @@ class Disagreements:
             "dtype": known & same_dtype & ~calls.has_label("dtype", "", "object", UNKNOWN),
             "peer": known & calls.has_label("op", *_ROOTED) & (calls["peer"] >= 0),
         }
+
+    def _must_equal(self, equality: Callable[[Operation], Equality]) -> Array:
+        """Return whether a value of each call must equal the other ranks', bool, shape (calls,)."""
+        calls = self._last.calls
+        names: dict[Equality, list[str]] = {where: [] for where in Equality}
+        for name, operation in OPERATIONS.items():
+            names[equality(operation)].append(name)
+        in_torch = calls.has_label("api", "torch") & calls.has_label("op", *names[Equality.IN_TORCH])
+        return calls.has_label("op", *names[Equality.EVERYWHERE]) | in_torch
 
     def describe(self, indices: Iterable[int]) -> str:
         """Describe what calls of one instance, given by their indices, disagree about; "" if nothing."""

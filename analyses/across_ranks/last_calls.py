@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from commtrace.analyses.coverage import FILE_PROBLEMS
+from commtrace.operations import MESSAGES
 from commtrace.reading.labels import group_label
 from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
@@ -129,7 +130,7 @@ class LastCalls:
         """Return the name of a call: operation, number, and group or addresses."""
         op = self.text("op", call)
         seq, peer, tag = (int(self.calls[name][call]) for name in ("seq", "peer", "tag"))
-        if op in ("send", "recv"):
+        if op in MESSAGES:
             other = f"rank {peer}" if peer >= 0 else "any rank"
             return f"{op} {seq} {'to' if op == 'send' else 'from'} {other}" + (f" with tag {tag}" if tag >= 0 else "")
         return f"{op} {seq} of group {self.text('group', call)}"

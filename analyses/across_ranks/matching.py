@@ -23,6 +23,7 @@ import numpy as np
 
 from commtrace.analyses.grouping import Array, group_rows
 from commtrace.analyses.record_blocks import EMPTY_BLOCK, RecordBlock, read_blocks
+from commtrace.operations import operations_where
 from commtrace.reading.executors import RunPart
 from commtrace.reading.labels import LABEL_COLUMNS, UNKNOWN, RunLabels
 from commtrace.reading.recorded_run import RecordedRun
@@ -30,11 +31,10 @@ from commtrace.reading.segment_reader import last_records
 from commtrace.reading.table_reader import RecordedGroup
 from commtrace.schema import Flag, Records
 
-ONE_SIDED: Final = ("put", "get", "accumulate")
 NOT_MATCHED: Final = -1
 """Instance of a call that is not matched with others."""
 
-_NOT_MATCHED_OPERATIONS: Final = (*ONE_SIDED, "sendrecv", UNKNOWN)
+_NOT_MATCHED_OPERATIONS: Final = (*operations_where(lambda operation: operation.is_one_sided), UNKNOWN)
 _CHUNK_ROWS: Final = 1 << 20
 _CODED_COLUMNS: Final = ("phase", "state", "flags")
 """Text columns whose value in a record is an index into the labels."""

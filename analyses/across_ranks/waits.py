@@ -26,8 +26,9 @@ from commtrace.analyses.grouping import Array, group_rows, positions_by_value, s
 from commtrace.analyses.record_blocks import RecordBlock, steps_of
 from commtrace.analyses.table_specs import TABLES
 from commtrace.durations import has_own_times
+from commtrace.operations import OPERATIONS
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.schema import OPERATIONS, State
+from commtrace.schema import State
 
 from .clocks import Clocks, clocks_of
 from .dependencies import SOURCE, TARGET, UNCERTAIN, agree, arrivals, dependencies, operations
@@ -37,16 +38,6 @@ CALLS_AT_ONCE: Final = 4_000_000
 """Calls that are matched at a time; a longer log is read several times."""
 SAMPLED_CALLS: Final = 200_000
 """Calls of the sample that the table `waiting` is made from."""
-
-PATTERNS: Final = {
-    "wait at n x n": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    "wait at barrier": ("barrier",),
-    "late broadcast": ("broadcast", "scatter"),
-    "early reduce": ("reduce", "gather"),
-    "late sender": ("recv",),
-    "late receiver": ("send",),
-}
-"""Operations by Scalasca's name for the wait in them."""
 
 _KEYS: Final = {"operation": "op", "role": "role", "rank": "rank", "site": "site", "step": "step"}
 _NEVER, _ALWAYS = np.iinfo(np.int64).max, np.iinfo(np.int64).min
@@ -188,7 +179,7 @@ def wait_tables(run: RecordedRun) -> NamedTables:
         f"waits_by_{name}": _sum_table(f"waits_by_{name}", _KEYS[name], pd.concat([part[name] for part in sums]))
         for name in _KEYS
     }
-    pattern_of = {op: pattern for pattern, ops in PATTERNS.items() for op in ops}
+    pattern_of = {name: operation.wait_state for name, operation in OPERATIONS.items()}
     by_pattern = pd.concat([part["operation"] for part in sums])
     by_pattern = by_pattern.assign(pattern=by_pattern["op"].map(pattern_of)).dropna(subset="pattern")
     return {**tables, "wait_patterns": _sum_table("wait_patterns", "pattern", by_pattern.drop(columns="op"))}
@@ -242,9 +233,9 @@ def _sums(run: RecordedRun, names: Sequence[str], part: tuple[int, int]) -> dict
 
 
 _SPLIT_OPERATIONS: Final = [
-    number for number, name in enumerate(sorted(OPERATIONS)) if any(name in ops for ops in PATTERNS.values())
+    number for number, (_, operation) in enumerate(sorted(OPERATIONS.items())) if operation.wait_state is not None
 ]
-"""Numbers (`operations`) of the operations in PATTERNS."""
+"""Numbers (`operations`) of the operations whose waits are known."""
 
 
 def _bus_bytes(block: RecordBlock) -> Array:

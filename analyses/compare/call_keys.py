@@ -8,13 +8,11 @@ from fnmatch import fnmatchcase
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
+from commtrace.operations import OPERATIONS
 from commtrace.reading.table_reader import RecordedGroup, Site
 
 OBJECTS: Final = -1
 """Payload of a call with pickled objects: their size depends on host names; it is not compared."""
-
-
-_MESSAGES: Final = ("send", "recv", "sendrecv", "put", "get", "accumulate")
 
 
 class CallKey(NamedTuple):
@@ -80,7 +78,8 @@ def peer_label(op: str, peer: int, rank: int, group: RecordedGroup | None) -> st
     if group is None or peer not in group.ranks or rank not in group.ranks:
         return f"rank={peer}"
     position = group.ranks.index(peer)
-    if op not in _MESSAGES:
+    operation = OPERATIONS.get(op)
+    if operation is None or not (operation.is_message or operation.is_one_sided):
         return f"root={position}"
     size = len(group.ranks)
     distance = (position - group.ranks.index(rank)) % size

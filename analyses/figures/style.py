@@ -17,31 +17,16 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from commtrace.formatting import format_bytes
+from commtrace.operations import OPERATIONS
 
 BLUE, ORANGE, GREEN, PINK, VERMILION, SKY, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8A94A0",
 )  # fmt: skip
 
-# Operation: colour and pattern. The order is that of legends and stacks.
-OPERATIONS: Final[dict[str, tuple[str, str]]] = {
-    "all_reduce": (BLUE, ""),
-    "all_gather": (ORANGE, ""),
-    "reduce_scatter": (GREEN, ""),
-    "all_to_all": (VERMILION, ""),
-    "broadcast": (PINK, ""),
-    "send": (SKY, ""),
-    "recv": (SKY, "/"),
-    "sendrecv": (SKY, "x"),
-    "reduce": (BLUE, "/"),
-    "gather": (ORANGE, "/"),
-    "scatter": (GREEN, "/"),
-    "scan": (BLUE, "x"),
-    "exscan": (BLUE, "\\"),
-    "put": (VERMILION, "/"),
-    "get": (VERMILION, "\\"),
-    "accumulate": (VERMILION, "x"),
-    "barrier": (GREY, ""),
-}
+_COLOURS: Final = {
+    "blue": BLUE, "orange": ORANGE, "green": GREEN, "pink": PINK, "vermilion": VERMILION, "sky": SKY, "grey": GREY,
+}  # fmt: skip
+_STYLES: Final = {name: (_COLOURS[row.colour], row.pattern) for name, row in OPERATIONS.items()}
 OTHER: Final = (GREY, "/")
 
 # Bars that are not operations use other colours.
@@ -66,7 +51,7 @@ TEMPLATE: Final = go.layout.Template(
         "title": {"x": 0, "xref": "paper", "xanchor": "left", "font": {"size": 16}},
         "paper_bgcolor": "white",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "colorway": [colour for colour, _ in OPERATIONS.values()],
+        "colorway": [colour for colour, _ in _STYLES.values()],
         "xaxis": _AXIS,
         "yaxis": {**_AXIS, "ticklabelstandoff": 6},
         "legend": {
@@ -104,14 +89,14 @@ def wrapped(text: object, width: int = 60, lines: int = 6) -> str:
 
 
 def in_order(operations: Iterable[object]) -> list[str]:
-    """Return the distinct operations in the order of OPERATIONS, others after them."""
+    """Return the distinct operations in the order of `operations.OPERATIONS`, others after them."""
     known = [*OPERATIONS]
     return sorted({str(op) for op in operations}, key=lambda op: (known.index(op) if op in known else len(known), op))
 
 
 def paint(op: str) -> dict[str, Any]:
     """Return the `marker` of an operation's bars."""
-    colour, shape = OPERATIONS.get(op, OTHER)
+    colour, shape = _STYLES.get(op, OTHER)
     pattern = {"shape": shape, "fillmode": "overlay", "size": 6, "solidity": 0.35} if shape else {"shape": ""}
     return {"color": colour, "pattern": pattern}
 

@@ -49,9 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from commtrace.launchers import is_launched
     from commtrace.network import NetworkError
+    from commtrace.network.bench_operations import BENCH_OPERATIONS
     from commtrace.network.bench_plan import BenchPlan, select_operations
     from commtrace.network.bench_ranks import run_rank, start_ranks
-    from commtrace.network.operations import OPERATIONS
 
     if arguments.show is not None:
         from commtrace.network.bench_results import read_results
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.min_bytes > arguments.max_bytes:
         raise NetworkError(f"--min-bytes {arguments.min_bytes} is more than --max-bytes {arguments.max_bytes}")
     plan = BenchPlan(
-        operations=select_operations(arguments.operations.split(",") if arguments.operations else OPERATIONS),
+        operations=select_operations(arguments.operations.split(",") if arguments.operations else BENCH_OPERATIONS),
         **{field.name: vars(arguments)[field.name] for field in fields(BenchPlan) if field.name != "operations"},
     )
     if Path(plan.out).exists() and not plan.force:

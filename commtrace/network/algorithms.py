@@ -23,21 +23,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from .operations import POINT_TO_POINT
+from commtrace.operations import OPERATIONS, Schedule
+
+from .bench_operations import BARRIER, POINT_TO_POINT
 
 RING, TREE = "ring", "tree"
 ALGORITHMS: Final = (RING, TREE)
-
-_TWO_PHASES: Final = ("all_reduce", "barrier")
-_LINEAR: Final = ("all_to_all", "gather", "scatter")
 
 
 def steps(op: str, ranks: int, algorithm: str) -> int:
     """Return the number of consecutive messages of an operation among two or more ranks."""
     if op in POINT_TO_POINT:
         return 1
-    one_phase = _log2(ranks) if algorithm == TREE and op not in _LINEAR else ranks - 1
-    return 2 * one_phase if op == "all_reduce" or (op == "barrier" and algorithm == RING) else one_phase
+    schedule = OPERATIONS[op].schedule
+    one_phase = _log2(ranks) if algorithm == TREE and schedule is not Schedule.DIRECT else ranks - 1
+    # Dissemination needs no second phase for a barrier.
+    return 2 * one_phase if schedule is Schedule.TWO_PHASES and (op, algorithm) != (BARRIER, TREE) else one_phase
 
 
 def _log2(number: int) -> int:
@@ -76,7 +77,7 @@ def cost(op: str, payload: int, ranks: int, hosts: int, intra: Level, inter: Lev
     rank of a host, and together they use the bandwidth of all these ranks.
 
     Args:
-        op: One of `operations.OPERATIONS`.
+        op: One of `BENCH_OPERATIONS`.
         payload: Bytes.
         ranks: Number of ranks, spread evenly over the hosts.
         hosts: Number of hosts.
@@ -92,7 +93,8 @@ def _costs(op: str, payload: int, ranks: int, hosts: int, intra: Level, inter: L
     if op in POINT_TO_POINT:
         yield Cost(far.latency_us, far.transfer_us(payload))
         return
-    if op in _LINEAR:  # all messages are sent at once, each on its own link
+    schedule = OPERATIONS[op].schedule
+    if schedule is Schedule.DIRECT:  # all messages are sent at once, each on its own link
         intra_bytes, inter_bytes = payload * (ranks_per_host - 1) / ranks, payload * (ranks - ranks_per_host) / ranks
         yield Cost(far.latency_us, max(intra.transfer_us(intra_bytes), inter.transfer_us(inter_bytes)))
         return
@@ -100,10 +102,10 @@ def _costs(op: str, payload: int, ranks: int, hosts: int, intra: Level, inter: L
     ring = Level(0.0, min(intra.bandwidth_gb_per_s, rings_gb_per_s))
     ring_latency_us = (ranks - hosts) * intra.latency_us + (hosts - 1) * inter.latency_us
     tree_latency_us = (ranks_per_host - 1) * intra.latency_us + _log2(hosts) * inter.latency_us
-    if op in _TWO_PHASES:
+    if schedule is Schedule.TWO_PHASES:
         yield Cost(2 * ring_latency_us, ring.transfer_us(2 * payload * (ranks - 1) / ranks))
         yield Cost(2 * tree_latency_us, ring.transfer_us(2 * payload))
-    elif op in ("all_gather", "reduce_scatter"):
+    elif schedule is Schedule.ONE_PHASE:
         yield Cost(ring_latency_us, ring.transfer_us(payload * (ranks - 1) / ranks))
     else:
         yield Cost(ring_latency_us, ring.transfer_us(payload))

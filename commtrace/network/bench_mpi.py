@@ -11,8 +11,8 @@ from typing import Any, Final
 import numpy as np
 
 from . import NetworkError
+from .bench_operations import POINT_TO_POINT, Values
 from .measuring import BenchGroup, BenchLibrary, Call, message_call
-from .operations import POINT_TO_POINT, Values
 
 try:
     from mpi4py import MPI

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import NetworkError
-from .operations import ELEMENT_BYTES, OPERATIONS
+from .bench_operations import BENCH_OPERATIONS, ELEMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class BenchPlan:
 
     through: str = "torch"  # the library, "torch" or "mpi4py"
     backend: str = "gloo"  # backend of torch.distributed: "gloo", "mpi" or "nccl"
-    operations: Sequence[str] = OPERATIONS  # names, in the order of OPERATIONS
+    operations: Sequence[str] = BENCH_OPERATIONS  # names, in the order of BENCH_OPERATIONS
     min_bytes: int = ELEMENT_BYTES  # smallest payload
     max_bytes: int = 64 << 20  # largest payload
     group_sizes: Sequence[int] = ()  # sizes of groups to measure in addition to all ranks
@@ -45,11 +45,13 @@ class BenchPlan:
 
 
 def select_operations(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the operations of these names, in the order of OPERATIONS.
+    """Return the operations of these names, in the order of BENCH_OPERATIONS.
 
     Raises:
-        NetworkError: A name is not in OPERATIONS.
+        NetworkError: A name is not in BENCH_OPERATIONS.
     """
-    if unknown := [name for name in names if name not in OPERATIONS]:
-        raise NetworkError(f"--operations: no operation {', '.join(unknown)}; choose from {', '.join(OPERATIONS)}")
-    return tuple(op for op in OPERATIONS if op in names)
+    if unknown := [name for name in names if name not in BENCH_OPERATIONS]:
+        raise NetworkError(
+            f"--operations: no operation {', '.join(unknown)}; choose from {', '.join(BENCH_OPERATIONS)}"
+        )
+    return tuple(op for op in BENCH_OPERATIONS if op in names)

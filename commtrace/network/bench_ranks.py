@@ -22,11 +22,11 @@ from commtrace.errors import CommtraceError
 from commtrace.launchers import find_process, free_port
 
 from . import NetworkError, mpiexec
+from .bench_operations import BARRIER, POINT_TO_POINT, payload_sizes
 from .bench_plan import BenchPlan
 from .bench_results import BenchResults, write_results
 from .bench_text import results_lines
 from .measuring import BenchBuffers, BenchGroup, BenchLibrary, BenchRow, measure
-from .operations import BARRIER, POINT_TO_POINT, payload_sizes
 from .process_exit import wait_for_threads
 
 # The working directory is removed from sys.path: the folder `commtrace` of a checkout is not the whole package.

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from commtrace.formatting import format_bandwidth, format_bytes, format_plural
+from commtrace.operations import OPERATIONS
 from commtrace.text_tables import TextColumn, left_column, rendered_lines, text_table
 from commtrace.volume import busbw_factor
 
+from .bench_operations import BARRIER, ELEMENT_BYTES, POINT_TO_POINT, WINDOW
 from .bench_results import BenchResults
 from .fit import Fit
 from .measuring import BenchRow
-from .operations import BARRIER, ELEMENT_BYTES, POINT_TO_POINT, ROOTED, SUMMED, WINDOW
 
 WIDE: Final = 130
 """Minimum width at which tables also have the spread and the fit."""
@@ -82,7 +83,9 @@ def _nccl(rows: Sequence[BenchRow], fit: Fit, *, wide: bool) -> Iterator[str]:
     yield line("#", [head for head, _, _ in columns])
     yield line("#", [unit for _, unit, _ in columns])
     factor = busbw_factor(fit.op, fit.ranks) if fit.op not in POINT_TO_POINT else 1.0
-    redop, root = "sum" if fit.op in SUMMED else "none", "0" if fit.op in ROOTED else "-1"
+    operation = OPERATIONS.get(fit.op)
+    redop = "sum" if operation is not None and operation.reduces else "none"
+    root = "0" if operation is not None and operation.is_rooted else "-1"
     for row in rows:
         algbw, expected = row.payload_bytes / row.avg_us / 1e3, fit.time_us(row.payload_bytes)
         cells = [

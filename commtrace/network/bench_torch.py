@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from . import NetworkError
+from .bench_operations import POINT_TO_POINT, Values
 from .bench_plan import BenchPlan
 from .measuring import BenchGroup, BenchLibrary, Call, message_call
-from .operations import POINT_TO_POINT, Values
 
 try:
     import torch

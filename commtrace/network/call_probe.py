@@ -7,16 +7,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
+from commtrace.operations import MESSAGES
+
+from .bench_operations import BARRIER, COLLECTIVES, PING_PONG, input_elements, output_elements, payload_elements
 from .bench_plan import BenchPlan
 from .bench_ranks import connect, start_programs
-from .operations import BARRIER, COLLECTIVES, PING_PONG, input_elements, output_elements, payload_elements
 from .process_exit import wait_for_threads
 
 RANKS: Final = 2
 _PAYLOAD: Final = 4096
 _TIMEOUT_S: Final = 60.0
 
-EXPECTED: Final = Counter((op, _PAYLOAD) for op in (*COLLECTIVES, "send", "recv"))
+EXPECTED: Final = Counter((op, _PAYLOAD) for op in (*COLLECTIVES, *MESSAGES))
 """Number of calls of each rank by operation and payload in bytes, without barriers."""
 
 

@@ -1,6 +1,6 @@
 """Fits of latency and bandwidth to measured times: t = alpha + beta * bytes, for each operation and group.
 
-**Bytes** are those of busbw (`operations.bus_bytes`), so that 1 / beta is the bus bandwidth of large messages,
+**Bytes** are those of busbw (`bench_operations.bus_bytes`), so that 1 / beta is the bus bandwidth of large messages,
 comparable between operations and group sizes (R. W. Hockney, The communication challenge for MPP, Parallel
 Computing 20, 1994, for two processes; Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521, for many).
 
@@ -31,8 +31,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from .bench_operations import bus_bytes
 from .measuring import BenchRow
-from .operations import bus_bytes
 
 Array = npt.NDArray[np.float64]
 

@@ -15,8 +15,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from . import operations
-from .operations import BARRIER, ELEMENT_BYTES, PING_PONG, WINDOW, Values
+from commtrace.operations import OPERATIONS, Flow
+
+from .bench_operations import (
+    BARRIER,
+    ELEMENT_BYTES,
+    PING_PONG,
+    WINDOW,
+    Values,
+    expected_values,
+    input_elements,
+    is_in_place,
+    output_elements,
+    payload_elements,
+    rank_values,
+    window_messages,
+)
 
 ROUNDS: Final = 10
 _MIN_ROUNDS: Final = 3
@@ -48,7 +62,7 @@ class BenchGroup(Protocol):
         """Return a function that calls the operation and returns when it is complete or in the device's queue.
 
         Args:
-            op: One of `operations.OPERATIONS`.
+            op: One of `BENCH_OPERATIONS`.
             source: Input buffer. In-place operations (torch's all_reduce, broadcast, reduce) use only `result`.
             result: Output buffer.
             messages: Number of messages in a window.
@@ -120,7 +134,7 @@ class BenchBuffers:
 
     def of(self, op: str, count: int, ranks: int) -> tuple[Any, Any]:
         """Return the input and the output of a rank for a payload of `count` elements."""
-        source, result = operations.input_elements(op, count, ranks), operations.output_elements(op, count, ranks)
+        source, result = input_elements(op, count, ranks), output_elements(op, count, ranks)
         return self._source[:source], self._result[:result]
 
 
@@ -161,7 +175,7 @@ def measure(
 
     Args:
         group: The ranks.
-        op: One of `operations.OPERATIONS`.
+        op: One of `BENCH_OPERATIONS`.
         size: Payload in bytes.
         hosts: Number of hosts of the group.
         seconds: Time to spend, without warm-up.
@@ -171,11 +185,11 @@ def measure(
     Returns:
         The row; None if `size` bytes are too few for equal shares of the ranks.
     """
-    count = 0 if op == BARRIER else operations.payload_elements(op, size, group.size)
+    count = 0 if op == BARRIER else payload_elements(op, size, group.size)
     if not count and op != BARRIER:
         return None
     payload = count * ELEMENT_BYTES
-    messages = operations.window_messages(payload) if op == WINDOW else 1
+    messages = window_messages(payload) if op == WINDOW else 1
     source, result = buffers.of(op, count, group.size)
     call = group.call(op, source, result, messages)
     wrong = 0 if op == BARRIER else _wrong_elements(group, op, count, source, result, call)
@@ -207,15 +221,15 @@ def measure(
 
 def _wrong_elements(group: BenchGroup, op: str, count: int, source: Any, result: Any, call: Call) -> int:
     """Call once with the ranks' test values, count wrong elements of all ranks, and reset the buffers to zero."""
-    values = operations.rank_values(count)
-    in_place = op in ("all_reduce", "broadcast", "reduce")
+    values = rank_values(count)
+    in_place = is_in_place(op)
     for buffer in (source, result) if in_place else (source,):
-        group.fill(buffer, values[: operations.input_elements(op, count, group.size)] + group.rank)
-    if op == "broadcast" and group.rank:
+        group.fill(buffer, values[: input_elements(op, count, group.size)] + group.rank)
+    if in_place and OPERATIONS[op].flow is Flow.FROM_ROOT and group.rank:
         group.fill(result, values * 0 - 1)
     call()
     group.settle()
-    expected = operations.expected_values(op, values, group.rank, group.size)
+    expected = expected_values(op, values, group.rank, group.size)
     wrong = 0 if expected is None else int((group.values(result) != expected).sum())
     for buffer in (source, result):  # zeros stay zeros, however often they are summed
         group.fill(buffer, group.values(buffer) * 0)

@@ -27,13 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from commtrace.operations import MESSAGES
 from commtrace.volume import busbw_factor
 
 from . import NetworkError
 from .algorithms import ALGORITHMS, RING, Cost, Level, cost, steps
+from .bench_operations import BARRIER, COLLECTIVES, PING_PONG, bus_bytes
 from .bench_results import FORMAT, BenchResults, read_json_object, read_results
 from .fit import Fit
-from .operations import BARRIER, COLLECTIVES, PING_PONG, bus_bytes
 
 _DESCRIPTIONS: Final = Path(__file__).with_name("descriptions")
 DESCRIPTION: Final = "commtrace-network-description"
@@ -42,8 +43,6 @@ _VERSION: Final = 1
 FITTED, EXTRAPOLATED, DESCRIBED, LOCAL = "fitted", "extrapolated", "described", "local"
 """The source of a time: a fit of the same operation and group, a fit of another group or smaller sizes, a description,
 or a group of one rank, which sends nothing."""
-
-MESSAGES: Final = ("send", "recv", "sendrecv")
 
 
 @dataclass(frozen=True)

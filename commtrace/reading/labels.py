@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from commtrace.operations import MESSAGES
 from commtrace.rank_ranges import format_rank_list
 from commtrace.schema import ROLES, Phase, State, flags_label
 from commtrace.volume import wire_bytes
@@ -33,7 +34,6 @@ LABEL_COLUMNS: Final = {
     # role: of the group, or of its point-to-point messages (`RunLabels.ids`)
     **{name: name for name in ("role", "site", "phase", "state", "flags")},
 }
-_POINT_TO_POINT: Final = ("send", "recv")
 
 
 class Fields(Protocol):
@@ -92,7 +92,7 @@ class RunLabels:
         self._codes: dict[str, tuple[Array, Array]] = {}
         self._sizes = np.array([0, *(len(group.ranks) for group in groups), 0])
         self._operations, self._operation = self._coded("op")
-        self._point_to_point = np.isin(self._labels["op"].astype(str), _POINT_TO_POINT)
+        self._point_to_point = np.isin(self._labels["op"].astype(str), MESSAGES)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what worker processes need."""
@@ -147,10 +147,8 @@ class RunLabels:
         sizes[sizes == 0] = np.nan
         peer_is_self = (records["peer"] == records["rank"]) & (records["rank"] >= 0)
         for op, at in self.by_operation(records["kind"]):
-            is_peer = peer_is_self[at]
-            to_self = is_peer if op in ("send", "sendrecv", "put", "accumulate") else 0
             with suppress(ValueError):  # an operation without a wire rule
-                result[at] = wire_bytes(op, payload[at], local[at], sizes[at], is_root=is_peer, to_self=to_self)
+                result[at] = wire_bytes(op, payload[at], local[at], sizes[at], peer_is_self=peer_is_self[at])
         return result
 
 

@@ -14,6 +14,7 @@ from commtrace import identity
 from commtrace.hooks import call_site, recorder_setup
 from commtrace.hooks.call_context import CallContext
 from commtrace.identity import RankIdentity
+from commtrace.operations import OPERATIONS, Extent
 from commtrace.progress import progress
 from commtrace.recording.recorder import Recorder
 from commtrace.recording.session import session
@@ -198,12 +199,13 @@ def object_size(op: str, group: MpiGroup, sizes: PickledSizes) -> tuple[int, int
     """Return the payload of a collective and this rank's own share in bytes, from the sizes of its objects."""
     dumped, loaded = sizes.dumped, sizes.loaded
     sent, received = sum(dumped), sum(loaded)
-    if op in ("all_gather", "gather"):
+    operation = OPERATIONS[op]
+    if operation.input is Extent.SHARE:
         payload = received if loaded else sent  # in a gather, only the root has more than its own share
         return payload, sent if group.remote is None and not group.sources else 0
-    if op == "scatter":
+    if operation.output is Extent.SHARE:
         return sent if dumped else received, received
-    if op == "all_to_all":
+    if operation.input is Extent.SPLITS:
         own = group.rank if group.remote is None and not group.destinations else -1
         return sent, dumped[own] if 0 <= own < len(dumped) else 0
     # The same on all ranks, or nearly so: partial results of a reduction may differ.

@@ -14,6 +14,8 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
+from commtrace.operations import MESSAGES
+
 Tensor = torch.Tensor
 
 
@@ -181,7 +183,7 @@ class Operator:
     @property
     def point_to_point(self) -> bool:
         """Whether the operator sends or receives a point-to-point message."""
-        return self.op in ("send", "recv")
+        return self.op in MESSAGES
 
     def outputs(self, args: Sequence[Any]) -> list[Tensor]:
         """Return the tensors that a call fills."""

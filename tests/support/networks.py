@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from commtrace.network.bench_operations import bus_bytes, payload_sizes
 from commtrace.network.bench_results import BenchResults
 from commtrace.network.measuring import BenchRow
-from commtrace.network.operations import bus_bytes, payload_sizes
 
 TIMES = ("min_us", "avg_us", "median_us", "max_us", "rank_avg_us", "rank_min_us", "rank_max_us")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commtrace.schema import OPERATIONS
+from commtrace.operations import OPERATIONS
 from commtrace.volume import busbw_factor, size_bins, wire_bytes
 
 MIB = 1 << 20
@@ -36,29 +36,30 @@ def test_wire_bytes(op: str, payload: int, local: int, group: int, expected: flo
 
 
 def test_gather_and_scatter_depend_on_the_root() -> None:
-    assert wire_bytes("gather", 400, 100, 4, is_root=0) == 100
-    assert wire_bytes("gather", 400, 100, 4, is_root=1) == 0
-    assert wire_bytes("scatter", 400, 100, 4, is_root=1) == 300
-    assert wire_bytes("scatter", 400, 100, 4, is_root=0) == 0
+    assert wire_bytes("gather", 400, 100, 4, peer_is_self=0) == 100
+    assert wire_bytes("gather", 400, 100, 4, peer_is_self=1) == 0
+    assert wire_bytes("scatter", 400, 100, 4, peer_is_self=1) == 300
+    assert wire_bytes("scatter", 400, 100, 4, peer_is_self=0) == 0
 
 
 def test_a_message_to_oneself_sends_nothing() -> None:
-    assert wire_bytes("send", 100, 0, 4, to_self=1) == 0
+    assert wire_bytes("send", 100, 0, 4, peer_is_self=1) == 0
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_every_operation_has_a_rule_and_takes_arrays(op: str) -> None:
     payload = np.array([0, 1 << 10, 1 << 40])
-    result = wire_bytes(op, payload, payload // 4, np.array([1, 2, 4]), is_root=np.array([0, 1, 0]))
+    result = wire_bytes(op, payload, payload // 4, np.array([1, 2, 4]), peer_is_self=np.array([0, 1, 0]))
     expected = [
-        wire_bytes(op, int(p), int(p) // 4, n, is_root=r) for p, n, r in zip(payload, (1, 2, 4), (0, 1, 0), strict=True)
+        wire_bytes(op, int(p), int(p) // 4, n, peer_is_self=r)
+        for p, n, r in zip(payload, (1, 2, 4), (0, 1, 0), strict=True)
     ]
     assert result.tolist() == expected
 
 
 def test_the_sum_over_a_group_is_what_the_group_sends() -> None:
     assert sum(wire_bytes("broadcast", 1_000, 0, 4) for _ in range(4)) == 3_000
-    assert sum(wire_bytes("gather", 400, 100, 4, is_root=int(rank == 2)) for rank in range(4)) == 300
+    assert sum(wire_bytes("gather", 400, 100, 4, peer_is_self=int(rank == 2)) for rank in range(4)) == 300
 
 
 def test_an_unknown_operation_is_an_error_that_names_it() -> None:

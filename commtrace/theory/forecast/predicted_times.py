@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from commtrace.network.networks import DESCRIBED, EXTRAPOLATED, FITTED, LOCAL, Network, hosts_of_group
+from commtrace.operations import MESSAGES
 from commtrace.theory import ExpectedCall, Prediction
 from commtrace.theory.rules.torch.fsdp import COPIES
 
 from .predicted_volumes import Forecast, period_groups
 
 _TIMES: Final = ("latency_us", "bandwidth_us", "time_us")
-_POINT_TO_POINT: Final = ("send", "recv", "sendrecv")
 
 
 def time_rows(job: Forecast, network: Network) -> Iterator[dict[str, Any]]:
@@ -77,7 +77,7 @@ def num_hosts(job: Forecast, call: ExpectedCall, ranks: int, ranks_per_node: int
         first_ranks = (stage * job.ranks_per_prediction for stage in range(len(job.predictions)))
         group = {first + offset for first in first_ranks for offset in range(job.plan.layout.tensor_parallel_size)}
         return len({rank // ranks_per_node for rank in group})
-    members = 2 if call.op in _POINT_TO_POINT else ranks
+    members = 2 if call.op in MESSAGES else ranks
     return hosts_of_group(members, _stride(job, call, members), ranks_per_node)
 
 
@@ -85,7 +85,7 @@ def _stride(job: Forecast, call: ExpectedCall, ranks: int) -> int:
     """Return the distance from one rank of a call's group to the next."""
     layout, per_stage = job.plan.layout, job.ranks_per_prediction
     if call.role == "pipeline":
-        if call.op in _POINT_TO_POINT:
+        if call.op in MESSAGES:
             return per_stage
         return per_stage * ((len(job.predictions) - 1) // max(ranks - 1, 1))  # first and last stage share weights
     if call.role == "data" and (call.cause == COPIES or (layout.expert_parallel_size > 1 and call.ranks)):

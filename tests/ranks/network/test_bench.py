@@ -15,11 +15,11 @@ from networks import ideal, results, row
 
 from commtrace.cli import main
 from commtrace.network import NetworkError
+from commtrace.network.bench_operations import BENCH_OPERATIONS, COLLECTIVES, POINT_TO_POINT
 from commtrace.network.bench_plan import BenchPlan
 from commtrace.network.bench_ranks import connect
 from commtrace.network.bench_results import BenchResults, read_results, write_results
 from commtrace.network.bench_text import results_lines
-from commtrace.network.operations import COLLECTIVES, OPERATIONS, POINT_TO_POINT
 
 BENCH = "import sys; from commtrace.cli import main; sys.exit(main())"
 
@@ -160,7 +160,7 @@ def test_two_ranks_of_gloo(tmp_path: Path) -> None:
     done = bench("--nproc", 2, "--seconds", 0.001, "--max-bytes", 32, "--out", path, "--width", 80)
     assert done.status == 0, done.err
     loaded = read_results(path)
-    assert {entry.op for entry in loaded.rows} == set(OPERATIONS)
+    assert {entry.op for entry in loaded.rows} == set(BENCH_OPERATIONS)
     assert [entry.wrong for entry in loaded.rows] == [0] * len(loaded.rows)
     for op in (*COLLECTIVES, *POINT_TO_POINT):
         rows = [entry for entry in loaded.rows if entry.op == op]

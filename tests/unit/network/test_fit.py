@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from networks import row
 
+from commtrace.network.bench_operations import bus_bytes, payload_sizes
 from commtrace.network.fit import fit, fit_operations
 from commtrace.network.measuring import BenchRow
-from commtrace.network.operations import bus_bytes, payload_sizes
 
 
 def rows(

@@ -13,11 +13,8 @@ import numpy as np
 import pytest
 
 from commtrace.network import NetworkError
-from commtrace.network.bench_plan import BenchPlan, select_operations
-from commtrace.network.bench_ranks import abort_after, bind_to_core, check_memory, first_host, operations_by_group
-from commtrace.network.measuring import BenchBuffers, BenchGroup, BenchRow, Call, measure
-from commtrace.network.operations import (
-    OPERATIONS,
+from commtrace.network.bench_operations import (
+    BENCH_OPERATIONS,
     Values,
     bus_bytes,
     expected_values,
@@ -28,6 +25,9 @@ from commtrace.network.operations import (
     rank_values,
     window_messages,
 )
+from commtrace.network.bench_plan import BenchPlan, select_operations
+from commtrace.network.bench_ranks import abort_after, bind_to_core, check_memory, first_host, operations_by_group
+from commtrace.network.measuring import BenchBuffers, BenchGroup, BenchRow, Call, measure
 
 
 class SimulatedRank(BenchGroup):
@@ -115,7 +115,7 @@ def ranks_of(op: str) -> int:
     return 2 if op.startswith("send_recv") else 3
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("op", BENCH_OPERATIONS)
 def test_right_data_is_right_and_wrong_data_is_counted(op: str) -> None:
     size = ranks_of(op)
 
@@ -199,7 +199,7 @@ def test_of_a_ping_pong_half_counts_and_of_a_window_one_message() -> None:
         assert row.avg_us == pytest.approx(10.0 * part)
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("op", BENCH_OPERATIONS)
 def test_sizes_share_memory_and_nothing_else(op: str) -> None:
     """All sizes use the same memory, without the data that a larger size has left there."""
     addresses: list[tuple[int, int]] = []
@@ -237,7 +237,7 @@ def test_buffers_have_nccl_tests_sizes(op: str, gives: int, takes: int) -> None:
 
 
 def test_bytes_are_those_of_busbw() -> None:
-    bytes_by_op = {op: float(bus_bytes(op, 1200, 4)) for op in OPERATIONS}
+    bytes_by_op = {op: float(bus_bytes(op, 1200, 4)) for op in BENCH_OPERATIONS}
     assert bytes_by_op["all_reduce"] == 1800
     assert bytes_by_op["all_gather"] == bytes_by_op["gather"] == bytes_by_op["all_to_all"] == 900
     assert bytes_by_op["broadcast"] == bytes_by_op["send_recv"] == bytes_by_op["send_recv_window"] == 1200

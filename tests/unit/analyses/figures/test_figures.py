@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from commtrace.analyses.side_by_side import compare, short_names  # noqa: E402
 from commtrace.analyses.timeline import MAX_CALLS, shown  # noqa: E402
 from commtrace.cli import main  # noqa: E402
 from commtrace.errors import CommtraceError, NoSuchFigureError  # noqa: E402
+from commtrace.operations import OPERATIONS  # noqa: E402
 from commtrace.run import Run, open_run  # noqa: E402
 
 
@@ -312,12 +314,15 @@ def test_expected_and_measured_are_of_one_rank_and_step() -> None:
 
 
 def test_an_operation_looks_the_same_everywhere_and_like_no_other(tables: dict[str, pd.DataFrame]) -> None:
+    styles = defaultdict(set)
     for name in ("volume", "message_sizes", "steps", "timeline", "expected_and_measured"):
         kind = figures.FIGURES[name]
         for bar in kind.draw(tables[kind.table]).data:
-            if bar.name in style.OPERATIONS:
-                assert (bar.marker.color, bar.marker.pattern.shape) == style.OPERATIONS[bar.name]
-    assert len({*style.OPERATIONS.values(), style.OTHER}) == len(style.OPERATIONS) + 1
+            if bar.name in OPERATIONS:
+                styles[bar.name].add((bar.marker.color, bar.marker.pattern.shape))
+    assert {len(of_operation) for of_operation in styles.values()} == {1}
+    looks = [style.paint(op) for op in (*OPERATIONS, "other")]
+    assert len({(paint["color"], paint["pattern"]["shape"]) for paint in looks}) == len(OPERATIONS) + 1
 
 
 @pytest.mark.parametrize(

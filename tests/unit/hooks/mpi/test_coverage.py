@@ -17,6 +17,7 @@ from commtrace.hooks.mpi import hook
 from commtrace.hooks.mpi.extension_types import namespace
 from commtrace.hooks.mpi.methods import METHODS
 from commtrace.hooks.mpi.wrappers import COMPLETION_METHODS
+from commtrace.operations import OPERATIONS
 
 CLASSES = (
     "Comm", "Intracomm", "Intercomm", "Topocomm", "Cartcomm", "Graphcomm", "Distgraphcomm", "Request", "Prequest",
@@ -117,3 +118,8 @@ def test_the_hook_replaces_and_restores_every_method() -> None:
         hook.uninstall()
     assert all(everything()[key] is value for key, value in before.items())
     assert MPI.pickle.dumps([1]) == pickle.dumps([1], MPI.pickle.PROTOCOL)
+
+
+def test_every_method_has_an_operation() -> None:
+    messages = {message.op for method in METHODS for message in method.messages}
+    assert {method.op for method in METHODS} | messages == {*OPERATIONS}

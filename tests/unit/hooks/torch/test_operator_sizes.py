@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 import torch
 
 from commtrace.hooks.torch.c10d_operators import IGNORED, Operator, known_operators, nbytes
+from commtrace.operations import OPERATIONS
 
 OPERATORS: dict[str, Operator] = {operator.variant: operator for operator in known_operators()[0]}
 
@@ -84,3 +85,7 @@ def test_every_operator_of_this_torch_is_known() -> None:
     assert unknown == []
     assert "check_for_nan" in IGNORED
     assert len(OPERATORS) >= 20
+
+
+def test_every_operator_has_an_operation() -> None:
+    assert {operator.op for operator in OPERATORS.values()} <= {*OPERATIONS, "unknown"}

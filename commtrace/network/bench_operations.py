@@ -1,17 +1,12 @@
 """The measured operations and the sizes of their buffers, as in nccl-tests (its doc/PERFORMANCE.md), in elements.
 
-The payload of an operation is the size that `commtrace.volume` documents, so that measurements and recorded calls count
-the same bytes. A share is the payload divided by the number of ranks.
+Collectives are those of `commtrace.operations`, with the same payload, so that measurements and recorded calls count
+the same bytes. A share is the payload divided by the number of ranks. Further measurements:
 
-| operation | input of a rank | output of a rank | payload |
-| --- | --- | --- | --- |
-| all_reduce, broadcast, reduce | payload | payload | the buffer |
-| all_gather, gather | share | payload | all shares |
-| reduce_scatter, scatter | payload | share | all shares |
-| all_to_all | payload | payload | the send buffer |
-| send_recv | message | message | a message there and back; half of the time (osu_latency) |
-| send_recv_window | message | message | many messages one way, then an answer; the time per message (osu_bw) |
-| barrier | | | none |
+| operation | payload |
+| --- | --- |
+| send_recv | a message there and back; half of the time (osu_latency) |
+| send_recv_window | many messages one way, then an answer; the time per message (osu_bw) |
 """
 
 from __future__ import annotations
@@ -21,20 +16,15 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from commtrace.operations import OPERATIONS, Extent, Flow, operations_where
 from commtrace.volume import busbw_factor
 
 Values = npt.NDArray[np.float32]
 
-COLLECTIVES: Final = (
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather", "scatter",
-)  # fmt: skip
+COLLECTIVES: Final = operations_where(lambda operation: operation.schedule and operation.busbw)
 PING_PONG, WINDOW, BARRIER = "send_recv", "send_recv_window", "barrier"
 POINT_TO_POINT: Final = (PING_PONG, WINDOW)
-OPERATIONS: Final = (*COLLECTIVES, *POINT_TO_POINT, BARRIER)
-
-SUMMED: Final = ("all_reduce", "reduce_scatter", "reduce")
-ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
-_SHARED: Final = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+BENCH_OPERATIONS: Final = (*COLLECTIVES, *POINT_TO_POINT, BARRIER)
 
 ELEMENT_BYTES: Final = 4
 """Bytes of an element: float32, the default of nccl-tests."""
@@ -50,17 +40,22 @@ _PERIOD: Final = 251
 def payload_elements(op: str, payload: int, ranks: int) -> int:
     """Return the number of elements of the largest payload up to `payload` bytes with equal shares; 0: none."""
     count = payload // ELEMENT_BYTES
-    return count // ranks * ranks if op in _SHARED else count
+    return count // ranks * ranks if op in COLLECTIVES and OPERATIONS[op].has_parts else count
 
 
 def input_elements(op: str, count: int, ranks: int) -> int:
     """Return the number of elements in the input of a rank that has an input."""
-    return count // ranks if op in ("all_gather", "gather") else count
+    return count // ranks if op in COLLECTIVES and OPERATIONS[op].input is Extent.SHARE else count
 
 
 def output_elements(op: str, count: int, ranks: int) -> int:
     """Return the number of elements in the output of a rank that has an output."""
-    return count // ranks if op in ("reduce_scatter", "scatter") else count
+    return count // ranks if op in COLLECTIVES and OPERATIONS[op].output is Extent.SHARE else count
+
+
+def is_in_place(op: str) -> bool:
+    """Return whether the input and the output of a rank are one buffer."""
+    return op in COLLECTIVES and OPERATIONS[op].input is OPERATIONS[op].output is Extent.WHOLE
 
 
 def bus_bytes(op: str, payload: Any, ranks: int) -> Any:
@@ -93,21 +88,22 @@ def expected_values(op: str, values: Values, rank: int, ranks: int) -> Values | 
     The root is rank 0. In a window of messages only rank 1 receives.
 
     Args:
-        op: One of OPERATIONS.
+        op: One of BENCH_OPERATIONS.
         values: `rank_values` of the whole payload.
         rank: The rank.
         ranks: Number of ranks of the group.
     """
+    if op not in COLLECTIVES:
+        return values + (1 - rank) if op == PING_PONG or (op == WINDOW and rank) else None
+    operation = OPERATIONS[op]
+    if operation.flow is Flow.TO_ROOT and rank:
+        return None
     share = len(values) // ranks
     own_share = values[rank * share : (rank + 1) * share]
-    if op in ("reduce", "gather") and rank:
-        return None
-    if op in SUMMED:
-        summed = own_share if op == "reduce_scatter" else values
+    if operation.reduces:
+        summed = own_share if operation.output is Extent.SHARE else values
         return (summed * ranks + ranks * (ranks - 1) / 2).astype(np.float32)
-    if op in ("broadcast", "scatter"):
-        return values if op == "broadcast" else own_share
-    if op in ("all_gather", "gather", "all_to_all"):
-        sent = own_share if op == "all_to_all" else values[:share]
-        return np.concatenate([sent + other for other in range(ranks)])
-    return values + (1 - rank) if op == PING_PONG or (op == WINDOW and rank) else None
+    if operation.flow is Flow.FROM_ROOT:
+        return own_share if operation.output is Extent.SHARE else values
+    sent = own_share if operation.input is Extent.SPLITS else values[:share]
+    return np.concatenate([sent + other for other in range(ranks)])
