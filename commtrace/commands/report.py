@@ -11,18 +11,12 @@ the part that can be read. Several DIRs are shown side by side.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
-import threading
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from commtrace.analyses.report import NOT_SHOWN, SECTIONS
 from commtrace.errors import CommtraceError
-from commtrace.launchers import usable_cores
 from commtrace.output_files import atomic_write
 
 from .option_types import add_formats, add_shared, non_negative_integer
@@ -32,9 +26,6 @@ if TYPE_CHECKING:
 
     from commtrace.analyses.fold_engine import Analysis, NamedTables
     from commtrace.run import Run
-
-MIN_PARALLEL_RECORDS: Final = 8_000_000
-"""Minimum number of records for which worker processes are used."""
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
@@ -137,9 +128,8 @@ def _tables(
     from commtrace.analyses.fold_engine import fold
 
     network_analyses = _network_analyses(network)
-    with _worker_processes(run):
-        tables = analyse(run, details=details, across_ranks=across_ranks, include_matching_steps=include_matching_steps)
-        return {**tables, **(fold(run, network_analyses) if network_analyses else {})}
+    tables = analyse(run, details=details, across_ranks=across_ranks, include_matching_steps=include_matching_steps)
+    return {**tables, **(fold(run, network_analyses) if network_analyses else {})}
 
 
 def _network_analyses(network: str | None) -> list[Analysis]:
@@ -150,24 +140,3 @@ def _network_analyses(network: str | None) -> list[Analysis]:
     from commtrace.network.networks import open_network
 
     return [network_analysis(open_network(network))]
-
-
-@contextlib.contextmanager
-def _worker_processes(run: Run) -> Iterator[None]:
-    """Read a run in worker processes if the log is large and no executor was chosen."""
-    from commtrace.reading.executors import IN_PROCESS, PoolExecutor
-
-    records = sum(segment.count for process in run.processes for segment in process.segments)
-    if run.executor is not IN_PROCESS or records < MIN_PARALLEL_RECORDS or usable_cores() < 2:
-        yield
-        return
-    try:
-        # Forking saves the import of pandas (one second), but would copy locks that other threads hold.
-        context = multiprocessing.get_context("fork" if threading.active_count() == 1 else "spawn")
-        with ProcessPoolExecutor(min(usable_cores(), 16), context) as pool:
-            run.executor = PoolExecutor(pool)
-            yield
-    except BrokenProcessPool:
-        raise CommtraceError(f"{run.log.path}: a worker process was killed, probably because memory ran out") from None
-    finally:
-        run.executor = IN_PROCESS

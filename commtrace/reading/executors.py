@@ -1,4 +1,4 @@
-"""Executors, which read the records of a run in this process, in a pool or on a cluster.
+"""Executors, which read the records of a run in this process, in worker processes, in a pool or on a cluster.
 
 A pass over the records calls a function for each part of the run (`RecordedRun.parts`). The executor merges the
 results in a tree that depends only on the number of parts: every executor gives equal results, to the last bit of a
@@ -10,10 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import multiprocessing
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, Union
+
+from commtrace.errors import CommtraceError
+from commtrace.launchers import usable_cores
 
 from .labels import ProcessIds
 from .segment_reader import Segment
@@ -23,6 +31,10 @@ if TYPE_CHECKING:
 
 MERGED_AT_ONCE: Final = 64
 """Maximum number of results that are merged in one node of the tree."""
+MIN_PARALLEL_RECORDS: Final = 8_000_000
+"""Minimum number of records in one pass for which worker processes are used."""
+MAX_WORKERS: Final = 16
+"""Maximum number of worker processes."""
 
 
 @dataclass
@@ -77,7 +89,43 @@ class PoolExecutor(Executor):
             yield result
 
 
-IN_PROCESS: Final = Executor()
+class WorkerProcesses(Executor):
+    """Executor in worker processes if there are many records to read, else in this process."""
+
+    def map(self, name: str, function: ReadPart[Result], parts: Sequence[RunPart]) -> Iterator[Result]:
+        """Yield the results of the parts."""
+        records = sum(segment.count for part in parts for segment in part.segments)
+        workers = min(usable_cores(), MAX_WORKERS, len(parts))
+        context = _process_context() if records >= MIN_PARALLEL_RECORDS and workers > 1 else None
+        if context is None:
+            yield from super().map(name, function, parts)
+            return
+        pool = futures.ProcessPoolExecutor(workers, context)
+        try:
+            yield from PoolExecutor(pool).map(name, function, parts)
+        except BrokenProcessPool:
+            folder = os.path.commonpath([segment.path.parent for part in parts for segment in part.segments])
+            raise CommtraceError(f"{folder}: a worker process was killed, probably because memory ran out") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _process_context() -> multiprocessing.context.BaseContext | None:
+    """Return how this process can start workers; None if it cannot.
+
+    Forking saves the import of pandas (one second), but would copy locks that other threads hold. A spawned process
+    imports the file of the main module again, which runs a script that has no `if __name__ == "__main__"`.
+    """
+    if multiprocessing.current_process().daemon:  # it may have no children
+        return None
+    if threading.active_count() == 1:
+        return multiprocessing.get_context("fork")
+    is_script = hasattr(sys.modules["__main__"], "__file__")  # not a notebook or a prompt
+    return None if is_script else multiprocessing.get_context("spawn")
+
+
+DEFAULT_EXECUTOR: Final = WorkerProcesses()
+"""The executor if none is given."""
 
 
 def read_part(function: ReadPart[Result], part: RunPart) -> tuple[Result, Facts]:
@@ -106,9 +154,9 @@ def batches(values: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def as_executor(executor: AnyExecutor) -> Executor:
-    """Return an executor in this process (None), in a pool, or on the cluster of a Dask client."""
+    """Return an executor on this machine (None), in a pool, or on the cluster of a Dask client."""
     if executor is None:
-        return IN_PROCESS
+        return DEFAULT_EXECUTOR
     if isinstance(executor, Executor):
         return executor
     if isinstance(executor, futures.Executor):
@@ -120,9 +168,9 @@ def as_executor(executor: AnyExecutor) -> Executor:
 
 @contextlib.contextmanager
 def open_executor(scheduler: str | None) -> Iterator[Executor]:
-    """Yield the executor for a value of option `--dask`; None: in this process."""
+    """Yield the executor for a value of option `--dask`; None: on this machine."""
     if scheduler is None:
-        yield IN_PROCESS
+        yield DEFAULT_EXECUTOR
         return
     from .dask_executor import connect
 

@@ -23,7 +23,7 @@ from commtrace.formatting import format_plural
 from commtrace.output_files import atomic_directory
 from commtrace.schema import EVENT_TABLE_VERSION, RECORD, Records
 
-from .executors import IN_PROCESS, Executor, RunPart
+from .executors import DEFAULT_EXECUTOR, Executor, RunPart
 from .labels import ProcessIds
 from .log import Log, LogDirectory, RunFolder
 from .log_notes import Note, error_reason
@@ -82,7 +82,7 @@ def pack(
     out: Path,
     *,
     force: bool = False,
-    executor: Executor = IN_PROCESS,
+    executor: Executor = DEFAULT_EXECUTOR,
     to_store: TablesToStore | None = None,
 ) -> PackResult:
     """Write all runs of a log as a packed log, in constant memory except for tables to store.

@@ -16,7 +16,7 @@ from commtrace.errors import LogError
 from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.schema import COPIED_COLUMNS, EVENT_COLUMNS, Records
 
-from .executors import IN_PROCESS, Executor, RunPart
+from .executors import DEFAULT_EXECUTOR, Executor, RunPart
 from .labels import LABEL_COLUMNS, UNKNOWN, Array, ProcessIds, RunLabels
 from .log import Log
 from .log_notes import Note
@@ -83,7 +83,7 @@ class RecordedRun:
         executor: Reads the records for analyses.
     """
 
-    def __init__(self, log: Log, executor: Executor = IN_PROCESS) -> None:
+    def __init__(self, log: Log, executor: Executor = DEFAULT_EXECUTOR) -> None:
         self.log, self.executor = log, executor
 
     def __repr__(self) -> str:

@@ -260,19 +260,6 @@ def test_a_pipe_gets_no_colours_and_the_width_of_columns(
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
-def test_worker_processes_give_the_same_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training(tmp_path, ranks=3)
-    assert main(["report", str(tmp_path)]) == 0
-    alone = capsys.readouterr().out
-    monkeypatch.setattr("commtrace.commands.report.MIN_PARALLEL_RECORDS", 1)
-    monkeypatch.setattr("commtrace.commands.report.usable_cores", lambda: 2)
-    monkeypatch.setattr("commtrace.reading.recorded_run.RECORDS_PER_TASK", 1)
-    assert main(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == alone
-
-
 def test_numbers_that_json_lacks_are_null() -> None:
     values = [math.nan, math.inf, -math.inf, pd.NA, None, np.float64("nan"), np.int64(3), 2.0, 2.5, True, "x"]
     assert to_json_value(values) == [None, None, None, None, None, None, 3, 2, 2.5, True, "x"]
