@@ -137,13 +137,13 @@ class Run(RecordedRun):
         return compare_calls(read_calls(self), read_calls(other)).table
 
 
-def open_run(directory: str | os.PathLike[str], *, recover: bool = True, executor: AnyExecutor = None) -> Run:
-    """Return the newest run in a log directory.
+def open_run(directory: str | os.PathLike[str], *, recover: bool = False, executor: AnyExecutor = None) -> Run:
+    """Return the newest run in a log directory. Nothing is written unless `recover` is set.
 
     Args:
         directory: The directory that COMMTRACE was set to, or one run's directory in it.
-        recover: First recover records that killed processes of the run left in this host's shared memory. This
-            writes them to the log and removes them from /dev/shm. False: write nothing.
+        recover: First move records that killed processes of the run left in this host's shared memory to the log, as
+            `commtrace recover` does. They are read in either case.
         executor: Reads and analyses the records: a `concurrent.futures.Executor`, or a `dask.distributed.Client`.
             Default: this process.
 

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommtraceError(f"{option} is only for the comparison with rules; remove it or --{other}")
     compare = _update_baseline if arguments.update_baseline else _check_calls if source else _check_rules
     with open_executor(arguments.dask) as executor:
-        return _check(open_run(arguments.directory, executor=executor), arguments, compare)
+        return _check(open_run(arguments.directory, recover=True, executor=executor), arguments, compare)
 
 
 def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argparse.Namespace], int]) -> int:
@@ -158,7 +158,7 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
         own += baseline.own
         expected, source = baseline.run, f"the baseline {arguments.baseline}"
     else:
-        against = open_run(arguments.against, executor=run.executor)
+        against = open_run(arguments.against, recover=True, executor=run.executor)
         expected = read_calls(against, own)
         print_notes(against.notes, per_rank=arguments.per_rank)
         source = f"the {'dry run' if against.simulated else 'run'} {arguments.against}"

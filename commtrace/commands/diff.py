@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.run import open_run
 
     with open_executor(arguments.dask) as executor:
-        runs = [open_run(path, executor=executor) for path in (arguments.a, arguments.b)]
+        runs = [open_run(path, recover=True, executor=executor) for path in (arguments.a, arguments.b)]
         a, b = (read_calls(run, arguments.own) for run in runs)
     print_notes((note for run in runs for note in run.notes), per_rank=arguments.per_rank)
     differences = compare_calls(a, b)

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     form = arguments.format or _FORMATS.get(out.suffix.lstrip(".").lower())
     if form is None:
         raise OutputError(f"{out}: unknown file extension; add --format csv, --format parquet or --format perfetto")
-    run = open_run(arguments.directory)
+    run = open_run(arguments.directory, recover=True)
     if arguments.kept:
         run = Run(kept_log(run.log))
     selection = {"ranks": arguments.ranks, "steps": arguments.steps, "force": arguments.force}

@@ -2,7 +2,8 @@
 
 The last records of a killed process are in /dev/shm. They are recovered on this
 host by every command that opens the log (report, check, diff, scaling, export,
-pack), by `commtrace.open`, and by any process of the run that exits normally.
+pack) and by any process of the run that exits normally. `commtrace.open` reads
+them there and moves them only with `recover=True`.
 On the other hosts of a cluster, run this command before they are rebooted or
 /dev/shm is cleaned: `srun --ntasks-per-node=1 commtrace recover logs/run1`.
 """

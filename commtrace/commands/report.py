@@ -61,7 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     full = not several and (arguments.json or details or "waiting" in (arguments.sections or ()))
     include_matching_steps = several or arguments.json or details
     with open_executor(arguments.dask) as executor:
-        runs = {name: open_run(path, executor=executor) for name, path in short_names(arguments.directories).items()}
+        runs = {
+            name: open_run(path, recover=True, executor=executor)
+            for name, path in short_names(arguments.directories).items()
+        }
         tables = {
             name: _tables(
                 run,

@@ -38,7 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.run import open_run
 
     with open_executor(arguments.dask) as executor:
-        runs = {name: open_run(path, executor=executor) for name, path in short_names(arguments.directories).items()}
+        runs = {
+            name: open_run(path, recover=True, executor=executor)
+            for name, path in short_names(arguments.directories).items()
+        }
         try:
             tables = scaling(runs, arguments.tokens)
         finally:  # damaged records are known only after reading

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from commtrace.errors import LogError
-from commtrace.recording.recovery import copy_live_rings, record_keys, recover_records
+from commtrace.recording.recovery import copy_rings, record_keys, recover_records
 from commtrace.recording.ring import RingContent
 from commtrace.schema import RECORD
 
@@ -54,6 +55,40 @@ class Log:
         return max((size for size in sizes if size), default=None)
 
 
+class LogFiles:
+    """The files below a log directory, and those that killed or live processes have only in shared memory.
+
+    Attributes:
+        rings: Copies of the rings of processes, by the path of their tables.
+    """
+
+    def __init__(self, rings: Mapping[Path, RingContent]) -> None:
+        self.rings = rings
+        self._in_memory: dict[Path, set[str]] = defaultdict(set)
+        for tables in rings:
+            for path in (tables, *tables.parents[:2]):
+                self._in_memory[path.parent].add(path.name)
+
+    def names(self, folder: Path, notes: list[Note]) -> list[str] | None:
+        """Return the names in a folder; None if it is not a folder or cannot be read (which adds a note)."""
+        in_memory = self._in_memory.get(Path(os.path.realpath(folder)), set()) if self._in_memory else set()
+        try:
+            return [*{*os.listdir(folder), *in_memory}]
+        except (NotADirectoryError, FileNotFoundError):
+            return [*in_memory] or None
+        except OSError as error:
+            notes.append(Note("unreadable", folder, error_reason(error), "its files are left out"))
+            return None
+
+    def first_line(self, tables: Path) -> bytes:
+        """Return the first line of a process's tables. Raises OSError."""
+        ring = self.rings.get(Path(os.path.realpath(tables)))
+        if ring is not None and not tables.exists():
+            return ring.tables.partition(b"\n")[0]
+        with open(tables, "rb") as file:
+            return file.readline(1 << 20)
+
+
 class LogDirectory:
     """A log directory or packed log, with the folders of the runs in it.
 
@@ -76,19 +111,19 @@ class LogDirectory:
         self.path = Path(os.path.abspath(path.expanduser()))
         # Rings are copied before files are read: a record that leaves a ring later is then in the files. They are
         # copied before recovery, too: it removes the rings of processes that end in between.
-        rings = copy_live_rings(self.path)
+        rings = copy_rings(self.path)
         texts = recover_records(self.path) if recover else ()
-        self._live_rings = {tables: ring for tables, ring in rings.items() if ring.path.exists()}
+        files = LogFiles({tables: ring for tables, ring in rings.items() if ring.path.exists()})
         self.recovered = [Note("salvage", self.path, text, "") for text in texts]
         self.notes: list[Note] = []
-        self.folders = [*_find_runs(self.path, self.notes)]
+        self.folders = [*_find_runs(self.path, files, self.notes)]
         if not self.folders:
             raise LogError(_describe_no_log(self.path, self.notes))
 
     def read(self, folder: RunFolder | PackedRun) -> tuple[str, list[Process], list[Note]]:
         """Return the run of a folder, the processes of all runs with files in it, and notes on the files."""
         notes = [*self.notes]
-        processes = sorted(folder.processes(self._live_rings, notes), key=lambda p: (p.rank, p.host, p.pid))
+        processes = sorted(folder.processes(notes), key=lambda p: (p.rank, p.host, p.pid))
         # Moved files may put several runs into one folder: take the run with the folder's name, else the newest.
         started = {process.run: process.started_ns for process in sorted(processes, key=lambda p: p.started_ns)}
         run = folder.name if folder.name in started else max(started, key=lambda run: (started[run], run))
@@ -101,6 +136,7 @@ class RunFolder:
 
     path: Path
     hosts: list[Path]
+    files: LogFiles
 
     @property
     def name(self) -> str:
@@ -111,25 +147,25 @@ class RunFolder:
     def started_ns(self) -> int:
         """Wall-clock time of the run's start in ns, from a process that recorded it, else from the folder."""
         for host in self.hosts:
-            for path in sorted(host / name for name in _list_folder(host, []) or () if is_tables_file(name)):
-                with suppress(OSError, KeyError, TypeError, ValueError, RecursionError), open(path, "rb") as file:
-                    started = json.loads(file.readline(1 << 20))["unix_ns"]
+            for path in sorted(host / name for name in self.files.names(host, []) or () if is_tables_file(name)):
+                with suppress(OSError, KeyError, TypeError, ValueError, RecursionError):
+                    started = json.loads(self.files.first_line(path))["unix_ns"]
                     if type(started) is int:
                         return started
-        return self.path.stat().st_mtime_ns
+        return self.path.stat().st_mtime_ns if self.path.exists() else 0
 
-    def processes(self, live_rings: Mapping[Path, RingContent], notes: list[Note]) -> Iterator[Process]:
+    def processes(self, notes: list[Note]) -> Iterator[Process]:
         """Yield the processes that have files in the folder. Add notes on the files."""
         for host in self.hosts:
-            yield from read_host(host, _list_folder(host, notes) or (), live_rings, notes)
+            yield from read_host(host, self.files.names(host, notes) or (), self.files.rings, notes)
 
 
-def open_log(path: Path, *, recover: bool = True) -> Log:
-    """Read the newest run below a directory, including records in the memory of live processes on this host.
+def open_log(path: Path, *, recover: bool = False) -> Log:
+    """Read the newest run below a directory, including records in this host's shared memory, of live processes, too.
 
     Args:
         path: A log directory, a run's folder in it, a host's folder in that, or a packed log.
-        recover: Whether to first recover records of killed processes, which writes to the log.
+        recover: Whether to first move records of killed processes from shared memory to the log.
 
     Raises:
         LogError: There is no run.
@@ -174,9 +210,9 @@ def _kept_segments(process: Process) -> tuple[Segment, ...]:
     return (MemorySegment(process.path, 0, len(records), records=records),)
 
 
-def _find_runs(path: Path, notes: list[Note]) -> Iterator[RunFolder | PackedRun]:
+def _find_runs(path: Path, files: LogFiles, notes: list[Note]) -> Iterator[RunFolder | PackedRun]:
     """Yield the runs at or below `path`. Add notes on folders that cannot be read."""
-    names = _list_folder(path, [])
+    names = files.names(path, [])
     if names is None:
         if path.is_dir():
             raise LogError(f"{path}: cannot be read; ask its owner for read permission")
@@ -186,29 +222,18 @@ def _find_runs(path: Path, notes: list[Note]) -> Iterator[RunFolder | PackedRun]
     if PROCESSES in names:
         yield PackedRun(path)
     elif any(map(is_log_file, names)):
-        yield RunFolder(path.parent, [path])
+        yield RunFolder(path.parent, [path], files)
     else:
-        children = {child: _list_folder(child, notes) or [] for child in sorted(path / name for name in names)}
+        children = {child: files.names(child, notes) or [] for child in sorted(path / name for name in names)}
         if hosts := [child for child, names in children.items() if any(map(is_log_file, names))]:
-            yield RunFolder(path, hosts)
+            yield RunFolder(path, hosts, files)
         for child, names in children.items():
             if PROCESSES in names:
                 yield PackedRun(child)
             elif child not in hosts:
                 below = sorted(child / name for name in names)
-                if run_hosts := [host for host in below if any(map(is_log_file, _list_folder(host, notes) or ()))]:
-                    yield RunFolder(child, run_hosts)
-
-
-def _list_folder(folder: Path, notes: list[Note]) -> list[str] | None:
-    """Return the names in a folder; None if it is not a folder or cannot be read (which adds a note)."""
-    try:
-        return os.listdir(folder)
-    except (NotADirectoryError, FileNotFoundError):
-        return None
-    except OSError as error:
-        notes.append(Note("unreadable", folder, error_reason(error), "its files are left out"))
-        return None
+                if run_hosts := [host for host in below if any(map(is_log_file, files.names(host, notes) or ()))]:
+                    yield RunFolder(child, run_hosts, files)
 
 
 def _describe_no_log(path: Path, notes: list[Note]) -> str:

@@ -176,7 +176,7 @@ def _store_tables(folder: Path, run: RecordedRun, to_store: TablesToStore) -> No
     """Write STORED: tables of the run in a folder. Leave out analyses with a table that `to_batches` rejects."""
     pyarrow, _ = import_parquet("commtrace pack")
     paths = {process.path for process in run.processes}
-    processes = [process for process in PackedRun(folder).processes({}, []) if process.path in paths]
+    processes = [process for process in PackedRun(folder).processes([]) if process.path in paths]
     columns = {"analysis": pyarrow.string(), "table": pyarrow.string(), "rows": pyarrow.binary()}
     schema = pyarrow.schema(columns, {SOURCE: source_digest(folder, processes, to_store.code)})
     with _parquet_writer(folder / STORED, schema, use_dictionary=False, write_statistics=False) as writer:

@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from commtrace.errors import LogError, MissingLibraryError, NewerLogError
-from commtrace.recording.ring import RingContent
 from commtrace.schema import COPIED_COLUMNS, RECORD, Clock, Flag, Phase, Records, State, flags_label
 
 from .log_notes import Note, error_reason
@@ -250,7 +249,7 @@ class PackedRun:
         self.started_ns: int = facts["started_ns"]
         self._notes = [Note(kind, Path(path), *texts) for kind, path, *texts in facts["notes"]]
 
-    def processes(self, live_rings: Mapping[Path, RingContent], notes: list[Note]) -> Iterator[Process]:
+    def processes(self, notes: list[Note]) -> Iterator[Process]:
         """Yield the processes. Add the notes on the log, and one for each part that is missing or cannot be read."""
         notes += self._notes
         files: dict[str, PartFile | None] = {}

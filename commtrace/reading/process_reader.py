@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -15,8 +15,9 @@ from typing import Final
 import numpy as np
 
 from commtrace.formatting import format_plural
-from commtrace.recording.recovery import record_keys, split_kept
+from commtrace.recording.recovery import final_counters, record_keys, split_kept
 from commtrace.recording.ring import RingContent
+from commtrace.recording.summary_files import count_calls
 from commtrace.schema import WITHOUT_RECORD
 
 from .log_notes import Note
@@ -184,14 +185,14 @@ class _ProcessFiles:
 
 
 def read_host(
-    folder: Path, names: Iterable[str], live_rings: Mapping[Path, RingContent], notes: list[Note]
+    folder: Path, names: Iterable[str], rings: Mapping[Path, RingContent], notes: list[Note]
 ) -> Iterator[Process]:
     """Yield the processes that have files in the folder of a host. Add notes on the files.
 
     Args:
         folder: The folder.
-        names: The names of the files in it.
-        live_rings: Rings of live processes, by the path of their tables.
+        names: The names of the files in it, and of tables that are only in `rings`.
+        rings: Rings of processes, by the path of their tables.
         notes: The list to which notes are added.
     """
     by_stem: dict[str, _ProcessFiles] = defaultdict(_ProcessFiles)
@@ -202,7 +203,7 @@ def read_host(
             notes.append(Note("foreign", folder / name, "not named like a segment", "it is left out"))
     for stem, files in by_stem.items():
         if files.is_process:
-            ring = live_rings.get(Path(os.path.realpath(folder)) / f"{stem}.jsonl") if live_rings else None
+            ring = rings.get(Path(os.path.realpath(folder)) / f"{stem}.jsonl") if rings else None
             yield _read_process(folder, stem, files, ring, notes)
 
 
@@ -212,22 +213,43 @@ def _read_process(
     path = folder / f"{stem}.jsonl"
     tables, table_notes = read_tables(path, b"" if ring is None else ring.tables)
     notes += table_notes
+    if tables.salvage:  # a recovery has moved the ring's content to the log since it was copied
+        ring = None
     segments = [*_inspect_segments(files.segments, notes).values()]
     notes += _missing_segments(path, tables, sorted(files.segments))
     dumps = _inspect_segments(files.kept, notes, "its calls are kept besides the log, and not counted")
     kept, snapshot = dumps.pop(_LAST, None), None
+    is_summary = files.is_summary or (ring is not None and ring.identity.get("mode") == "summary")
+    left_out = 0
     if ring is not None:
-        snapshot = ring.snapshot if ring.identity.get("mode") == "summary" else None
-        records, kept_records, _ = split_kept(ring)
+        # Without a snapshot, a dead process has written all rows.
+        snapshot = ring.snapshot if is_summary and (ring.is_alive or ring.snapshot.calls) else None
+        records, kept_records, left_out = split_kept(ring)
         segments.append(_memory_segment(path, segments, ring._replace(records=records)))
         if len(kept_records):
             kept = MemorySegment(path, 0, len(kept_records), records=kept_records)
+    summary = SummaryTables(folder, stem, snapshot) if is_summary else None
+    if ring is not None and ring.is_alive:
         tables.stats = {**(tables.stats or {}), **ring.counters}
-    is_summary = files.is_summary or snapshot is not None
+    elif ring is not None:
+        summarized = 0 if summary is None else count_calls(summary.table("cells"), summary.table("steps"))
+        notes.append(_complete_tables(path, tables, ring, segments, left_out, summarized))
     return Process(
-        path, tables, tuple(segments), live_at_ns=0 if ring is None else ring.alive_ns,
-        summary=SummaryTables(folder, stem, snapshot) if is_summary else None, dumps=tuple(dumps.values()), kept=kept,
+        path, tables, tuple(segments), live_at_ns=ring.alive_ns if ring is not None and ring.is_alive else 0,
+        summary=summary, dumps=tuple(dumps.values()), kept=kept,
     )  # fmt: skip
+
+
+def _complete_tables(
+    path: Path, tables: ProcessTables, ring: RingContent, segments: Sequence[Segment], left_out: int, summarized: int
+) -> Note:
+    """Add the rows to the tables of a killed process that a recovery of its ring would write. Return a note."""
+    on_disk = sum(segment.count for segment in segments)
+    tables.stats = final_counters(ring, on_disk=on_disk, left_out=left_out, summarized=summarized)
+    in_memory, host = segments[-1].count, ring.identity["host"]
+    tables.salvage.append({"records": in_memory, "host": host})
+    text = f"{path.stem} on {host}: {in_memory} records of a process that ended early are only in shared memory"
+    return Note("salvage", path, text, "`commtrace recover` moves them to the log")
 
 
 def _inspect_segments(files: Mapping[int, Path], notes: list[Note], consequence: str = "") -> dict[int, Segment]:
@@ -242,7 +264,7 @@ def _inspect_segments(files: Mapping[int, Path], notes: list[Note], consequence:
 
 
 def _memory_segment(path: Path, segments: list[Segment], ring: RingContent) -> Segment:
-    """Return the records of a live process that are not in its files. Those just written are in both."""
+    """Return the records of a ring that are not in its process's files. Those just written are in both."""
     written = [block for segment in last_records(segments, ring.capacity) for block in segment.blocks()]
     on_disk = np.isin(record_keys(ring.records), record_keys(np.concatenate([ring.records[:0], *written])))
     records = ring.records[~on_disk]

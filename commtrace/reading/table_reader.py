@@ -192,14 +192,21 @@ def read_tables(path: Path, in_memory: bytes = b"") -> tuple[ProcessTables, list
 
     Args:
         path: The file.
-        in_memory: Its lines in the memory of a live process, which may be ahead of the file.
+        in_memory: Its lines in shared memory, which may be ahead of the file. No record refers to a last line that is
+            cut there or, as the process was killed or is still writing, in the file.
 
     Raises:
         NewerLogError: The tables have a newer log format.
     """
     try:
-        return parse_tables(path, max(path.read_bytes(), in_memory, key=len))
+        content = path.read_bytes()
+        if in_memory:
+            content = max(content, in_memory, key=len)
+            content = content[: content.rfind(b"\n") + 1]
+        return parse_tables(path, content)
     except FileNotFoundError:
+        if in_memory:  # the process was killed before it wrote the file
+            return parse_tables(path, in_memory[: in_memory.rfind(b"\n") + 1])
         return ProcessTables(), [Note("missing", path, "missing", _ALL_UNKNOWN)]
     except OSError as error:
         return ProcessTables(), [Note("unreadable", path, error_reason(error), _ALL_UNKNOWN)]

@@ -58,19 +58,22 @@ def recover_records(log_directory: Path, *, shm: str | None = None) -> list[str]
     return [note for note in notes if note]
 
 
-def copy_live_rings(log_directory: Path) -> dict[Path, RingContent]:
-    """Copy the rings of live processes of this host that belong to a log, without changing them.
+def copy_rings(log_directory: Path) -> dict[Path, RingContent]:
+    """Copy the rings of processes of this host that belong to a log, live or killed, without changing them.
 
     Returns:
-        The copies by the path of each process's tables in the log.
+        The copies by the path of each process's tables in the log, which may be missing.
     """
     target = os.path.realpath(log_directory)
     copies: dict[Path, RingContent] = {}
     for path in ring.other_rings(os.environ.get("COMMTRACE_SHM") or DEFAULT_SHM):
-        if _belongs_to(ring.identity_of(path), target) and (copy := ring.copy_live(path)) is not None:
+        if _belongs_to(ring.identity_of(path), target) and (copy := ring.copy_ring(path)) is not None:
             names = (str(copy.identity[name]) for name in ("run", "host"))
             folder = Path(os.path.realpath(copy.identity["directory"]), *names)
-            copies[folder / f"{copy.identity['stem']}.jsonl"] = copy
+            with contextlib.suppress(OSError):
+                if copy.is_alive or _made_calls(copy, folder):
+                    stem = copy.identity["stem"] if copy.is_alive else _stem(copy, folder)
+                    copies[folder / f"{stem}.jsonl"] = copy
     return copies
 
 
@@ -99,9 +102,8 @@ def _belongs_to(identity_of_ring: dict[str, Any], target: str) -> bool:
 def _move_to_log(content: RingContent) -> str:
     host = str(content.identity["host"])
     folder = Path(content.identity["directory"]) / content.identity["run"] / host
-    has_lines = b"\n" in content.tables or (folder / f"{content.identity['stem']}.jsonl").exists()
-    if not has_lines and not len(content.records):
-        ring.remove_files(content.path)  # the process was killed before it made a call
+    if not _made_calls(content, folder):
+        ring.remove_files(content.path)
         return ""
     folder.mkdir(parents=True, exist_ok=True)
     stem = _stem(content, folder)
@@ -113,7 +115,6 @@ def _move_to_log(content: RingContent) -> str:
     snapshot = content.snapshot
     records, kept, left_out = split_kept(content)
     is_summary = content.identity.get("mode") == "summary"
-    overwritten = max(0, content.kept_count - snapshot.calls - len(content.kept)) if is_summary else 0
     records = records[~np.isin(record_keys(records), record_keys(recent))]
     if len(records) and not recovered.exists():
         write_segment(recovered, records)
@@ -125,9 +126,16 @@ def _move_to_log(content: RingContent) -> str:
         append_rows(path, dtype, written, snapshot.rows[table])
     write_kept(folder, stem, kept)
     number = _count_records(recovered)
-    _complete_tables(content, folder, stem, number, left_out, overwritten)
+    _complete_tables(content, folder, stem, number, left_out)
     ring.remove_files(content.path)
     return f"{stem} on {host}: {number} records of a process that ended early were recovered"
+
+
+def _made_calls(content: RingContent, folder: Path) -> bool:
+    """Return whether a process wrote anything. It may be killed before its first call."""
+    return (
+        len(content.records) > 0 or b"\n" in content.tables or (folder / f"{content.identity['stem']}.jsonl").exists()
+    )
 
 
 def _stem(content: RingContent, folder: Path) -> str:
@@ -188,24 +196,40 @@ def split_kept(content: RingContent) -> tuple[Records, Records, int]:
     return records[~left_out], kept, int(np.isin(record_keys(records[left_out]), record_keys(new)).sum())
 
 
-def _complete_tables(
-    content: RingContent, folder: Path, stem: str, recovered: int, left_out: int, overwritten: int
-) -> None:
+def final_counters(content: RingContent, *, on_disk: int, left_out: int, summarized: int) -> dict[str, Any]:
+    """Return the row `stats` of a process that was killed.
+
+    Args:
+        content: Its ring.
+        on_disk: Number of records in its segments and in `content`.
+        left_out: Number of records whose step is not selected, which are in `content` only.
+        summarized: Number of calls in its summary.
+    """
+    counters = {**dict.fromkeys(WITHOUT_RECORD, 0), "not_selected": 0, **content.counters}
+    counters["not_selected"] += left_out
+    if content.identity.get("mode") == "summary":  # kept records were overwritten before they were summarized
+        counters["lost"] += max(0, content.kept_count - content.snapshot.calls - len(content.kept))
+    counters["summarized"] = summarized
+    # The counters did not change between their last write and the last turn of the drain thread.
+    counters["mono_ns"] = max(int(counters.get("mono_ns", 0)), content.alive_ns)
+    counters["calls"] = on_disk + sum(counters[name] for name in (*WITHOUT_RECORD, "not_selected", "summarized"))
+    return counters
+
+
+def _complete_tables(content: RingContent, folder: Path, stem: str, recovered: int, left_out: int) -> None:
     path = folder / f"{stem}.jsonl"
     # The copy in memory is ahead of the file, unless memory was full. No record refers to a truncated last line.
     longest = max(content.tables, path.read_bytes() if path.exists() else b"", key=len)
     lines = longest[: longest.rfind(b"\n") + 1]
     if b'{"table": "salvage"' in lines:
         return
-    on_disk = sum(map(_count_records, folder.glob(f"{stem}.*.npy*")))
-    counters = {**dict.fromkeys(WITHOUT_RECORD, 0), "not_selected": 0, **content.counters}
-    counters["not_selected"] += left_out
-    counters["lost"] += overwritten
     tables = (read_rows(table_path(folder, stem, name), TABLES[name]) for name in ("cells", "steps"))
-    counters["summarized"] = count_calls(*tables)
-    # The counters did not change between their last write and the last turn of the drain thread.
-    counters["mono_ns"] = max(int(counters.get("mono_ns", 0)), content.alive_ns)
-    counters["calls"] = on_disk + sum(counters[name] for name in (*WITHOUT_RECORD, "not_selected", "summarized"))
+    counters = final_counters(
+        content,
+        on_disk=sum(map(_count_records, folder.glob(f"{stem}.*.npy*"))),
+        left_out=left_out,
+        summarized=count_calls(*tables),
+    )
     note = {"table": "salvage", "records": recovered, "host": identity.host(), "unix_ns": time.time_ns()}
     added = [json.dumps(row).encode() + b"\n" for row in ({"table": "stats", **counters}, note)]
     partial = path.with_name(path.name + ".salvage")

@@ -18,7 +18,7 @@ The two copies are written alternately, because the process may be killed in the
 are beside the ring, under the same name with `.jsonl`. A lock on the ring shows that its process is alive. It is a
 POSIX lock: forked children do not inherit it, and it is not tied to pids, which containers reuse. Such a lock does not
 exclude its own process, and is released as soon as that process closes any descriptor of the file: a process must never
-open its own ring again. The ring of a live process may be copied (`copy_live`), which takes no lock and writes
+open its own ring again. The ring of another process may be copied (`copy_ring`), which takes no lock and writes
 nothing.
 """
 
@@ -223,6 +223,8 @@ class RingContent(NamedTuple):
     """Number of records kept since the start, including overwritten ones."""
     snapshot: Snapshot
     """What its summary had not written, read before `kept`."""
+    is_alive: bool = False
+    """Whether its process was running."""
 
     @property
     def capacity(self) -> int:
@@ -244,16 +246,17 @@ def lock_dead(path: Path) -> Iterator[RingContent | None]:
         yield _read(path, fd) if _lock_if_dead(fd) and os.fstat(fd).st_nlink > 0 else None
 
 
-def copy_live(path: Path) -> RingContent | None:
-    """Copy the ring of another process that is alive, without taking its lock and without writing.
+def copy_ring(path: Path) -> RingContent | None:
+    """Copy the ring of another process, without taking its lock and without writing.
 
     Returns:
-        The copy; None if the process is dead, or the file cannot be read.
+        The copy; None if the file cannot be read, or was removed because its records are in the log.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), _opened(path, os.O_RDONLY) as fd:
         now, content = time.monotonic_ns(), _read(path, fd)
         if _holder(fd) in (content.identity.get("pid"), None):
-            return content._replace(alive_ns=now)
+            return content._replace(alive_ns=now, is_alive=True)
+        return content if os.fstat(fd).st_nlink > 0 else None
     return None
 
 

@@ -107,6 +107,7 @@ def test_a_job_that_hangs_and_is_killed(kind: str, size: int, nursery: Nursery, 
         assert processes.rings(log) == rings, "the memory of living processes stays"
     ranks.kill(*range(size))
     ranks.wait()
+    assert_named(kind, size, open_run(log).table("stuck_calls"))  # from the memory of the killed processes
     assert_named(kind, size, stuck_calls_of(log))
 
 

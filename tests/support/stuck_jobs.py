@@ -15,7 +15,7 @@ from commtrace.run import open_run
 def stuck_calls_of(log: Path) -> pd.DataFrame:
     """Return the stuck calls; none before there is a log."""
     try:
-        return open_run(log).table("stuck_calls")
+        return open_run(log, recover=True).table("stuck_calls")
     except LogError:
         return pd.DataFrame(columns=TABLES["stuck_calls"].column_names)
 

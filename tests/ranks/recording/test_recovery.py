@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import processes
 import pytest
@@ -18,6 +19,8 @@ import commtrace
 import commtrace.reading.log as log_directory
 import commtrace.reading.pack
 from commtrace import identity
+from commtrace.analyses import volume
+from commtrace.analyses.fold_engine import fold
 from commtrace.errors import LogError
 from commtrace.recording import recovery, ring
 from commtrace.recording import segment_writer as segments
@@ -263,9 +266,9 @@ def test_the_tables_in_memory_were_cut(log: Path) -> None:
     assert "sites" not in processes.read_one(log).tables
 
 
-def test_opening_a_log_recovers_records_first(log: Path) -> None:
+def test_opening_a_log_may_recover_records_first(log: Path) -> None:
     leave(log)
-    run = commtrace.open(log)
+    run = commtrace.open(log, recover=True)
     assert len(run.events()) == 100
     (note,) = run.notes  # none says that the process has no other segment
     assert "100 records" in str(note)
@@ -323,28 +326,81 @@ def test_a_process_that_is_killed_while_its_log_is_opened(
         return recovery.recover_records(log) if first == "killed" else []
 
     monkeypatch.setattr(log_directory, "recover_records", kill)
-    events = commtrace.open(log).events()
+    events = commtrace.open(log, recover=True).events()
     assert events["seq"].sort_values().tolist() == list(range(10))
     assert set(events["state"]) == {"begun"}
     assert len(processes.rings(log)) == (first == "recovered")
 
 
-def test_opening_a_log_without_recovering_writes_nothing(log: Path) -> None:
-    finished = processes.recorder(log)
-    processes.call(finished, 0)
-    finished.close("exit")
+def contents(log: Path) -> dict[Path, bytes]:
+    """Return what is on disk and in shared memory of a log, by path."""
+    return {path: path.read_bytes() for path in [*log.rglob("*"), *processes.rings(log)] if path.is_file()}
+
+
+def shown(run: commtrace.Run) -> tuple[object, ...]:
+    """Return what is known of the calls and the end of the only process of a run."""
+    (process,) = run.processes
+    salvage = [(row["records"], row["host"]) for row in process.tables.salvage]
+    stats = {name: value for name, value in (process.tables.stats or {}).items() if name != "table"}
+    calls = fold(run, volume.ANALYSES)["volume_by_operation"] if run.is_summary else run.events()
+    kinds = sorted(note.kind for note in run.notes)
+    return calls.to_csv(), len(calls), stats, salvage, process.tables.process, process.live_at_ns, kinds
+
+
+@pytest.mark.parametrize("settings", [{}, {"ring_records": 16}, {"steps": "1-2"}, {"mode": "summary"}], ids=str)
+@pytest.mark.parametrize("drained", [False, True])
+def test_records_of_a_killed_process_are_read_where_they_are(
+    drained: bool, settings: dict[str, Any], log: Path
+) -> None:
+    """Opening the log writes nothing, and shows what it shows after a recovery, also before there is any file."""
+
+    def record() -> None:
+        recorder = processes.recorder(log, drain_ms=5 if drained else 60_000, **settings)
+        for number in range(50):
+            recorder.returned(processes.call(recorder, number, step=number // 10), 1, observable=False)
+        if drained:
+            processes.wait_for(lambda: [*log.rglob("*.jsonl")])
+        for number in range(50, 100):
+            recorder.returned(processes.call(recorder, number, step=number // 10), 1, observable=False)
+        die()
+
+    assert processes.in_child(record) == -signal.SIGKILL
+    assert log.exists() or not drained
+    before = contents(log)
+    run = commtrace.open(log)
+    in_memory = shown(run)
+    assert "salvage" in {note.kind for note in run.notes}
+    assert contents(log) == before
+    assert len(processes.rings(log)) == 1
+    assert in_memory == shown(commtrace.open(log, recover=True))
+    assert not processes.rings(log)
+
+
+def test_a_ring_that_cannot_be_recovered_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(log)
 
-    def files() -> dict[Path, bytes]:
-        return {path: path.read_bytes() for path in [*log.rglob("*"), *processes.rings(log)] if path.is_file()}
+    def no_room(fd: int, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
 
-    before = files()
-    assert len(commtrace.open(log, recover=False).events()) == 1
-    assert files() == before
+    monkeypatch.setattr(segments, "write_all", no_room)
+    run = commtrace.open(log, recover=True)
+    assert len(run.events()) == 100
+    assert ["could not be moved to the log" in note.what for note in run.notes] == [True, False]
+
+
+def test_a_ring_that_was_moved_to_the_log_is_not_read_again(log: Path) -> None:
+    """A recovery that is killed before it removes the ring leaves both."""
+    leave(log)
+
+    def interrupted() -> None:
+        ring.remove_files = die
+        recovery.recover_records(log)
+
+    assert processes.in_child(interrupted) == -signal.SIGKILL
     assert len(processes.rings(log)) == 1
-    commtrace.open(log)
-    assert not processes.rings(log)
-    assert len(list(log.rglob("*.salvaged.npy"))) == 1
+    run = commtrace.open(log)
+    assert len(run.events()) == 100
+    assert run.notes == ()
 
 
 def test_the_command(log: Path) -> None:

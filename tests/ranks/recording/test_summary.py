@@ -35,7 +35,7 @@ def test_killed_at_a_random_moment(
     time.sleep(chance.uniform(0, 9))
     ranks.kill(0, 1)
     ranks.wait()
-    run = open_run(log)
+    run = open_run(log, recover=True)
     numbers = [int.from_bytes(finished.read_bytes()[i : i + 8], "little") for i in (0, 8)]
     table = run.table("processes").set_index("rank")
     for rank, calls in enumerate(numbers):
@@ -63,7 +63,7 @@ def test_killed_after_many_calls(keep_seconds: int, new_recorder: processes.NewR
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert processes.in_child(call_and_die, 60) == -signal.SIGKILL
-    run = open_run(tmp_path)
+    run = open_run(tmp_path, recover=True)
     ((records, lost),) = run.table("processes")[["records", "lost"]].to_numpy().tolist()
     assert records + lost == run.table("volume_by_operation")["calls"].sum() + lost == calls
     assert lost == 0 or keep_seconds == 1
