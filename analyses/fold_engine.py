@@ -76,6 +76,13 @@ def fold(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
     return {name: table for analysis in analyses for name, table in finished(analysis).items()}
 
 
+def merged_table(run: RecordedRun, analysis: Analysis) -> pd.DataFrame:
+    """Return the merged table of an analysis, with labels, as its `finish` receives it."""
+    stored = _stored_tables(run, [analysis]).get(analysis.name, {})
+    merged = stored if MERGED in stored else {MERGED: _merged_tables(run, [analysis]).get(analysis.name)}
+    return _labelled(analysis, merged[MERGED], run)
+
+
 def _merged_tables(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
     """Return the merged tables of the analyses that read the records of this run."""
     folds = [analysis for analysis in analyses if isinstance(analysis, Analysis)]

@@ -132,7 +132,7 @@ class Run(RecordedRun):
             The table `call_differences`; without rows if nothing differs.
         """
         from commtrace.analyses.compare.call_differences import compare_calls
-        from commtrace.analyses.compare.run_calls import read_calls
+        from commtrace.analyses.compare.recorded_calls import read_calls
 
         return compare_calls(read_calls(self), read_calls(other)).table
 

@@ -22,22 +22,27 @@ paths.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
+import numpy as np
+
+from commtrace.analyses.grouping import Array
 from commtrace.errors import CommtraceError
 from commtrace.formatting import format_missing, format_ranks, parse_ranks
 
-from .call_keys import Call, CallKey, is_own
-from .run_calls import RankCalls, RunCalls, StepCalls
+from .call_keys import CallKey
+from .own_calls import is_declared
+from .run_calls import NO_CALLS, START_UP, Call, GroupLabel, RankCalls, RunCalls, StepCalls, periods
 
 _HEAD: Final = "commtrace-baseline 1"
 _COLUMNS: Final = "# calls operation bytes type reduction phase dimension group peer call-site"
 _START_UP: Final = "start-up"
+_Place: TypeAlias = tuple[Sequence[int], Sequence[int]]
+"""Ranks, and their steps."""
 
 
 class BaselineError(CommtraceError):
@@ -84,25 +89,36 @@ def _head(run: RunCalls, own: Sequence[str]) -> Iterator[str]:
 
 def _blocks(run: RunCalls) -> Iterator[str]:
     """Yield the lines of each distinct step, sorted by its first step and rank."""
-    places: dict[StepCalls, list[tuple[int, int]]] = defaultdict(list)
-    for rank, calls in sorted(run.ranks.items()):
-        for step, content in sorted(calls.steps.items()):
-            places[content].append((step, rank))
-    for content, where in sorted(places.items(), key=lambda item: min(item[1])):
+    ranks_by_content: dict[int, dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for ranks, calls in _equal_ranks(run):
+        numbers = np.arange(START_UP, calls.last_step + 1)
+        contents = calls.at(numbers)
+        for content in {*contents.tolist()} - {0}:
+            ranks_by_content[content][tuple(numbers[contents == content].tolist())] += ranks
+    firsts = {
+        content: min((steps[0], min(ranks)) for steps, ranks in by_steps.items())
+        for content, by_steps in ranks_by_content.items()
+    }
+    for content in sorted(firsts, key=firsts.__getitem__):
         yield ""
-        by_steps: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for rank, pairs in itertools.groupby(where, lambda place: place[1]):
-            by_steps[tuple(step for step, _ in pairs)].append(rank)
-        for steps, ranks in sorted(by_steps.items()):
+        for steps, ranks in sorted(ranks_by_content[content].items()):
             training = [step for step in steps if step >= 0]
             if steps[0] < 0:
                 yield f"ranks {format_ranks(ranks)} {_START_UP}"
             if training:
                 yield f"ranks {format_ranks(ranks)} steps {format_ranks(training)}"
-        for (key, site), count in sorted(content.counts.items()):
-            yield f" {count} {' '.join(map(str, key))} {site}"
-        for (role, group), digest in sorted(content.orders.items()):
+        for equal in run.contents[content].calls:
+            yield f" {equal.calls} {' '.join(map(str, equal.key))} {equal.site}"
+        for (role, group), digest in sorted(run.contents[content].orders.items()):
             yield f" order {role} {group} {digest}"
+
+
+def _equal_ranks(run: RunCalls) -> Iterator[tuple[list[int], RankCalls]]:
+    """Yield the ranks with equal calls, and their calls."""
+    equal: dict[tuple[bytes, bytes], list[int]] = defaultdict(list)
+    for rank, calls in run.ranks.items():
+        equal[calls.first.tobytes(), calls.content.tobytes()].append(rank)
+    yield from ((ranks, run.ranks[ranks[0]]) for ranks in equal.values())
 
 
 def read_baseline(path: Path, own: Sequence[str] = ()) -> Baseline:
@@ -133,7 +149,7 @@ def read_baseline(path: Path, own: Sequence[str] = ()) -> Baseline:
             ) from None
     patterns = [*parser.own, *own]
     for call in parser.calls:
-        if pattern := next((pattern for pattern in patterns if is_own(pattern, call.key.phase, call.site)), None):
+        if pattern := next((own for own in patterns if is_declared([own], call.key.phase, call.site)), None):
             raise BaselineError(
                 f"{path}: has calls of {call.site}, which {pattern!r} declares as the program's own; "
                 f"write the file again: commtrace check DIR --update-baseline {path} --own '{pattern}'"
@@ -147,9 +163,7 @@ class _Parser:
         self.calls: set[Call] = set()
         self._world_size: int | None = None
         self._facts: dict[str, str] = {}
-        self._ranks: dict[int, dict[int, StepCalls]] = defaultdict(dict)
-        self._counts: dict[Call, int] = {}
-        self._orders: dict[tuple[str, str], str] = {}
+        self._blocks: list[tuple[list[_Place], dict[Call, int], dict[GroupLabel, str]]] = []
 
     def read(self, line: str) -> None:
         """Read a line below the header."""
@@ -165,25 +179,38 @@ class _Parser:
             self._facts[f"version {name}"] = version
         elif word == "order":
             role, group, digest = rest.split()
-            self._orders[role, group] = digest
+            self._blocks[-1][2][role, group] = digest
         elif word and not word.startswith("#"):
             op, payload, dtype, reduce_op, phase, role, group, peer, site = rest.split(" ", 8)
             call = Call(CallKey(op, int(payload), dtype, reduce_op, phase, role, group, peer), site)
-            self._counts[call] = int(word)
+            self._blocks[-1][1][call] = int(word)
             self.calls.add(call)
 
     def _add_place(self, ranks: str, what: str, steps: str = "") -> None:
-        if self._counts or not self._ranks:  # the first place of a block
-            self._counts, self._orders = {}, {}
-            self._content = StepCalls(self._counts, self._orders)
+        if not self._blocks or self._blocks[-1][1]:  # the first place of a block
+            self._blocks.append(([], {}, {}))
         if what not in ("steps", _START_UP):
             raise ValueError(what)
-        for rank in parse_ranks(ranks):
-            self._ranks[rank] |= dict.fromkeys([-1] if what == _START_UP else parse_ranks(steps), self._content)
+        place = parse_ranks(ranks), [START_UP] if what == _START_UP else parse_ranks(steps)
+        self._blocks[-1][0].append(place)
 
     def run(self, name: str) -> RunCalls:
         """Return the run that was read."""
-        ranks = {rank: RankCalls(steps) for rank, steps in self._ranks.items()}
+        contents = [NO_CALLS, *(StepCalls.of(counts, orders) for _, counts, orders in self._blocks)]
+        steps: dict[int, dict[int, int]] = defaultdict(dict)
+        for number, (places, _, _) in enumerate(self._blocks, 1):
+            for place_ranks, place_steps in places:
+                for rank in place_ranks:
+                    steps[rank] |= dict.fromkeys(place_steps, number)
+        ranks = {
+            rank: RankCalls(*periods(*_sorted_steps(contents_of_rank))) for rank, contents_of_rank in steps.items()
+        }
         facts = self._facts | ({"world size": str(self._world_size)} if self._world_size else {})
         partial = self._world_size is not None and len(ranks) < self._world_size
-        return RunCalls(name, ranks, self._world_size, partial, facts)
+        return RunCalls(name, contents, ranks, self._world_size, partial, facts)
+
+
+def _sorted_steps(contents: Mapping[int, int]) -> tuple[Array, Array]:
+    """Return steps, ascending, and the content of each."""
+    numbers = np.array(sorted(contents.items()), np.int64).reshape(-1, 2)
+    return numbers[:, 0], numbers[:, 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from fnmatch import fnmatchcase
+import re
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
@@ -14,9 +14,15 @@ from commtrace.reading.table_reader import RecordedGroup, Site
 OBJECTS: Final = -1
 """Payload of a call with pickled objects: their size depends on host names; it is not compared."""
 
+SUMMED: Final = -2
+"""Payload of calls of which only the sum of their payloads is known."""
+
+ANY: Final = "*"
+"""Label of an expected call that matches any label of a recorded one."""
+
 
 class CallKey(NamedTuple):
-    """What identifies a call. Missing labels are "-"."""
+    """What identifies a call. Missing labels are "-"; rules leave labels open (ANY)."""
 
     op: str
     payload: int
@@ -29,21 +35,11 @@ class CallKey(NamedTuple):
     peer: str
     """Distance in the group for a message ("peer=+1"); else position of the root ("root=0")."""
 
-
-class Call(NamedTuple):
-    """A call and the function that made it, without line number: "train.py main"."""
-
-    key: CallKey
-    site: str
-
-
-def is_own(pattern: str, phase: str, site: str) -> bool:
-    """Return whether a shell pattern or a part of a name declares a call as the program's own.
-
-    Calls in backward are never the program's own: DDP's have the call site of the program's
-    `backward()`.
-    """
-    return phase != "backward" and fnmatchcase(site, f"*{pattern}*")
+    @property
+    def group_size(self) -> int:
+        """Number of ranks of the group; 0: not known."""
+        size = re.match(r"\d+", self.group)
+        return int(size[0]) if size else 0
 
 
 def site_name(site: Site) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-from commtrace.theory import ExpectedCall, Prediction
+from commtrace.theory import Prediction
 from commtrace.theory.expected_calls import sorted_calls
 
-from .counted_calls import EqualCalls
+from .own_calls import is_library_call, is_program_call
+from .run_calls import Call, EqualCalls, StepCalls
 
 UNEXPLAINED: Final = "unexplained"
 SPLIT_DIFFERENTLY: Final = "the same bytes, split into different calls (another order)"
@@ -30,18 +31,29 @@ _OTHER: Final = "other calls by the program"
 PROGRAM_CAUSES: Final = frozenset({_EVALUATION, _CHECKPOINT, _BARRIER, _SMALL, _OTHER})
 """Causes of extra calls that the program itself may have made."""
 
+_BEGINS_LATE: Final = "the log begins after start-up"
+_ENDS_WITHIN: Final = "the log ends within this step"
+_ENDS_BEFORE: Final = "the log ends before this step, unlike the logs of other ranks"
+_LOST: Final = "records missing from the log"
+
 
 @dataclass(frozen=True)
 class StepContext:
     """Context of one step of one rank that causes can use besides its unmatched calls."""
 
-    prediction: Prediction
-    expected: Sequence[ExpectedCall]  # in this step
-    is_start: bool  # before the first step
-    has_calls: bool  # the log has a call of this step
-    log_ends_within: bool  # this is the rank's last step in the log, and its process did not exit normally
-    log_ends_before: bool  # the log has neither this step of the rank nor a later one
-    has_lost_records: bool  # some counted calls have no record in the log
+    expected: StepCalls
+    prediction: Prediction | None = None
+    """The prediction that the expected calls are from; None if a run expects them."""
+    is_start: bool = False  # before the first step
+    has_calls: bool = True  # the log has a call of this step
+    log_ends_within: bool = False  # this is the rank's last step in the log, and its process did not exit normally
+    log_ends_before: bool = False  # the log has neither this step of the rank nor a later one
+    has_ended: bool = True  # the rank's process exited normally
+    has_lost_records: bool = False  # some counted calls have no record in the log
+
+    def is_incomplete(self, cause: str) -> bool:
+        """Return whether calls with this cause may have been made, but are not in the log."""
+        return cause in (_BEGINS_LATE, _ENDS_WITHIN, _LOST) or (cause == _ENDS_BEFORE and not self.has_ended)
 
 
 Selector: TypeAlias = Callable[[Sequence[EqualCalls], StepContext], Sequence[EqualCalls]]
@@ -52,94 +64,91 @@ def _missing(applies: Callable[[StepContext], bool]) -> Selector:
     return lambda unmatched, context: [calls for calls in unmatched if calls.calls < 0 and applies(context)]
 
 
-def _extra(fits: Callable[[EqualCalls], bool]) -> Selector:
-    """Return a selector of extra calls for which `fits` returns true."""
-    return lambda unmatched, context: [calls for calls in unmatched if calls.calls > 0 and fits(calls)]
+def _fitting(fits: Callable[[EqualCalls], bool]) -> Selector:
+    """Return a selector of calls for which `fits` returns true. Calls that rules expect have no call site or phase."""
+    return lambda unmatched, context: [calls for calls in unmatched if fits(calls)]
 
 
 def _called_from(*names: str) -> Selector:
-    """Return a selector of extra calls whose call site contains one of these function or file names."""
-    return _extra(lambda calls: any(name in calls.site for name in names))
+    """Return a selector of calls whose call site contains one of these function or file names."""
+    return _fitting(lambda calls: any(name in calls.site for name in names))
 
 
 def _by_program(fits: Callable[[EqualCalls], bool]) -> Selector:
-    """Return a selector of extra calls of the program: neither from a framework nor from C++ in the backward pass."""
-    return _extra(lambda calls: bool(calls.site) and not is_framework_call(calls) and fits(calls))
-
-
-def is_framework_call(calls: EqualCalls) -> bool:
-    """Return whether calls are from a framework's code, or from C++ in the backward pass."""
-    return is_framework_site(calls.site) or calls.phase == "backward"
-
-
-def is_framework_site(site: str) -> bool:
-    """Return whether a call site is in DeepSpeed's or torch's code."""
-    return path_in_packages(site).startswith(("deepspeed/", "torch/"))
-
-
-def path_in_packages(site: str) -> str:
-    """Return a call site without its site-packages prefix, which may differ between ranks."""
-    return site.partition(" < ")[0].rpartition("-packages/")[2]
+    """Return a selector of the program's own calls."""
+    return _fitting(lambda calls: is_program_call(calls.site, calls.key.phase) and fits(calls))
 
 
 def _overflow(unmatched: Sequence[EqualCalls], context: StepContext) -> Sequence[EqualCalls]:
     """Select all unmatched calls if they are exactly those that DeepSpeed skips after a gradient overflow."""
-    if context.is_start or any(calls.calls > 0 for calls in unmatched):
+    if context.prediction is None or context.is_start or any(calls.calls > 0 for calls in unmatched):
         return ()
     missing: dict[tuple[str, int], int] = defaultdict(int)
     for calls in unmatched:
-        missing[calls.op, calls.payload] -= calls.calls
+        missing[calls.key.op, calls.key.payload] -= calls.calls
     skipped = [sorted_calls(calls) for calls in context.prediction.skipped]
     return unmatched if sorted((op, size, calls) for (op, size), calls in missing.items()) in skipped else ()
 
 
 def _split_differently(unmatched: Sequence[EqualCalls], context: StepContext) -> Sequence[EqualCalls]:
-    """Select missing and framework calls of one parallel dimension and operation if their bytes add up to 0."""
+    """Select missing and library calls of one parallel dimension and operation if their bytes add up to 0."""
     by_key: dict[tuple[str, str], list[EqualCalls]] = defaultdict(list)
     for calls in unmatched:
-        if calls.calls < 0 or is_framework_call(calls):
-            by_key[calls.role, calls.op].append(calls)
+        if calls.calls < 0 or is_library_call(calls.site, calls.key.phase):
+            by_key[calls.key.role, calls.key.op].append(calls)
     balanced = [group for group in by_key.values() if len(group) > 1 and not sum(calls.bytes for calls in group)]
     return [calls for group in balanced for calls in group]
 
 
 def _repeated_reductions(unmatched: Sequence[EqualCalls], context: StepContext) -> Sequence[EqualCalls]:
     """Select extra all_reduces of DDP's backward pass if their bytes are a multiple of those expected in the step."""
-    expected = sum(call.bytes for call in context.expected if call.op == "all_reduce")
-    in_backward = _extra(lambda calls: calls.op == "all_reduce" and calls.phase == "backward")
-    extra = in_backward(unmatched, context)
+    expected = sum(calls.bytes for calls in context.expected.calls if calls.key.op == "all_reduce")
+    extra = [calls for calls in unmatched if (calls.key.op, calls.key.phase) == ("all_reduce", "backward")]
     total = sum(calls.bytes for calls in extra)
-    is_multiple = expected and total and total % expected == 0
-    return extra if context.prediction.scheme == "DDP" and is_multiple else ()
+    is_ddp = context.prediction is not None and context.prediction.scheme == "DDP"
+    return extra if is_ddp and expected and total and total % expected == 0 else ()
 
 
 CAUSES: Final[Mapping[str, Selector]] = {
-    "the log begins after start-up": _missing(lambda context: context.is_start and not context.has_calls),
-    "the log ends within this step": _missing(lambda context: context.log_ends_within),
-    "the log ends before this step, unlike the logs of other ranks": _missing(lambda context: context.log_ends_before),
-    _EVALUATION: _extra(lambda calls: calls.phase == "evaluation"),
+    _BEGINS_LATE: _missing(lambda context: context.is_start and not context.has_calls),
+    _ENDS_WITHIN: _missing(lambda context: context.log_ends_within),
+    _ENDS_BEFORE: _missing(lambda context: context.log_ends_before),
+    _EVALUATION: _fitting(lambda calls: calls.key.phase == "evaluation"),
     "optimizer skipped: gradients overflowed": _overflow,
     _CHECKPOINT: _called_from("checkpoint", "consolidated", "state_dict"),
     "a call site in DeepSpeed's functions for full gradients or optimizer states (safe_get_full_*)": _called_from(
         "tensor_fragment.py", "_fp32_state_allgather"
     ),
     "a call site in DeepSpeed's GatheredParameters": _called_from("GatheredParameters"),
-    _BARRIER: _by_program(lambda calls: calls.op == "barrier"),
-    _SMALL: _by_program(lambda calls: 0 <= calls.bytes <= _MAX_SMALL_BYTES * calls.calls),
+    _BARRIER: _by_program(lambda calls: calls.key.op == "barrier"),
+    _SMALL: _by_program(lambda calls: 0 <= calls.bytes / calls.calls <= _MAX_SMALL_BYTES),
     _OTHER: _by_program(lambda calls: True),
     SPLIT_DIFFERENTLY: _split_differently,
     "gradients reduced several times: no_sync is not used": _repeated_reductions,
-    "records missing from the log": _missing(lambda context: context.has_lost_records),
+    _LOST: _missing(lambda context: context.has_lost_records),
 }
 """The label of each cause, for tables and reports, and the function that selects the calls that it explains."""
 
 
-def explain(unmatched: Sequence[EqualCalls], context: StepContext) -> list[tuple[str, EqualCalls]]:
-    """Return the unmatched calls of one step of one rank, each with the label of its cause, or UNEXPLAINED."""
+def explain(
+    unmatched: Sequence[EqualCalls], context: StepContext, lines: Mapping[Call, frozenset[str]] | None = None
+) -> list[tuple[str, EqualCalls]]:
+    """Return the unmatched calls of one step of one rank, each with the label of its cause, or UNEXPLAINED.
+
+    Args:
+        unmatched: The calls.
+        context: What causes depend on besides them.
+        lines: Lines of code of calls whose site is only a function: they name the file's folder.
+    """
     explained: list[tuple[str, EqualCalls]] = []
-    rest = list(unmatched)
+    rest = [(calls, _at_line(calls, lines)) for calls in unmatched]
     for label, select in CAUSES.items():
-        selected = {id(calls) for calls in select(rest, context)} if rest else set()
-        explained += [(label, calls) for calls in rest if id(calls) in selected]
-        rest = [calls for calls in rest if id(calls) not in selected]
-    return [*explained, *((UNEXPLAINED, calls) for calls in rest)]
+        selected = {id(calls) for calls in select([at_line for _, at_line in rest], context)} if rest else set()
+        explained += [(label, calls) for calls, at_line in rest if id(at_line) in selected]
+        rest = [(calls, at_line) for calls, at_line in rest if id(at_line) not in selected]
+    return [*explained, *((UNEXPLAINED, calls) for calls, _ in rest)]
+
+
+def _at_line(calls: EqualCalls, lines: Mapping[Call, frozenset[str]] | None) -> EqualCalls:
+    known = lines.get(Call(calls.key, calls.site)) if lines else None
+    return replace(calls, site="; ".join(sorted(known))) if known else calls

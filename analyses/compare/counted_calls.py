@@ -1,9 +1,12 @@
-"""Measured calls of a log by rank and step."""
+"""The recorded calls of a run by rank and step, counted without their order, as the fold engine can sum them.
+
+They need far less memory than `recorded_calls`, and may come from summaries.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final
 
@@ -12,35 +15,20 @@ import pandas as pd
 
 from commtrace.analyses.grouping import Array, concatenated_ranges, group_rows, merge_sums, rows_of
 from commtrace.analyses.record_blocks import RecordBlock
+from commtrace.reading.labels import RunLabels
+
+from .call_keys import SUMMED, CallKey
+from .run_calls import NO_CALLS, EqualCalls, RankCalls, StepCalls
 
 DETAILED_STEPS: Final = 64
-"""Number of steps that keep message sizes. Later ones have -1, so that the table of a long log stays small."""
+"""Number of steps that keep message sizes. Later ones have SUMMED, so that the table of a long log stays small."""
 
-_CALL: Final = ("role", "op", "phase", "site", "payload", "ranks")
+_CALL: Final = ("role", "op", "phase", "site", "payload", "ranks", "dtype", "reduce_op")
 """Fields that are the same in equal calls, besides process and step."""
 
 _MAX_CODE: Final = (1 << 64) - 1
 
 _SUMS: Final = ("calls", "payload_bytes", "wire_parts", "wire_unknown")
-
-
-@dataclass(frozen=True)
-class EqualCalls:
-    """Calls of one step of one rank that are equal in all fields.
-
-    Unmatched calls of a comparison were recorded but not expected, or, with `calls`, `bytes` and `wire` below 0,
-    expected but not recorded.
-    """
-
-    role: str
-    op: str
-    payload: int  # of one call in bytes, -1: not kept
-    calls: int
-    bytes: int
-    wire: Fraction | None
-    phase: str = ""
-    site: str = ""
-    ranks: int = 0  # size of their group
 
 
 def partial(block: RecordBlock) -> pd.DataFrame:
@@ -55,12 +43,11 @@ def partial(block: RecordBlock) -> pd.DataFrame:
     """
     distinct, rows = block.distinct_calls, block.distinct_calls_by_step
     ranks = block.labels.group_sizes(distinct["group"])
-    call = {
-        name: block.labels.codes(name, block.labels.ids(name, distinct)) for name in ("role", "op", "phase", "site")
-    }
+    ids = {name: block.labels.ids(name, distinct) for name in ("role", "op", "phase", "site", "dtype")}
+    call = {name: block.labels.codes(name, column) for name, column in {**ids, "reduce_op": distinct["kind"]}.items()}
     call |= {"payload": distinct["payload"].astype(np.int64), "ranks": ranks}
     # Each call with its payload, then each without; many of these are equal.
-    calls = pd.concat([pd.DataFrame(call), pd.DataFrame({**call, "payload": np.full(len(distinct), -1)})])
+    calls = pd.concat([pd.DataFrame(call), pd.DataFrame({**call, "payload": np.full(len(distinct), SUMMED)})])
     examples, numbers = group_rows([calls[name].to_numpy() for name in _CALL])
     has_payload = rows["step"] < DETAILED_STEPS
     parts = np.rint(rows.volumes["wire_bytes"] * ranks[rows.call]).astype(np.int64)
@@ -100,29 +87,6 @@ def merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return table[np.any([table[name] != 0 for name in _SUMS], axis=0)]
 
 
-@dataclass(frozen=True)
-class MeasuredSteps:
-    """The measured calls of all processes by period: consecutive steps with equal calls.
-
-    Attributes:
-        first: Index of the first period of each process, then the number of periods, int64, shape (processes + 1,).
-        step: First step of each period, int64, shape (periods,), ascending within a process.
-        content: Index into `calls` for the steps of each period, int64, shape (periods,).
-        calls: The distinct sets of calls that steps have. The first one is empty.
-    """
-
-    first: Array
-    step: Array
-    content: Array
-    calls: Sequence[Sequence[EqualCalls]]
-
-    def of(self, process: int, steps: Array) -> Array:
-        """Return the index into `calls` for each of these steps of a process, int64, same shape as `steps`."""
-        periods = slice(self.first[process], self.first[process + 1])
-        period = np.searchsorted(self.step[periods], steps, side="right")
-        return np.append(0, self.content[periods])[period]
-
-
 def last_steps(table: pd.DataFrame, processes: int) -> list[int]:
     """Return each process's last step that has a call, from the merged table; -1 without one."""
     ends = np.zeros(processes, np.int64)
@@ -143,8 +107,14 @@ def sums_in(table: pd.DataFrame, steps: Array) -> pd.DataFrame:
     return totals[totals["calls"] > 0]
 
 
-def measured_steps(table: pd.DataFrame, processes: int) -> MeasuredSteps:
-    """Return the measured calls by process and step, from the merged table of a run with this many processes."""
+def count_steps(table: pd.DataFrame, labels: RunLabels, processes: int) -> tuple[list[StepCalls], list[RankCalls]]:
+    """Return the distinct steps, the first one empty, and the calls of each process.
+
+    Args:
+        table: The merged table, with labels.
+        labels: The labels of the run.
+        processes: Number of processes of the run.
+    """
     # A row's sums hold until the step of the next row. In the last row of a process and fields, they are 0.
     rows = table[[*_CALL]].assign(**{name: table[name].cumsum() for name in _SUMS})
     process, step = (table[name].to_numpy(np.int64) for name in ("process", "step"))
@@ -168,14 +138,18 @@ def measured_steps(table: pd.DataFrame, processes: int) -> MeasuredSteps:
     in_time = np.argsort(at)
     begins, ends = (np.searchsorted(at[in_time], moment[holds + later]) for later in (0, 1))
     of_content = in_time[concatenated_ranges(begins, ends - begins)]
-    calls = [_equal_calls(row) if row.calls else None for row in rows_of(rows.iloc[first])]
-    contents: list[list[EqualCalls]] = [[] for _ in range(len(at) + 1)]
+    reductions = labels.distinct("reduce_op")
+    calls = [_equal_calls(row, reductions) if row.calls else None for row in rows_of(rows.iloc[first])]
+    contents: list[list[EqualCalls]] = [[] for _ in range(len(at))]
     for number, row in zip(of_content.tolist(), np.repeat(distinct[holds], ends - begins).tolist(), strict=True):
-        contents[number + 1].append(calls[row])
-    return MeasuredSteps(np.searchsorted(process[periods], np.arange(processes + 1)), step[periods], content, contents)
+        contents[number].append(calls[row])
+    bounds = np.searchsorted(process[periods], np.arange(processes + 1)).tolist()
+    by_process = [RankCalls(step[periods][begin:end], content[begin:end]) for begin, end in itertools.pairwise(bounds)]
+    return [NO_CALLS, *(StepCalls(tuple(equal)) for equal in contents)], by_process
 
 
-def _equal_calls(row: Any) -> EqualCalls:
+def _equal_calls(row: Any, reductions: Array) -> EqualCalls:
     wire = Fraction(int(row.wire_parts), int(row.ranks)) if row.ranks and not row.wire_unknown else None
-    counts = int(row.payload), int(row.calls), int(row.payload_bytes)
-    return EqualCalls(str(row.role), str(row.op), *counts, wire, str(row.phase), str(row.site), int(row.ranks))
+    dtype, reduction = str(row.dtype) or "-", str(reductions[row.reduce_op]).lower() or "-"
+    key = CallKey(str(row.op), int(row.payload), dtype, reduction, str(row.phase), str(row.role), str(row.ranks), "-")
+    return EqualCalls(key, int(row.calls), int(row.payload_bytes), str(row.site), wire)

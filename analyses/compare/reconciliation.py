@@ -1,4 +1,4 @@
-"""Comparison of the recorded calls with the expected calls of the captured job. See `table_specs` for the columns.
+"""Comparison of the recorded calls with those that rules expect of a job. See `table_specs` for the columns.
 
 A cell is one operation of one parallel dimension in one step of one rank. Calls of a cell are compared by payload, and
 by group size in dimensions whose groups differ in size; from step DETAILED_STEPS on, by number and bytes. Calls that
@@ -26,11 +26,28 @@ from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.summary_reader import MIXED
 
 from . import counted_calls
-from .counted_calls import last_steps, measured_steps
-from .rank_comparison import RankComparison
+from .counted_calls import count_steps
+from .rule_comparison import RuleComparison
 
-TABLE_NAMES: Final = ("theory", "expected", "reconciliation", "waterfall", "waterfall_by_role")
 _FIRST_RECORDS: Final = 16
+
+
+def compare_with_rules(table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = ()) -> RuleComparison:
+    """Compare the recorded calls of all processes with those that rules expect.
+
+    Args:
+        table: The merged table of ANALYSIS, with labels.
+        run: The run.
+        jobs: Job rows in place of the captured ones; a pipeline has one per stage.
+    """
+    contents, calls_of_process = count_steps(table, run.labels, len(run.processes))
+    steps = compared_steps([calls.last_step for calls in calls_of_process], run)
+    comparison = RuleComparison(contents, steps)
+    for process, calls in zip(run.processes, calls_of_process, strict=True):
+        # All stages have the same number of ranks, in the order of the ranks.
+        job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
+        comparison.add(process, calls, job, _problem(process, calls.last_step, run))
+    return comparison
 
 
 def _finish(
@@ -40,14 +57,7 @@ def _finish(
     *,
     include_matching_steps: bool = True,
 ) -> NamedTables:
-    measured = measured_steps(table, len(run.processes))
-    own_last = last_steps(table, len(run.processes))
-    comparison = RankComparison(measured, compared_steps(own_last, run))
-    for number, (process, last) in enumerate(zip(run.processes, own_last, strict=True)):
-        # All stages have the same number of ranks, in the order of the ranks.
-        job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
-        comparison.add(number, process, job, _problem(process, last, run), last)
-    return comparison.tables(include_matching_steps=include_matching_steps)
+    return compare_with_rules(table, run, jobs).tables(include_matching_steps=include_matching_steps)
 
 
 def compared_steps(last_steps: Iterable[int], run: RecordedRun) -> Array:
@@ -102,8 +112,3 @@ ANALYSIS: Final = Analysis(
 
 DIFFERENCES: Final = replace(ANALYSIS, finish=partial(_finish, include_matching_steps=False))
 """ANALYSIS without the steps that have no differences: for many ranks and steps, they take much memory."""
-
-
-def differences_from(*jobs: Mapping[str, Any]) -> Analysis:
-    """Return DIFFERENCES with job rows in place of the captured ones; a pipeline has one per stage."""
-    return replace(DIFFERENCES, finish=partial(_finish, jobs=jobs, include_matching_steps=False), reads_records=None)

@@ -1,103 +1,158 @@
-"""Calls of a run by rank and step, in a form that is equal where ranks, steps and runs make the same calls.
+"""The calls of a run by rank and step: one form, whoever recorded or expects them.
 
-Groups and peers are described relative to their rank ("4/2": 4 ranks with stride 2; "peer=+1"), so
-that ranks with equal calls in different groups are equal. The order of calls counts only within
-each group, because threads and asynchronous calls may interleave the calls of different groups
-differently in equal runs.
+Equal steps are stored once, and consecutive equal steps of a rank are one period, so that the size does not depend on
+the number of steps.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
-from hashlib import blake2b
-from operator import attrgetter
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from commtrace.analyses.grouping import group_rows
-from commtrace.analyses.record_blocks import RecordBlock, read_blocks
-from commtrace.formatting import parse_ranks
-from commtrace.reading.executors import RunPart
-from commtrace.reading.labels import UNKNOWN, RunLabels
-from commtrace.reading.process_reader import Process
-from commtrace.reading.recorded_run import RecordedRun
-from commtrace.reading.table_reader import Kind
-from commtrace.schema import Flag
+from commtrace.analyses.grouping import Array, group_rows
 
-from .call_keys import OBJECTS, Call, CallKey, group_shape, is_own, peer_label, site_name
-from .settings import setting_facts
+from .call_keys import CallKey
+from .own_calls import OwnCalls
 
-_START_UP: Final = -1
-_STREAM_BITS: Final = 34  # of `RunLabels.ids("role", ...)`
+START_UP: Final = -1
+"""Number of the step of calls before the first training step."""
 
-_OwnRow: TypeAlias = tuple[str, str, int, int, int]
-"""Call site, operation, rank, calls and bytes."""
 GroupLabel: TypeAlias = tuple[str, str]
 """Role and shape of a group."""
 
 
+class Call(NamedTuple):
+    """A call and the function that made it, without line number: "train.py main"."""
+
+    key: CallKey
+    site: str
+
+
+@dataclass(frozen=True)
+class EqualCalls:
+    """Calls of one step of one rank that are equal in all fields.
+
+    Unmatched calls of a comparison were recorded but not expected, or, with `calls`, `bytes` and `wire` below 0,
+    expected but not recorded.
+    """
+
+    key: CallKey
+    calls: int
+    bytes: int
+    site: str = ""
+    wire: Fraction | None = None
+    """Their wire bytes; None: not known."""
+    min_payload: int | None = None
+    """Minimum payload of expected calls whose payload is only bounded; None: the payload of `key`."""
+
+    def number(self, calls: int) -> EqualCalls:
+        """Return this many of the calls; below 0 for calls that were not recorded."""
+        wire = None if self.wire is None else self.wire * calls / self.calls
+        return EqualCalls(self.key, calls, self.bytes * calls // self.calls, self.site, wire, self.min_payload)
+
+
 @dataclass(frozen=True)
 class StepCalls:
-    """The calls of one step. Steps are equal if their calls are, in the same order and from the same functions."""
+    """The calls of one step."""
 
-    counts: Mapping[Call, int]
-    orders: Mapping[GroupLabel, str]
-    """Digest of the order of the keys in each group. Equal digests mean equal calls."""
+    calls: tuple[EqualCalls, ...]
+    orders: Mapping[GroupLabel, str] = field(default_factory=dict)
+    """Digest of the order of the keys in each group, if the order is known. Equal digests mean equal calls."""
     sequences: Mapping[GroupLabel, Sequence[CallKey]] = field(default_factory=dict, compare=False)
-    """The keys in their order; empty for a baseline, which has digests only."""
+    """The keys in their order; empty where only digests of the order are known."""
+
+    @classmethod
+    def of(
+        cls,
+        counts: Mapping[Call, int],
+        orders: Mapping[GroupLabel, str],
+        sequences: Mapping[GroupLabel, Sequence[CallKey]] | None = None,
+    ) -> StepCalls:
+        """Return the step that has each call this often."""
+        calls = [
+            EqualCalls(key, count, max(key.payload, 0) * count, site) for (key, site), count in sorted(counts.items())
+        ]
+        return cls(tuple(calls), orders, sequences or {})
 
     def __hash__(self) -> int:
         """Return a hash that is equal for equal calls in equal order."""
-        return hash(self.digest)
+        return hash(self.digest) if self.orders else hash(self.calls)
 
     @cached_property
     def digest(self) -> tuple[tuple[GroupLabel, str], ...]:
-        """Digest that is equal for steps with equal calls, from any call sites."""
+        """Digest that is equal for steps with equal calls in equal order, from any call sites."""
         return tuple(sorted(self.orders.items()))
 
     @cached_property
     def volume(self) -> tuple[int, int]:
         """Number of calls, and their payload in bytes."""
-        return sum(self.counts.values()), sum(max(call.key.payload, 0) * n for call, n in self.counts.items())
+        return sum(calls.calls for calls in self.calls), sum(calls.bytes for calls in self.calls)
+
+    @cached_property
+    def sites_by_key(self) -> Mapping[CallKey, Counter[str]]:
+        """Number of calls by key and call site."""
+        by_key: dict[CallKey, Counter[str]] = defaultdict(Counter)
+        for calls in self.calls:
+            by_key[calls.key][calls.site] += calls.calls
+        return by_key
 
 
-NO_CALLS: Final = StepCalls({}, {})
+NO_CALLS: Final = StepCalls(())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankCalls:
-    """The calls of a rank by step; step -1 is start-up."""
+    """The calls of a rank by period: consecutive steps with equal calls.
 
-    steps: Mapping[int, StepCalls]
+    Attributes:
+        first: First step of each period, int64, shape (periods,), ascending. Step -1 is start-up.
+        content: Index into `RunCalls.contents` for the steps of each period, int64, shape (periods,).
+        ended: Whether the rank exited cleanly. If not, its last step may be incomplete.
+        lost_records: Number of counted calls that have no record.
+        losses: What recording lost (`Process.losses`).
+        problem: Why the rank cannot be compared (`Process.steps_problem`).
+    """
+
+    first: Array
+    content: Array
     ended: bool = True
-    """Whether the rank exited cleanly. If not, its last step may be incomplete."""
     lost_records: int = 0
     losses: str = ""
-    """What recording lost (`Process.losses`)."""
     problem: str | None = None
-    """Why the rank cannot be compared (`Process.steps_problem`)."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step that has a call; -1 without one."""
+        return int(self.first[-1]) - 1 if len(self.first) else START_UP
+
+    def at(self, steps: Array) -> Array:
+        """Return the index into `RunCalls.contents` for each of these steps, int64, same shape as `steps`."""
+        return np.append(0, self.content)[np.searchsorted(self.first, steps, side="right")]
 
 
-@dataclass(frozen=True)
-class OwnCalls:
-    """Calls that were declared to be the program's own, and are not compared."""
+def periods(steps: Array, contents: Array) -> tuple[Array, Array]:
+    """Return `first` and `content` of a rank, given ascending steps and the content of each; others have no calls."""
+    begins = np.flatnonzero((np.diff(steps, prepend=steps[:1] - 2) != 1) | (np.diff(contents, prepend=-1) != 0))
+    ends = steps[np.append(begins[1:], len(steps)) - 1] + 1 if len(steps) else steps
+    first = np.stack([steps[begins], ends], axis=1).ravel()
+    content = np.stack([contents[begins], np.zeros_like(begins)], axis=1).ravel()
+    is_last = np.diff(first, append=first[-1:] + 1) != 0  # a period that begins where the one before ends replaces it
+    return first[is_last], content[is_last]
 
-    calls: int
-    payload_bytes: int
-    ranks: frozenset[int]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunCalls:
     """The calls of a run."""
 
     name: str
+    contents: Sequence[StepCalls]
+    """The distinct steps. The first one is empty."""
     ranks: Mapping[int, RankCalls]
     world_size: int | None
     partial: bool = False
@@ -107,189 +162,39 @@ class RunCalls:
     lines: Mapping[Call, frozenset[str]] = field(default_factory=dict)
     """Lines of code that made a call: "project/train.py:40 main"."""
     own: Mapping[tuple[str, str], OwnCalls] = field(default_factory=dict)
-    """By call site and operation."""
+    """Calls that were declared to be the program's own, by call site and operation."""
     step_ranges: Sequence[range] = ()
     """Steps that were recorded; none: all."""
 
     @cached_property
     def last_step(self) -> int:
         """The last step of any rank that can be compared; -1 if there is none."""
-        steps = (step for calls in self.ranks.values() if not calls.problem for step in calls.steps)
-        return max(steps, default=_START_UP)
+        return max((calls.last_step for calls in self.ranks.values() if not calls.problem), default=START_UP)
+
+    def volume(self, rank: int) -> tuple[int, int]:
+        """Return the number of calls of a rank, and their payload in bytes."""
+        calls = self.ranks[rank]
+        lengths = np.diff(calls.first, append=calls.last_step + 1).tolist()
+        volumes = [self.contents[content].volume for content in calls.content.tolist()]
+        return tuple(sum(volume[at] * n for volume, n in zip(volumes, lengths, strict=True)) for at in (0, 1))
 
 
-class _StepNumbering:
-    """Numbers of the calls in a part of a run, and its steps; equal steps are mostly one object."""
+class StepComparisons:
+    """Comparisons of steps. Steps whose comparisons depend on the same numbers are compared once."""
 
-    def __init__(self) -> None:
-        self._calls: list[Call] = []
-        self._digests: list[bytes] = []
-        self._numbers: dict[Call, int] = {}
-        self._steps: dict[bytes, StepCalls] = {}
+    def __init__(self, compare: Callable[..., int]) -> None:
+        self._compare = compare
+        self._known: dict[tuple[int, ...], int] = {}
 
-    def number(self, call: Call) -> int:
-        """Return the number of a call."""
-        known = self._numbers.setdefault(call, len(self._calls))
-        if known == len(self._calls):
-            self._calls.append(call)
-            self._digests.append(blake2b(repr(tuple(call.key)).encode(), digest_size=8).digest()[::-1])
-        return known
-
-    def steps(self, step: Any, stream: Any, numbers: Any) -> dict[int, StepCalls]:
-        """Return the calls of each step.
+    def compare(self, columns: Sequence[Array]) -> Array:
+        """Return the number of the comparison of each step, int64, shape (n,).
 
         Args:
-            step: Step of each call, shape (n,), ascending.
-            stream: Number of each call's group, shape (n,), ascending within a step.
-            numbers: Number of each call, shape (n,), in its order within the group.
+            columns: The arguments of `compare`, int64 or bool, each of shape (n,).
         """
-        begins_step = np.diff(step, prepend=step[:1] - 1) != 0
-        begins_stream = begins_step | (np.diff(stream, prepend=-1) != 0)
-        content = numbers * 2 + begins_stream
-        bounds = [*np.flatnonzero(begins_step).tolist(), len(step)]
-        return {int(step[begin]): self._step(content[begin:end]) for begin, end in itertools.pairwise(bounds)}
-
-    def _step(self, content: Any) -> StepCalls:
-        """Return a step's calls; `content` is twice each number, plus 1 for a group's first."""
-        key = content.tobytes()
-        if key not in self._steps:
-            by_group: dict[GroupLabel, list[tuple[str, list[Call]]]] = defaultdict(list)
-            for numbers in np.split(content // 2, np.flatnonzero(content % 2)[1:]):
-                calls = [self._calls[number] for number in numbers.tolist()]
-                digest = blake2b(b"".join(self._digests[number] for number in numbers.tolist()), digest_size=6)
-                by_group[calls[0].key.role, calls[0].key.group].append((digest.hexdigest(), calls))
-            in_order = {group: sorted(same) for group, same in by_group.items()}
-            self._steps[key] = StepCalls(
-                dict(Counter(call for same in in_order.values() for _, calls in same for call in calls)),
-                {group: "+".join(digest for digest, _ in same) for group, same in in_order.items()},
-                {group: [call.key for _, calls in same for call in calls] for group, same in in_order.items()},
-            )
-        return self._steps[key]
-
-
-def read_calls(run: RecordedRun, own: Sequence[str] = ()) -> RunCalls:
-    """Read the calls of a run.
-
-    Args:
-        run: The run.
-        own: Patterns of call sites (`is_own`) whose calls are the program's own, and are left out.
-    """
-    run.require_events("the order of its calls")
-    steps: dict[int, Mapping[int, StepCalls]] = {}
-    distinct: dict[StepCalls, StepCalls] = {}
-    lines: dict[Call, set[str]] = defaultdict(set)
-    own_rows: list[_OwnRow] = []
-    read_part = functools.partial(_read_part, run.labels, own)
-    for part in run.executor.map("calls", read_part, run.parts(whole_ranks=True)):
-        for rank, own_steps in part.steps.items():
-            same = {step: distinct.setdefault(step, step) for step in {*own_steps.values()}}
-            steps[rank] = {number: same[step] for number, step in own_steps.items()}
-        for call, part_lines in part.lines.items():
-            lines[call] |= part_lines
-        own_rows += part.own
-    ranks: dict[int, RankCalls] = {}
-    for rank, group in itertools.groupby(run.processes, attrgetter("rank")):
-        processes = [*group]
-        represented = parse_ranks(processes[0].tables.stands_for[0]) or [rank]
-        ranks |= dict.fromkeys(represented, _rank_calls(steps.get(rank, {}), processes, run.selection_problem))
-    ranks.pop(-1, None)  # a process whose rank is not known
-    all_lines = {call: frozenset(call_lines) for call, call_lines in lines.items()}
-    own_calls = sum_own_calls(own_rows)
-    return RunCalls(
-        str(run.log.path), ranks, run.world_size, run.simulated, setting_facts(run), all_lines, own_calls,
-        run.step_ranges,
-    )  # fmt: skip
-
-
-def _rank_calls(steps: Mapping[int, StepCalls], processes: Sequence[Process], problem: str | None) -> RankCalls:
-    problems = [process.steps_problem(max(steps, default=_START_UP)) for process in processes]
-    return RankCalls(
-        steps,
-        all(process.tables.end is not None for process in processes),
-        sum(process.lost_records for process in processes),
-        "; ".join(process.losses for process in processes if process.losses),
-        problems[0] if all(problems) else problem,
-    )
-
-
-class _PartCalls(NamedTuple):
-    """The calls of a part of a run."""
-
-    steps: dict[int, dict[int, StepCalls]]
-    """By rank."""
-    lines: dict[Call, set[str]]
-    own: list[_OwnRow]
-
-
-def _read_part(labels: RunLabels, patterns: Sequence[str], part: RunPart) -> _PartCalls:
-    numbered, reader = _StepNumbering(), _Reader(labels, patterns)
-    columns = np.concatenate([reader.columns(block, numbered) for block in read_blocks(part, labels)], axis=1)
-    rank, begin, step, stream, numbers = columns[:, columns[-1] >= 0]
-    order = np.lexsort((begin, stream, step, rank))
-    steps = {
-        int(rank[rows[0]]): numbered.steps(step[rows], stream[rows], numbers[rows])
-        for rows in np.split(order, np.flatnonzero(np.diff(rank[order])) + 1)
-        if len(rows)
-    }
-    return _PartCalls(steps, dict(reader.lines), reader.own)
-
-
-def sum_own_calls(rows: Iterable[_OwnRow]) -> dict[tuple[str, str], OwnCalls]:
-    """Sum calls by call site and operation."""
-    sums: dict[tuple[str, str], OwnCalls] = {}
-    for site, op, rank, calls, size in rows:
-        before = sums.get((site, op), OwnCalls(0, 0, frozenset()))
-        sums[site, op] = OwnCalls(before.calls + calls, before.payload_bytes + size, before.ranks | {rank})
-    return sums
-
-
-class _Reader:
-    """Reader of the calls of a part of a run."""
-
-    def __init__(self, labels: RunLabels, patterns: Sequence[str]) -> None:
-        self._labels, self._patterns = labels, patterns
-        self._shapes = {number: group_shape(group.ranks) for number, group in labels.groups.items()}
-        self._described: dict[tuple[int, ...], tuple[str, tuple[str, ...], str, str]] = {}
-        self.lines: dict[Call, set[str]] = defaultdict(set)
-        self.own: list[_OwnRow] = []
-
-    def columns(self, block: RecordBlock, numbered: _StepNumbering) -> Any:
-        """Return rank, t_begin, step, stream and number of the calls of a block, int64 of shape (5, n)."""
-        payload = np.where(block["flags"] & Flag.OBJECT, OBJECTS, block["payload"])
-        stream = self._labels.ids("role", block)
-        fields = [block["rank"], *(block[name] for name in ("kind", "group", "peer", "site")), stream, block["phase"]]
-        first, groups = group_rows([*fields, payload])
-        rows = zip(*(column[first].tolist() for column in fields), strict=True)
-        columns = (payload[first], block["payload"][first], np.bincount(groups, minlength=len(first)))
-        sizes = zip(*(column.tolist() for column in columns), strict=True)
-        numbers = [
-            self._number(numbered, row, payload_of_key, count, count * size)
-            for row, (payload_of_key, size, count) in zip(rows, sizes, strict=True)
-        ]
-        stream = stream + (block["process"] << _STREAM_BITS)
-        return np.stack([block["rank"], block["t_begin"], block["step"], stream, np.array(numbers, np.int64)[groups]])
-
-    def _number(self, numbered: _StepNumbering, row: tuple[int, ...], payload: int, count: int, size: int) -> int:
-        """Return the number of a call, -1 for one of the program's own."""
-        if row not in self._described:
-            self._described[row] = self._describe(*row)
-        op, texts, site, line = self._described[row]
-        call = Call(CallKey(op, payload, *texts), site)
-        if any(is_own(pattern, call.key.phase, name) for pattern in self._patterns for name in (site, line)):
-            self.own.append((line, op, row[0], count, size))
-            return -1
-        self.lines[call].add(line)
-        return numbered.number(call)
-
-    def _describe(
-        self, rank: int, kind: int, group: int, peer: int, site: int, stream: int, phase: int
-    ) -> tuple[str, tuple[str, ...], str, str]:
-        """Return operation, texts of the key, call site without line number, and line of code."""
-        labels = self._labels
-        kind_row = labels.kinds.get(kind, Kind(UNKNOWN, "", "", "", ""))
-        peer_text = peer_label(kind_row.op, peer, rank, labels.groups.get(group))
-        role, in_phase = labels.categories("role")[stream], labels.categories("phase")[phase]
-        texts = (kind_row.dtype, kind_row.reduce_op.lower(), in_phase, role, self._shapes.get(group, ""), peer_text)
-        known = labels.sites.get(site)
-        name, line = ("-", "") if known is None else (site_name(known), known.label(labels.files))
-        return kind_row.op, tuple("_".join(text.split()) or "-" for text in texts), name, line
+        first, groups = group_rows(columns)
+        distinct = [*zip(*(column[first].tolist() for column in columns), strict=True)]
+        for numbers in distinct:
+            if numbers not in self._known:
+                self._known[numbers] = self._compare(*numbers)
+        return np.array([self._known[numbers] for numbers in distinct], np.int64)[groups]

@@ -1,115 +1,165 @@
-"""Comparison of the expected and measured calls of one step: rows of the tables `expected` and `reconciliation`."""
+"""Comparison of the expected and the recorded calls of one step of one rank: what differs, and why."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, NamedTuple, TypeAlias
 
-from commtrace.theory import ExpectedCall
+from .call_keys import ANY, OBJECTS, CallKey
+from .causes import UNEXPLAINED, StepContext, explain
+from .run_calls import Call, EqualCalls, GroupLabel, StepCalls
+from .step_matching import Cell, match_calls, moved_calls
 
-from .causes import PROGRAM_CAUSES, StepContext, explain
-from .counted_calls import EqualCalls
-from .step_matching import Cell, CellKey, compare
-from .waterfall import WaterfallRows, waterfall
+Lines: TypeAlias = Mapping[Call, frozenset[str]]
+"""Lines of code that made a call."""
 
-EXPECTED: Final = "expected"
+ExplainedCalls: TypeAlias = tuple[str, EqualCalls]
+"""Label of a cause, and unmatched calls that it explains."""
 
-_NUMBERS: Final = ("expected_calls", "measured_calls", "expected_bytes", "measured_bytes")
+NO_KEY: Final = CallKey("-", 0, "-", "-", "-", "-", "-", "-")
 
 
-@dataclass(frozen=True)
+class DifferenceRow(NamedTuple):
+    """A row of the table `call_differences`, without ranks and steps."""
+
+    kind: Literal["calls", "order", "rank", "site"]
+    key: CallKey
+    calls_a: int
+    calls_b: int
+    sites_a: str = ""
+    sites_b: str = ""
+    difference_bytes: int | None = 0
+    cause: str = ""
+
+
+Differences: TypeAlias = tuple[DifferenceRow, ...]
+"""The differences in one group of one step."""
+
+
+@dataclass(frozen=True, eq=False)
 class ComparedStep:
     """The comparison of a step of a rank.
 
     Attributes:
-        calls: The measured calls.
+        measured: The recorded calls.
         context: The expected calls, and what causes depend on.
-        expected: Rows of the table `expected`, without `rank` and `step`.
-        reconciliation: Rows of the table `reconciliation`, likewise.
-        bytes_by_cause: Payload of the matched calls (EXPECTED) and of the unmatched calls of each cause.
+        cells: The matched and unmatched calls of each cell.
+        explained: The unmatched calls of all cells, with their causes.
     """
 
-    calls: Sequence[EqualCalls]
+    measured: StepCalls
     context: StepContext
-    expected: Sequence[dict[str, object]]
-    reconciliation: Sequence[dict[str, object]]
-    bytes_by_cause: dict[str, int]
+    cells: Sequence[Cell]
+    explained: Sequence[ExplainedCalls]
 
     @property
-    def cells(self) -> int:
-        """Number of cells that have expected or measured calls."""
-        return len({(row["role"], row["op"]) for row in (*self.expected, *self.reconciliation)})
-
-    @property
-    def differs(self) -> bool:
-        """Whether a call is not as expected."""
-        return any(row["cause"] != EXPECTED for row in self.reconciliation)
-
-    def waterfall(self, label: str) -> WaterfallRows | None:
-        """Return the waterfall of the step, with `label` in its last row; None if wire bytes are not known."""
-        if any(calls.wire is None for calls in self.calls):
-            return None
-        cells, explained = _match(self.calls, self.context)
-        return waterfall(self.context.prediction, cells, explained, self.calls, label)
+    def expected(self) -> StepCalls:
+        """The expected calls."""
+        return self.context.expected
 
 
-def compare_step(calls: Sequence[EqualCalls], context: StepContext) -> ComparedStep:
-    """Compare the measured calls of a step with the expected ones."""
-    cells, explained = _match(calls, context)
-    sums: dict[str, int] = defaultdict(int, {EXPECTED: sum(cell.matched_bytes for cell in cells)})
-    for cause, unmatched in explained:
-        sums[cause] += abs(unmatched.bytes)
-    rows = [*_expected_rows(context.expected)], [*_reconciliation_rows(cells, explained)]
-    return ComparedStep(calls, context, *rows, sums)
+def compare_step(measured: StepCalls, context: StepContext, lines: Lines | None = None) -> ComparedStep:
+    """Compare the recorded calls of a step with the expected ones, in any order.
+
+    Args:
+        measured: The recorded calls.
+        context: The expected calls, and what causes depend on.
+        lines: Lines of code of calls whose site is only a function.
+    """
+    cells = match_calls(context.expected, measured)
+    unmatched = [calls for cell in cells for calls in cell.unmatched]
+    return ComparedStep(measured, context, cells, explain(unmatched, context, lines))
 
 
-def _match(calls: Sequence[EqualCalls], context: StepContext) -> tuple[list[Cell], list[tuple[str, EqualCalls]]]:
-    """Return the cells of a step, and their unmatched calls with their causes."""
-    cells = compare(context.expected, calls, context.prediction.ranks_of)
-    return cells, explain([unmatched for cell in cells for unmatched in cell.unmatched], context)
+def differences(step: ComparedStep, shown: Iterable[ExplainedCalls], lines: tuple[Lines, Lines]) -> list[Differences]:
+    """Return the differences in each group: calls, their order and, where both are equal, their call sites.
+
+    Args:
+        step: The comparison of a step.
+        shown: The unmatched calls that count as differences.
+        lines: Lines of code of the expected and the recorded calls.
+    """
+    rows: dict[GroupLabel, list[DifferenceRow]] = defaultdict(list)
+    for row in _call_rows(step, shown, lines):
+        rows[row.key.role, row.key.group].append(row)
+    a, b = step.expected, step.measured
+    for group in {*a.orders, *b.orders}:
+        if a.orders.get(group) != b.orders.get(group):
+            rows[group] += _order_rows(a, b, group, changed=bool(rows[group]))
+        elif a.calls != b.calls:
+            rows[group] += _site_rows(a, b, group)
+    return [tuple(group_rows) for _, group_rows in sorted(rows.items()) if group_rows]
 
 
-def _expected_rows(expected: Iterable[ExpectedCall]) -> Iterator[dict[str, object]]:
-    by_key: dict[CellKey, list[ExpectedCall]] = defaultdict(list)
-    for call in expected:
-        by_key[call.role, call.op].append(call)
-    for (role, op), calls in sorted(by_key.items()):
-        max_calls = sum(call.calls if call.max_calls is None else call.max_calls for call in calls)
-        min_bytes = sum(call.bytes if call.min_payload is None else call.min_payload * call.calls for call in calls)
-        yield {
-            "role": role,
-            "op": op,
-            "calls": sum(call.calls for call in calls),
-            "calls_max": max_calls if any(call.max_calls is not None for call in calls) else None,
-            "payload_bytes": sum(call.bytes for call in calls),
-            "payload_bytes_min": min_bytes if any(call.min_payload is not None for call in calls) else None,
-        }
+def _call_rows(
+    step: ComparedStep, shown: Iterable[ExplainedCalls], lines: tuple[Lines, Lines]
+) -> Iterator[DifferenceRow]:
+    """Yield a row per key whose calls differ in number."""
+    unmatched: Counter[tuple[CallKey, bool]] = Counter()
+    for _, calls in step.explained:
+        unmatched[calls.key, calls.calls > 0] += abs(calls.calls)
+    by_key: dict[tuple[CallKey, bool], list[ExplainedCalls]] = defaultdict(list)
+    for cause, calls in shown:
+        by_key[calls.key, calls.calls > 0].append((cause, calls))
+    for (key, is_extra), same in sorted(by_key.items(), key=lambda item: item[0]):
+        in_a, in_b = (side.sites_by_key.get(key, Counter()) for side in (step.expected, step.measured))
+        matched = (in_b if is_extra else in_a).total() - unmatched[key, is_extra]
+        number = abs(sum(calls.calls for _, calls in same))
+        if in_a and in_b:
+            sites = in_a - in_b, in_b - in_a
+        else:
+            own = Counter(calls.site for _, calls in same)
+            sites = (Counter(), own) if is_extra else (own, Counter())
+        calls_a, calls_b = (matched, matched + number) if is_extra else (matched + number, matched)
+        yield DifferenceRow(
+            "calls",
+            _displayed(key, step.context),
+            calls_a,
+            calls_b,
+            _joined_lines(lines[0], key, sites[0]),
+            _joined_lines(lines[1], key, sites[1]),
+            None if key.payload == OBJECTS else sum(calls.bytes for _, calls in same),
+            "; ".join(dict.fromkeys(cause for cause, _ in same if cause != UNEXPLAINED)),
+        )
 
 
-def _reconciliation_rows(
-    cells: Iterable[Cell], explained: Iterable[tuple[str, EqualCalls]]
-) -> Iterator[dict[str, object]]:
-    # _NUMBERS by cell, cause and, for causes in the program, call site
-    sums: dict[tuple[CellKey, str, str], list[int]] = {}
-    sites: dict[tuple[CellKey, str, str], set[str]] = defaultdict(set)
-    for cell in cells:
-        if cell.matched_calls:
-            sums[cell.key, EXPECTED, ""] = [*[cell.matched_calls] * 2, *[cell.matched_bytes] * 2]
-            sites[cell.key, EXPECTED, ""] = {*cell.sites}
-    for cause, calls in explained:
-        key = (calls.role, calls.op), cause, calls.site if cause in PROGRAM_CAUSES else ""
-        numbers, recorded = sums.setdefault(key, [0, 0, 0, 0]), int(calls.calls > 0)
-        numbers[recorded] += abs(calls.calls)
-        numbers[2 + recorded] += abs(calls.bytes)
-        sites[key].add(calls.site)
-    for ((role, op), cause, site), numbers in sums.items():
-        yield {
-            "role": role,
-            "op": op,
-            **dict(zip(_NUMBERS, numbers, strict=True)),
-            "difference_bytes": numbers[3] - numbers[2],
-            "cause": cause,
-            "sites": "; ".join(sorted(sites[(role, op), cause, site] - {""})),
-        }
+def _displayed(key: CallKey, context: StepContext) -> CallKey:
+    """Return a key with "-" for labels that rules leave open, and the number of ranks of the dimension's group."""
+    if ANY not in key:
+        return key
+    labels = (("-" if label == ANY else label) for label in key)
+    size = context.prediction.ranks_of(key.role) if context.prediction and key.group == ANY else key.group
+    return CallKey(*labels)._replace(group=str(size))  # type: ignore[arg-type]
+
+
+def _order_rows(a: StepCalls, b: StepCalls, group: GroupLabel, *, changed: bool) -> list[DifferenceRow]:
+    """Return the calls that moved. `changed`: the numbers of calls differ, too."""
+    before, after = a.sequences.get(group, ()), b.sequences.get(group, ())
+    if changed and not (before and after):
+        return []
+    moved = moved_calls(before, after)
+    if moved:
+        return [DifferenceRow("order", key, count, count) for key, count in sorted(moved.items())]
+    return [] if changed else [DifferenceRow("order", NO_KEY._replace(role=group[0], group=group[1]), 0, 0)]
+
+
+def _site_rows(a: StepCalls, b: StepCalls, group: GroupLabel) -> list[DifferenceRow]:
+    """Return the calls of a group that other functions make."""
+    keys = sorted(key for key in a.sites_by_key if (key.role, key.group) == group)
+    pairs = [(key, a.sites_by_key[key], b.sites_by_key[key]) for key in keys]
+    return [
+        DifferenceRow("site", key, (moved := in_a - in_b).total(), moved.total(), _joined(moved), _joined(in_b - in_a))
+        for key, in_a, in_b in pairs
+        if in_a != in_b
+    ]
+
+
+def _joined_lines(lines: Lines, key: CallKey, sites: Iterable[str]) -> str:
+    return _joined(itertools.chain.from_iterable(lines.get(Call(key, site)) or {site} for site in sites))
+
+
+def _joined(sites: Iterable[str]) -> str:
+    return "; ".join(sorted({site for site in sites if site not in ("", "-")}))

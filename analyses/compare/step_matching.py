@@ -1,24 +1,23 @@
-"""Matching of expected and recorded calls of one step of one rank."""
+"""Matching of the expected and the recorded calls of one step of one rank."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 from fractions import Fraction
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
-from commtrace.theory import ExpectedCall
-from commtrace.theory.expected_calls import exact_wire_bytes
-
-from .causes import is_framework_call, is_framework_site
-from .counted_calls import EqualCalls
+from .call_keys import ANY, SUMMED, CallKey
+from .own_calls import is_library_call, is_library_site
+from .run_calls import EqualCalls, StepCalls
 
 CellKey: TypeAlias = tuple[str, str]
 """Parallel dimension and operation."""
 
-ExpectedCounts: TypeAlias = dict[tuple[int, int], int]
-"""Number of calls by payload and group size; group size 0 stands for the size of the dimension's group."""
+_ALIGNED_CALLS: Final = 4_000
+"""Longest sequence that is aligned: the time is quadratic."""
 
 
 @dataclass(frozen=True)
@@ -34,105 +33,131 @@ class Cell:
     """Wire bytes minus the upper bound, summed over calls with data-dependent payload; never positive."""
 
 
-def compare(
-    expected: Iterable[ExpectedCall], measured: Iterable[EqualCalls], ranks_of: Callable[[str], int]
-) -> list[Cell]:
-    """Compare the calls of one step.
-
-    Args:
-        expected: The calls that theory expects.
-        measured: The recorded calls.
-        ranks_of: Function that returns the group size of a parallel dimension.
+def match_calls(expected: StepCalls, measured: StepCalls) -> list[Cell]:
+    """Match the calls of a step, in any order.
 
     Returns:
         A cell per parallel dimension and operation that has an expected or a recorded call, sorted.
     """
-    counts: dict[CellKey, ExpectedCounts] = defaultdict(lambda: defaultdict(int))
-    least: dict[CellKey, dict[int, int]] = defaultdict(dict)
-    for call in expected:
-        counts[call.role, call.op][call.payload, call.ranks or 0] += call.calls
-        if call.min_payload is not None:
-            least[call.role, call.op][call.payload] = call.min_payload
-    calls_of: dict[CellKey, list[EqualCalls]] = defaultdict(list)
-    for calls in measured:
-        calls_of[calls.role, calls.op].append(calls)
-    return [
-        _match(key, counts[key], calls_of[key], ranks_of(key[0]), least[key]) for key in sorted({*counts, *calls_of})
-    ]
+    cells: dict[CellKey, tuple[list[EqualCalls], list[EqualCalls]]] = defaultdict(lambda: ([], []))
+    for side, step in enumerate((expected, measured)):
+        for calls in step.calls:
+            cells[calls.key.role, calls.key.op][side].append(calls)
+    return [_match(key, *sides) for key, sides in sorted(cells.items())]
 
 
-def _match(
-    key: CellKey, expected: ExpectedCounts, measured: Sequence[EqualCalls], ranks: int, least: Mapping[int, int]
-) -> Cell:
-    """Match call by call. `ranks` is the size of the dimension's group; `least` maps upper to lower bounds."""
-    if any(calls.payload < 0 for calls in measured):
-        return _match_sums(key, expected, measured, ranks, least)
-    missing = dict(expected)
+def _match(key: CellKey, expected: Sequence[EqualCalls], measured: Sequence[EqualCalls]) -> Cell:
+    if any(calls.key.payload == SUMMED for calls in measured):
+        return _match_sums(key, expected, measured)
+    missing = _Missing(expected)
     below_bound = Fraction(0)
     matched_calls = matched_bytes = 0
     sites, unmatched = [], []
-    for calls in sorted(measured, key=_match_priority):
-        taken = 0
-        for size, group in _candidates(calls, expected, least):
-            count = min(calls.calls - taken, missing.get((size, group), 0))
-            if count:
-                missing[size, group] -= count
-                taken += count
-                below_bound += count * _wire_difference(key[1], calls.payload, size, group or ranks)
-        if taken:
-            matched_calls, matched_bytes = matched_calls + taken, matched_bytes + taken * calls.payload
-            sites.append(calls.site)
-        if calls.calls > taken:
-            unmatched.append(_extra(calls, calls.calls - taken))
-    unmatched += _missing(key, missing, ranks)
-    return Cell(key, matched_calls, matched_bytes, tuple(sites), tuple(unmatched), below_bound)
-
-
-def _match_priority(calls: EqualCalls) -> tuple[bool, bool, bool]:
-    """Return the sort key of equal payloads: framework calls first, then training calls, then framework sites."""
-    return not is_framework_call(calls), calls.phase == "evaluation", not is_framework_site(calls.site)
-
-
-def _candidates(calls: EqualCalls, expected: ExpectedCounts, least: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield the expected payloads and groups that calls may match: exact ones first, then bounds around them."""
-    yield calls.payload, calls.ranks
-    yield calls.payload, 0
-    for most, group in expected:
-        if most != calls.payload and group in (0, calls.ranks) and least.get(most, most) <= calls.payload <= most:
-            yield most, group
-
-
-def _wire_difference(op: str, size: int, most: int, ranks: int) -> Fraction:
-    return Fraction(0) if size == most else exact_wire_bytes(op, size, ranks) - exact_wire_bytes(op, most, ranks)
-
-
-def _match_sums(
-    key: CellKey, expected: ExpectedCounts, measured: Sequence[EqualCalls], ranks: int, least: Mapping[int, int]
-) -> Cell:
-    """Match by count and total bytes, for calls without payloads: all calls, calls in training, or framework calls."""
-    most = sum(size * count for (size, _), count in expected.items())
-    low = sum(least.get(size, size) * count for (size, _), count in expected.items())
-    framework_calls = [calls for calls in measured if is_framework_call(calls)]
-    training_calls = [calls for calls in measured if calls.phase != "evaluation"]
-    for candidates in (measured, training_calls, framework_calls):
-        total = sum(calls.bytes for calls in candidates)
-        if sum(calls.calls for calls in candidates) == sum(expected.values()) and low <= total <= most:
-            group = max((size or ranks for _, size in expected), default=ranks)
-            sites = tuple(calls.site for calls in candidates)
-            rest = tuple(_extra(calls, calls.calls) for calls in measured if calls not in candidates)
-            below_bound = _wire_difference(key[1], total, most, group)
-            return Cell(key, sum(expected.values()), total, sites, rest, below_bound)
-    extras = [_extra(calls, calls.calls) for calls in measured]
-    return Cell(key, 0, 0, (), (*extras, *_missing(key, expected, ranks)))
-
-
-def _extra(calls: EqualCalls, count: int) -> EqualCalls:
-    wire = None if calls.wire is None else calls.wire * count / calls.calls
-    return replace(calls, calls=count, bytes=calls.bytes * count // calls.calls, wire=wire)
-
-
-def _missing(key: CellKey, counts: ExpectedCounts, ranks: int) -> Iterator[EqualCalls]:
-    for (size, group), count in counts.items():
+    taken = [missing.take_from_site(calls) for calls in measured]
+    for calls, count in sorted(zip(measured, taken, strict=True), key=lambda pair: _priority(pair[0])):
+        for pattern in missing.candidates(calls):
+            number = missing.take(pattern, calls.calls - count)
+            below_bound += number * _wire_difference(pattern, calls.key.payload)
+            count += number
         if count:
-            wire = exact_wire_bytes(key[1], size, group or ranks) * count
-            yield EqualCalls(*key, size, -count, -count * size, -wire)
+            matched_calls, matched_bytes = matched_calls + count, matched_bytes + calls.bytes * count // calls.calls
+            sites.append(calls.site)
+        if calls.calls > count:
+            unmatched.append(calls.number(calls.calls - count))
+    return Cell(key, matched_calls, matched_bytes, tuple(sites), (*unmatched, *missing.rest()), below_bound)
+
+
+class _Missing:
+    """Expected calls that have not been matched yet."""
+
+    def __init__(self, expected: Sequence[EqualCalls]) -> None:
+        self._patterns: dict[CallKey, list[EqualCalls]] = defaultdict(list)
+        self._bounds = [calls for calls in expected if calls.min_payload is not None]
+        self._left: dict[int, int] = {}
+        for calls in expected:
+            self._patterns[calls.key].append(calls)
+            self._left[id(calls)] = calls.calls
+
+    def take_from_site(self, calls: EqualCalls) -> int:
+        """Match calls with equal ones from the same call site, and return their number."""
+        same = (pattern for pattern in self._patterns.get(calls.key, ()) if pattern.site == calls.site)
+        return sum(self.take(pattern, calls.calls) for pattern in same)
+
+    def take(self, pattern: EqualCalls, most: int) -> int:
+        """Match at most this many calls of a pattern, and return their number."""
+        count = min(most, self._left[id(pattern)])
+        self._left[id(pattern)] -= count
+        return count
+
+    def candidates(self, calls: EqualCalls) -> Iterator[EqualCalls]:
+        """Yield the expected calls that calls may match: exact ones first, then bounds around them."""
+        yield from self._patterns.get(calls.key, ())
+        opened = calls.key._replace(dtype=ANY, reduce_op=ANY, phase=ANY, peer=ANY)
+        for group in (calls.key.group, ANY):
+            yield from self._patterns.get(opened._replace(group=group), ())
+        payload = calls.key.payload
+        for bound in self._bounds:
+            key, least = bound.key, bound.min_payload or 0
+            if key.payload != payload and key.group in (ANY, calls.key.group) and least <= payload <= key.payload:
+                yield bound
+
+    def rest(self) -> Iterator[EqualCalls]:
+        """Yield the calls that were not matched."""
+        for pattern in (calls for same in self._patterns.values() for calls in same):
+            if self._left[id(pattern)]:
+                yield pattern.number(-self._left[id(pattern)])
+
+
+def _priority(calls: EqualCalls) -> tuple[bool, bool, bool]:
+    """Return the sort key of equal payloads: library calls first, then training calls, then library sites."""
+    phase = calls.key.phase
+    return not is_library_call(calls.site, phase), phase == "evaluation", not is_library_site(calls.site)
+
+
+def _wire_difference(pattern: EqualCalls, payload: int) -> Fraction:
+    """Return the wire bytes of a call minus those of its upper bound. Wire bytes are linear in the payload."""
+    if pattern.wire is None or payload == pattern.key.payload:
+        return Fraction(0)
+    return pattern.wire / pattern.bytes * (payload - pattern.key.payload)
+
+
+def _match_sums(key: CellKey, expected: Sequence[EqualCalls], measured: Sequence[EqualCalls]) -> Cell:
+    """Match by count and total bytes, for calls without payloads: all calls, calls in training, or library calls."""
+    count, most = sum(calls.calls for calls in expected), sum(calls.bytes for calls in expected)
+    low = sum(calls.bytes if calls.min_payload is None else calls.min_payload * calls.calls for calls in expected)
+    wire = sum((calls.wire or Fraction(0) for calls in expected), Fraction(0))
+    library_calls = [calls for calls in measured if is_library_call(calls.site, calls.key.phase)]
+    training_calls = [calls for calls in measured if calls.key.phase != "evaluation"]
+    for candidates in (measured, training_calls, library_calls):
+        total = sum(calls.bytes for calls in candidates)
+        if sum(calls.calls for calls in candidates) == count and low <= total <= most:
+            below_bound = wire / most * (total - most) if most else Fraction(0)
+            rest = tuple(calls for calls in measured if calls not in candidates)
+            return Cell(key, count, total, tuple(calls.site for calls in candidates), rest, below_bound)
+    return Cell(key, 0, 0, (), (*measured, *(calls.number(-calls.calls) for calls in expected)))
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def moved_calls(a: Sequence[CallKey], b: Sequence[CallKey]) -> Mapping[CallKey, int]:
+    """Return the calls that both sequences have outside of their alignment; none for very long sequences."""
+    begin = _equal_prefix(a, b)
+    a, b = a[begin:], b[begin:]
+    end = _equal_prefix(a[::-1], b[::-1])
+    a, b = a[: len(a) - end], b[: len(b) - end]
+    if max(len(a), len(b)) > _ALIGNED_CALLS:
+        return {}
+    outside_a: Counter[CallKey] = Counter()
+    outside_b: Counter[CallKey] = Counter()
+    for tag, from_a, to_a, from_b, to_b in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if tag != "equal":
+            outside_a.update(a[from_a:to_a])
+            outside_b.update(b[from_b:to_b])
+    return outside_a & outside_b
+
+
+def _equal_prefix(a: Sequence[CallKey], b: Sequence[CallKey]) -> int:
+    """Return how many calls at the beginning are equal."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((at for at, (key_a, key_b) in pairs if key_a != key_b), min(len(a), len(b)))

@@ -1,217 +1,171 @@
-"""Verdict on a run by the prediction rules: differing cells, the program's own calls, and what was not compared.
-
-A cell is one operation of one parallel dimension in one step of one rank. It agrees if its payload, and the
-sizes and number of its calls, are as expected. If the order of gradients and modules determines how many calls carry
-the same bytes (`calls_max` of the table `expected`), their number only has to be within that bound. With a tolerance
-above 0, only the payload is compared.
-
-Extra calls are the program's own if their call site is not in a library that has rules, and if no expected call of the
-cell is missing; otherwise they may replace expected calls. Calls in a group of one rank, which send nothing, are listed
-with them.
-"""
+"""Verdict on a run: what differs from the expected calls, merged over ranks and steps with the same differences."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import Analysis, NamedTables
-from commtrace.analyses.grouping import Array, group_rows, number_sequences, sum_groups
-from commtrace.formatting import MAX_SINGLE, format_missing, format_ranks, merge_texts
-from commtrace.reading.recorded_run import RecordedRun
+from commtrace.analyses.grouping import Array
+from commtrace.formatting import format_ranks, merge_texts
 
-from .call_keys import is_own
-from .causes import PROGRAM_CAUSES, SPLIT_DIFFERENTLY, path_in_packages
-from .counted_calls import last_steps, sums_in
-from .reconciliation import compared_steps
-from .run_calls import OwnCalls, sum_own_calls
-from .step_comparison import EXPECTED
+from .call_keys import CallKey
+from .own_calls import OwnCalls
+from .step_comparison import DifferenceRow, Differences
 
-CELL: Final = ("rank", "step", "role", "op")
-NUMBERS: Final = ("expected_calls", "measured_calls", "expected_bytes", "measured_bytes")
-COLUMNS: Final = (*CELL, *NUMBERS, "calls_max", "causes", "sites")
-
-_OWN_COLUMNS: Final = ("sites", "op", "rank", "measured_calls", "measured_bytes")
-_LIBRARIES_WITH_RULES: Final = (
-    "deepspeed/", "torch/", "mpu/mappings.py", "mpu/layers.py", "mpu/cross_entropy.py",
-    "megatron/core/tensor_parallel/", "tensor_parallel/",
+COLUMNS: Final = (
+    "kind", "ranks", "steps", *CallKey._fields, "calls_a", "calls_b", "sites_a", "sites_b", "difference_bytes", "cause",
 )  # fmt: skip
-"""Prefixes of call sites in these libraries, for Megatron both in a checkout and installed."""
+
+Volume: TypeAlias = tuple[int, int]
+"""Calls, and their payload bytes."""
+
+
+@dataclass(frozen=True)
+class JudgedStep:
+    """What differs in a step, and the volumes of the expected and the recorded calls that were compared."""
+
+    differences: Sequence[Differences]
+    volumes: tuple[Volume, Volume]
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything but call sites differs."""
+        return any(row.kind != "site" for rows in self.differences for row in rows)
+
+
+@dataclass(frozen=True, eq=False)
+class EqualRanks:
+    """Ranks whose steps are compared alike.
+
+    Attributes:
+        ranks: The ranks.
+        steps: Numbers of the compared steps, int64, shape (n,), ascending.
+        compared: Number of the comparison of each step, int64, shape (n,).
+    """
+
+    ranks: list[int]
+    steps: Array
+    compared: Array
+
+    def steps_by_number(self) -> dict[int, Array]:
+        """Return the steps of each number in `compared`."""
+        order = np.argsort(self.compared, kind="stable")
+        numbers, begins = np.unique(self.compared[order], return_index=True)
+        return dict(zip(numbers.tolist(), np.split(self.steps[order], begins[1:]), strict=False))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Differing cells, and ranks that could not be compared."""
+    """Result of a comparison of the expected calls (a) with those of a run (b)."""
 
-    cells: int
-    """Number of cells that were compared."""
-    ranks: tuple[int, ...]
-    """Ranks that were compared."""
-    differences: pd.DataFrame
-    """Cells that do not agree, with COLUMNS. Counts are of all calls; causes and sites are of those that differ."""
-    own: Mapping[tuple[str, str], OwnCalls]
-    """The program's own calls, by call site and operation; no cell counts them."""
+    table: pd.DataFrame
+    """COLUMNS: per rank and step, how often a call is in a and in b, where that differs; merged
+    over ranks and steps. Kinds: "calls": calls with different counts; "order": equal calls in
+    another order; "rank": all calls of ranks that only one run has; "site": equal calls from
+    different functions."""
+    compared: tuple[frozenset[int], frozenset[int]]
+    """Ranks and steps that were compared; start-up is step -1."""
+    differing: tuple[frozenset[int], frozenset[int]]
+    """Ranks and steps that differ."""
+    volumes: tuple[Volume, Volume]
+    """Calls and payload bytes of what was compared, in a and in b."""
     not_compared: tuple[str, ...]
-    """What could not be compared with theory: sentences without a full stop."""
+    """Why parts could not be compared: sentences without their full stop."""
+    notes: tuple[str, ...] = ()
+    """What limits the comparison without being a fault of either run."""
+    settings: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """Settings that differ."""
+    own: Mapping[tuple[str, str], OwnCalls] = field(default_factory=dict)
+    """The program's own calls, which are not compared, by call site and operation."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing that was compared differs; call sites do not count."""
+        return not (self.table["kind"] != "site").any()
 
     @property
     def agrees(self) -> bool:
         """Whether all calls of every rank were compared, and nothing differs."""
-        return not len(self.differences) and not self.not_compared
+        return self.equal and not self.not_compared
 
 
-def declare_own(analysis: Analysis, patterns: Sequence[str]) -> Analysis:
-    """Return the analysis `reconciliation` with the calls of these call sites moved to a table `declared`."""
-
-    def finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-        first, groups = group_rows([table[name].cat.codes.to_numpy() for name in ("phase", "site")])
-        own = [
-            any(is_own(pattern, str(phase), path_in_packages(str(site))) for pattern in patterns)
-            for phase, site in zip(table["phase"].iloc[first], table["site"].iloc[first], strict=True)
-        ]
-        declared = np.array(own, bool)[groups]
-        steps = compared_steps(last_steps(table, len(run.processes)), run)
-        calls = sums_in(table.loc[declared], steps)
-        ranks = np.array([process.rank for process in run.processes], np.int64)[calls["process"]]
-        texts = {"role": calls["role"].astype(str), "op": calls["op"].astype(str), "sites": calls["site"].astype(str)}
-        calls = calls.assign(rank=ranks, **texts)
-        calls = calls.rename(columns={"calls": "measured_calls", "payload_bytes": "measured_bytes"})
-        return analysis.finish(table.loc[~declared], run) | {"declared": calls[["role", *_OWN_COLUMNS]]}
-
-    return replace(analysis, finish=finish)
-
-
-def compute_verdict(
-    tables: Mapping[str, pd.DataFrame],
-    ranks: Iterable[int],
-    world_size: int | None,
-    tolerance: Fraction = Fraction(0),
-    *,
-    strict: bool = False,
-    losses: Iterable[str] = (),
+def judge_run(
+    classes: Sequence[EqualRanks],
+    judged: Sequence[JudgedStep],
+    not_compared: Iterable[str],
+    rank_rows: Iterable[tuple[Any, ...]] = (),
+    **others: Any,
 ) -> Verdict:
-    """Compute the verdict from the tables of `reconciliation.DIFFERENCES`.
+    """Return the verdict on a run.
 
     Args:
-        tables: The tables by name, also those of `declare_own`.
-        ranks: The ranks that left a log, and those excluded from recording.
-        world_size: The number of ranks of the job; None: not known, and no rank counts as missing.
-        tolerance: Share of the expected payload of a cell by which the measured payload may differ.
-        strict: Whether only declared calls are the program's own.
-        losses: Sentences on what recording lost: calls that were not compared.
+        classes: The ranks that were compared.
+        judged: The comparisons of steps by their numbers.
+        not_compared: Why parts could not be compared.
+        rank_rows: Rows of the table for ranks that only one run has.
+        **others: Further attributes of the verdict.
     """
-    expected, rows, matching_cells = _differing_cells(tables)
-    own_rows = _is_own(rows) & (not strict)
-    cells = compared_cells(expected, rows.loc[~own_rows])
-    agrees = _agree(cells, tolerance)
-    theory = tables["theory"]
-    compared = theory.loc[theory["not_predicted"].isna(), "rank"]
-    declared = [tables["declared"]] if "declared" in tables else []
-    own = pd.concat([*declared, rows.loc[own_rows, ["role", *_OWN_COLUMNS]]])
-    own["sites"] += (own["role"] == "self").map({True: " (in a group of one rank, sends nothing)", False: ""})
-    own = own.groupby([*_OWN_COLUMNS[:3]], as_index=False, sort=False)[[*_OWN_COLUMNS[3:]]].sum()
+    places: dict[Differences, list[tuple[Sequence[int], Array]]] = defaultdict(list)
+    differing: tuple[set[int], set[int]] = set(), set()
+    volumes = np.zeros((2, 2), object)  # Python's integers have no limit
+    for same in classes:
+        for number, steps in same.steps_by_number().items():
+            step = judged[number]
+            volumes += np.array(step.volumes, object) * (len(steps) * len(same.ranks))
+            if step.differs:
+                differing[0].update(same.ranks)
+                differing[1].update(steps.tolist())
+        by_content: dict[Differences, list[Array]] = defaultdict(list)
+        for number, steps in same.steps_by_number().items():
+            for content in judged[number].differences:
+                by_content[content].append(steps)
+        for content, parts in by_content.items():
+            places[content].append((same.ranks, np.sort(np.concatenate(parts))))
+    ranks = frozenset(rank for same in classes for rank in same.ranks)
+    steps = np.unique(np.concatenate([np.zeros(0, np.int64), *(same.steps for same in classes)]))
+    (calls_a, bytes_a), (calls_b, bytes_b) = volumes.tolist()
     return Verdict(
-        len(cells) + matching_cells,
-        tuple(sorted({int(rank) for rank in compared})),
-        cells.loc[~agrees].reset_index(drop=True),
-        sum_own_calls(own[[*_OWN_COLUMNS]].itertuples(index=False, name=None)),
-        (*losses, *_not_compared(theory, {*ranks}, world_size)),
+        pd.DataFrame([*rank_rows, *_merged(places)], columns=[*COLUMNS]),
+        (ranks, frozenset(steps.tolist())),
+        (frozenset(differing[0]), frozenset(differing[1])),
+        ((calls_a, bytes_a), (calls_b, bytes_b)),
+        tuple(not_compared),
+        **others,
     )
 
 
-def describe_losses(losses: Sequence[tuple[int, str]], *, per_rank: bool = False) -> list[str]:
-    """Return a sentence per rank on what it lost; for many ranks, unless `per_rank`, a sentence per loss."""
-    if per_rank or len(losses) <= MAX_SINGLE:
-        return [f"rank {rank}: {loss}" for rank, loss in losses]
-    by_loss: dict[str, list[int]] = {}
-    for rank, loss in losses:
-        by_loss.setdefault(loss, []).append(rank)
-    return [f"rank {format_ranks(ranks)}: {loss}" for loss, ranks in merge_texts(by_loss).items()]
+def _merged(places: Mapping[Differences, Sequence[tuple[Sequence[int], Array]]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of the table, sorted by their first step and rank."""
+    merged: dict[tuple[Differences, bytes], tuple[list[int], Array]] = {}
+    for content, where in places.items():
+        for ranks, steps in where:
+            merged.setdefault((content, steps.tobytes()), ([], steps))[0].extend(ranks)
+    ordered = sorted(merged.items(), key=lambda item: (item[1][1][0], min(item[1][0]), item[0][0][0].key))
+    for (content, _), (ranks, steps) in ordered:
+        for row in content:
+            yield table_row(row, format_ranks(ranks), format_steps(steps.tolist()))
 
 
-def _differing_cells(tables: Mapping[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame, int]:
-    """Return the rows of `expected` and `reconciliation` of differing cells, and the number of matching cells."""
-    expected, reconciliation = tables["expected"], tables["reconciliation"]
-    differs = reconciliation["cause"].to_numpy() != EXPECTED
-    _, numbers = _number_cells(pd.concat([expected[[*CELL]], reconciliation[[*CELL]]]))
-    differing = np.unique(numbers[len(expected) :][differs])
-    shown = np.isin(numbers, differing)
-    matching_cells = int(tables["theory"]["cells"].sum()) - len(differing)
-    return expected.loc[shown[: len(expected)]], reconciliation.loc[shown[len(expected) :]], matching_cells
+def table_row(row: DifferenceRow, ranks: str, steps: str) -> tuple[Any, ...]:
+    """Return a row of the table, with COLUMNS."""
+    kind, key, *numbers = row
+    return (kind, ranks, steps, *key, *numbers)
 
 
-def _number_cells(rows: pd.DataFrame) -> tuple[Array, Array]:
-    """Return the index of one row of each cell, and the number of each row's cell."""
-    return group_rows([pd.factorize(rows[name])[0] for name in CELL])
+def format_steps(steps: Iterable[int]) -> str:
+    """Return steps as text: "start-up and step 0-4"."""
+    numbers = {*steps}
+    training = format_ranks(step for step in numbers if step >= 0)
+    return " and ".join(["start-up"] * (-1 in numbers) + [f"step {training}"] * bool(training))
 
 
-def _is_own(rows: pd.DataFrame) -> pd.Series[bool]:
-    """Return which rows are extra calls that are the program's own or in groups of one rank."""
-    is_extra = (rows["expected_calls"] == 0) & (rows["cause"] != EXPECTED)
-    missing = (rows["expected_calls"] - rows["measured_calls"]).clip(lower=0)
-    examples, cells = _number_cells(rows)
-    is_short = sum_groups(missing.to_numpy(np.int64), cells, len(examples)) > 0
-    in_library = [site for site in rows["sites"].unique() if path_in_packages(site).startswith(_LIBRARIES_WITH_RULES)]
-    of_program = rows["cause"].isin(PROGRAM_CAUSES) & ~rows["sites"].isin(in_library)
-    return is_extra & (of_program | (rows["role"] == "self")) & ~is_short[cells]
-
-
-def compared_cells(expected: pd.DataFrame, reconciliation: pd.DataFrame) -> pd.DataFrame:
-    """Return a row, with COLUMNS, per cell that has expected or measured calls."""
-    rows = pd.concat([expected[[*CELL]], reconciliation[[*CELL]]])
-    examples, numbers = _number_cells(rows)
-    of_expected, of_reconciliation = np.split(numbers, [len(expected)])
-    cells = rows.iloc[examples].reset_index(drop=True)
-    for name in NUMBERS:
-        cells[name] = sum_groups(reconciliation[name].to_numpy(np.int64), of_reconciliation, len(cells))
-    calls_max = pd.Series(expected["calls_max"].array, of_expected)
-    cells["calls_max"] = calls_max.loc[~calls_max.index.duplicated()].reindex(cells.index)
-    differs = reconciliation["cause"].to_numpy() != EXPECTED
-    for name, column in (("causes", "cause"), ("sites", "sites")):
-        texts = reconciliation[column].to_numpy()[differs]
-        cells[name] = _joined_items(texts, of_reconciliation[differs], len(cells))
-    return cells.sort_values([*CELL], ignore_index=True)[[*COLUMNS]]
-
-
-def _joined_items(texts: Array, cells: Array, count: int) -> Array:
-    """Return the joined distinct items of the strings of each cell. `cells` has the number of each string's cell."""
-    order = np.argsort(cells, kind="stable")
-    codes, items = pd.factorize(texts[order])
-    begins = np.flatnonzero(np.diff(cells[order], prepend=-1))
-    numbers, examples = number_sequences(codes, begins)
-    ends = np.append(begins[1:], len(codes))
-    joined = [_join_items(items[codes[begins[at] : ends[at]]]) for at in examples]
-    result = np.full(count, "", object)
-    result[cells[order[begins]]] = np.array(joined, object)[numbers]
-    return result
-
-
-def _join_items(texts: Iterable[str]) -> str:
-    return "; ".join(sorted({item for text in texts for item in text.split("; ") if item}))
-
-
-def _agree(cells: pd.DataFrame, tolerance: Fraction) -> Array:
-    """Return whether each cell agrees, bool, shape (cells,)."""
-    expected, measured = (cells[name].to_numpy(np.int64) for name in ("expected_bytes", "measured_bytes"))
-    if tolerance:
-        pairs = zip(expected.tolist(), np.abs(measured - expected).tolist(), strict=True)
-        return np.array([difference <= tolerance * size for size, difference in pairs], bool)
-    within_bound = (cells["measured_calls"] > 0) & (cells["measured_calls"] <= cells["calls_max"]).fillna(False)
-    split_differently = within_bound & (cells["causes"] == SPLIT_DIFFERENTLY)
-    agrees: Array = (measured == expected) & ((cells["causes"] == "") | split_differently).to_numpy(bool)
-    return agrees
-
-
-def _not_compared(theory: pd.DataFrame, ranks: set[int], world_size: int | None) -> Iterator[str]:
-    reasons = theory.loc[theory["not_predicted"].notna()].groupby("not_predicted")["rank"]
-    for reason, of_reason in merge_texts({str(reason): of_reason for reason, of_reason in reasons}).items():
-        yield f"rank {format_ranks(of_reason)}: {reason}"
-    if missing := format_missing(ranks, world_size or 0):
-        yield f"rank {missing} of {world_size}: no log"
-    if not len(theory):
-        yield "no process of the run left a log"
+def sentences_of_ranks(ranks_by_text: Mapping[str, Sequence[int]], compared: Iterable[int]) -> Iterator[str]:
+    """Yield each sentence with its ranks, unless these are all compared ranks."""
+    everyone = {*compared}
+    for text, ranks in merge_texts(ranks_by_text).items():
+        yield text if {*ranks} == everyone and len(ranks) > 1 else f"rank {format_ranks(ranks)}: {text}"

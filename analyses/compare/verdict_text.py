@@ -1,75 +1,172 @@
-"""Verdict as text; cells with the same difference on several ranks or steps share a paragraph."""
+"""A verdict as text: one paragraph per ranks, steps and group with the same differences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-import pandas as pd
-
 from commtrace.analyses.grouping import rows_of
-from commtrace.formatting import format_plural, format_ranks
+from commtrace.formatting import MAX_SINGLE, format_bytes, format_plural, format_ranks, shorten_ranks
 
-from .call_differences import format_steps
-from .comparison_text import own_lines, own_volume, wrapped
-from .verdict import NUMBERS, Verdict
+from .call_keys import OBJECTS, SUMMED
+from .own_calls import OwnCalls
+from .verdict import Verdict, format_steps
 
 MAX_PARAGRAPHS: Final = 40
+MAX_ROWS: Final = 40
+
+_INDENT: Final = " " * 4
+_MAX_RANGES: Final = 8
 
 
-def verdict_lines(verdict: Verdict, width: int) -> Iterator[str]:
-    """Yield the lines of the verdict, in paragraphs."""
-    yield from wrapped(first_line(verdict), width)
-    paragraphs = merge_equal_cells(verdict.differences)
-    for paragraph in rows_of(paragraphs.head(MAX_PARAGRAPHS)):
-        yield from _paragraph(paragraph, width)
-    if len(paragraphs) > MAX_PARAGRAPHS:
-        yield f"... and {len(paragraphs) - MAX_PARAGRAPHS:,} more; all are in the report's table `reconciliation`"
-    yield from own_lines(verdict.own, width)
-    for reason in verdict.not_compared:
-        yield from wrapped(f"not compared: {reason}.", width)
+def verdict_lines(verdict: Verdict, names: tuple[str, str], width: int, all_differences: str) -> Iterator[str]:
+    """Yield what could not be compared, what was compared, and the differences.
+
+    Args:
+        verdict: The result of the comparison.
+        names: Labels of the expected calls and of the run.
+        width: Characters of the longest line.
+        all_differences: Where all differences are, for the text after the first ones.
+    """
+    for text in verdict.not_compared:
+        yield from wrapped(f"not compared: {text}.", width)
+    yield from _compared_lines(verdict, width)
+    yield from _difference_lines(verdict, names, width, all_differences)
+    for text in verdict.notes:
+        yield from wrapped(f"note: {text}.", width)
+    if not verdict.equal and len(verdict.settings):
+        yield f"differing settings, a possible cause ({names[0]} -> {names[1]}):"
+        for setting in rows_of(verdict.settings):
+            yield from wrapped(f"{setting.name}: {setting.a} -> {setting.b}", width, _INDENT)
+    yield from _own_lines(verdict.own, width)
 
 
-def first_line(verdict: Verdict) -> str:
-    """Return the first line of the verdict."""
-    compared = f"{format_plural(verdict.cells, 'cell')} of rank {format_ranks(verdict.ranks)}"
-    own = f"; in addition, {own_volume(verdict.own.values())} of the program" if verdict.own else ""
-    if len(verdict.differences):
-        return f"differs from the rules: {len(verdict.differences):,} of {compared}{own}"
-    if not verdict.ranks:
-        return "not compared: there are no rules for this job"
-    return f"as expected by the rules: {compared}{own}" + ("; not everything was compared" * bool(verdict.not_compared))
+def heading(verdict: Verdict, equal: str, different: str, nothing: str) -> str:
+    """Return the result in one line: `equal`, `different` or, if `nothing` was compared, that.
+
+    It begins with "partly compared" if that is so, and ends with the volume of the program's own calls.
+    """
+    if verdict.equal and not verdict.compared[0]:
+        return nothing
+    text = ("partly compared, " if verdict.not_compared else "") + (equal if verdict.equal else different)
+    if verdict.own:
+        calls = sum(own.calls for own in verdict.own.values())
+        size = sum(own.payload_bytes for own in verdict.own.values())
+        text += f"; in addition, {format_plural(calls, 'call')}, {format_plural(size, 'byte')} of the program itself"
+    return text
 
 
-def merge_equal_cells(differences: pd.DataFrame) -> pd.DataFrame:
-    """Merge cells that differ only in rank and step, in the order of their first step; `ranks` and `steps` are text."""
-    equal = ["role", "op", *NUMBERS, "calls_max", "causes", "sites"]
-    by_rank = differences.groupby(["rank", *equal], dropna=False, sort=False).agg(
-        steps=("step", format_steps), first=("step", "min")
+def shortened_lines(lines: Iterable[str], ranks: Iterable[int], *, per_rank: bool) -> Iterator[str]:
+    """Yield the lines. Above MAX_SINGLE ranks, shorten lists of ranks, unless `per_rank`."""
+    return iter(lines) if per_rank or len({*ranks}) <= MAX_SINGLE else map(shorten_ranks, lines)
+
+
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Return the lines of a text; further lines are indented below the first."""
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent + _INDENT, break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip
+
+
+def _compared_lines(verdict: Verdict, width: int) -> Iterator[str]:
+    """Yield what was compared, and in which ranks and steps something differs."""
+    ranks, steps = verdict.compared
+    if not steps:
+        yield "no step of any rank could be compared"
+        return
+    (calls_a, bytes_a), (calls_b, bytes_b) = verdict.volumes
+    where = f"compared: {_place(ranks, steps)}, "
+    if not any(verdict.differing):
+        yield from wrapped(f"{where}{format_plural(calls_b, 'call')} of {format_bytes(bytes_b)}", width)
+        return
+    yield from wrapped(f"{where}calls {calls_a:,} -> {calls_b:,}, payload {bytes_a:,} -> {bytes_b:,} bytes", width)
+    yield from wrapped(f"differing: {_place(*verdict.differing)}", width)
+
+
+def _place(ranks: Iterable[int], steps: Iterable[int]) -> str:
+    return f"{_short(format_steps(steps))} of rank {_short(format_ranks(ranks))}"
+
+
+def _difference_lines(verdict: Verdict, names: tuple[str, str], width: int, all_differences: str) -> Iterator[str]:
+    table = verdict.table
+    rows_by_place = itertools.groupby(
+        rows_of(table.loc[table["kind"] != "site"]), lambda row: (row.ranks, row.steps, row.role, row.group)
     )
-    groups = by_rank.reset_index().groupby([*equal, "steps"], dropna=False, sort=False)
-    merged = groups.agg(ranks=("rank", format_ranks), first=("first", "min")).reset_index()
-    return merged.sort_values("first", kind="stable", ignore_index=True)
+    paragraphs = [[*rows] for _, rows in rows_by_place]
+    for rows in paragraphs[:MAX_PARAGRAPHS]:
+        yield from _paragraph(rows, names, width)
+    if len(paragraphs) > MAX_PARAGRAPHS:
+        yield f"... and {len(paragraphs) - MAX_PARAGRAPHS:,} more; all are in {all_differences}"
+    sites = table.loc[table["kind"] == "site", ["sites_a", "sites_b", "calls_a"]]
+    for row in rows_of(sites.groupby(["sites_a", "sites_b"], as_index=False).sum()):
+        text = f"same calls, different call site: {row.sites_a or 'not recorded'} -> {row.sites_b or 'not recorded'}"
+        yield from wrapped(text, width)
 
 
-def _paragraph(row: Any, width: int) -> Iterator[str]:
-    yield f"rank {row.ranks}, {row.steps}, {row.op} of dimension {row.role}:"
-    most = f" (at most {format_plural(row.calls_max, 'call')})" if not pd.isna(row.calls_max) else ""
-    yield f"    expected {_volume(row.expected_calls, row.expected_bytes)}{most}"
-    yield f"    recorded {_volume(row.measured_calls, row.measured_bytes)}: {_difference(row)}"
-    if row.causes:
-        yield from wrapped(f"most likely cause: {row.causes}", width, "    ")
-    if row.sites:
-        yield from wrapped(f"from {row.sites}", width, "    ")
+def _paragraph(rows: list[Any], names: tuple[str, str], width: int) -> Iterator[str]:
+    first = rows[0]
+    if first.kind == "rank":
+        run, calls = (names[0], first.calls_a) if first.calls_a else (names[1], first.calls_b)
+        yield f"rank {_short(first.ranks)}: only in {run}, {format_plural(calls, 'call')}"
+        return
+    yield f"rank {_short(first.ranks)}, {_short(first.steps)}, {_group(first)}:"
+    by_origin = sorted(rows, key=lambda row: (row.kind, *_origin(row)))
+    for (sites, cause), same in itertools.groupby(by_origin[:MAX_ROWS], _origin):
+        if sites:
+            yield from wrapped(f"from {sites}", width, "  ")
+        if cause:
+            yield from wrapped(f"most likely cause: {cause}", width, "  ")
+        for row in same:
+            yield from wrapped(_row(row), width, _INDENT)
+    if len(rows) > MAX_ROWS:
+        yield f"{_INDENT}... and {len(rows) - MAX_ROWS:,} more"
 
 
-def _volume(calls: Any, size: Any) -> str:
-    together = " together" if calls > 1 else ""
-    return f"{format_plural(int(calls), 'call')} of {format_plural(int(size), 'byte')}{together}"
+def _origin(row: Any) -> tuple[str, str]:
+    """Return the call sites of a difference, and its cause."""
+    return str(row.sites_b if row.calls_b > row.calls_a else row.sites_a), str(row.cause)
 
 
-def _difference(row: Any) -> str:
-    calls, size = int(row.measured_calls - row.expected_calls), int(row.measured_bytes - row.expected_bytes)
-    if not calls and not size:
-        return "the same number of calls, different payloads"
-    return f"{calls:+,} calls, {size:+,} bytes"
+def _row(row: Any) -> str:
+    if row.kind == "order":
+        return f"~ {_calls(row.calls_a, row)}, in another order" if row.calls_a else "~ same calls, in another order"
+    change = f" ({row.calls_a:,} -> {row.calls_b:,})" if row.calls_a and row.calls_b else ""
+    return f"{'+' if row.calls_b > row.calls_a else '-'} {_calls(abs(row.calls_b - row.calls_a), row)}{change}"
+
+
+def _calls(number: int, row: Any) -> str:
+    size = "pickled objects" if row.payload == OBJECTS else format_plural(row.payload, "byte")
+    if row.payload == SUMMED:
+        size = f"{format_plural(abs(int(row.difference_bytes)), 'byte')}{' together' * (number > 1)}"
+    elements = " ".join(label for label in (row.dtype, row.reduce_op) if label != "-")
+    phase = f"in {row.phase}" if row.phase != "-" else ""
+    texts = (f"{number:,} {row.op} of {size}", elements, row.peer.replace("=", " ").strip("-"), phase)
+    return ", ".join(text for text in texts if text)
+
+
+def _group(row: Any) -> str:
+    size = re.match(r"([1-9]\d*)(?:/(\d+))?", row.group)
+    if size is None:
+        return "group not known"
+    stride = f" with stride {size[2]}" if size[2] else ""
+    return f"{row.role} group of {format_plural(int(size[1]), 'rank')}{stride}"
+
+
+def _own_lines(own: Mapping[tuple[str, str], OwnCalls], width: int) -> Iterator[str]:
+    """Yield lines that list the program's own calls."""
+    if own:
+        yield "calls of the program itself:"
+    for (site, op), calls in sorted(own.items()):
+        volume = f"{format_plural(calls.calls, op, op)}, {format_plural(calls.payload_bytes, 'byte')}"
+        text = f"{site or 'call site not recorded'}: {volume}, rank {format_ranks(calls.ranks)}"
+        yield from wrapped(text, width, _INDENT)
+
+
+def _short(ranges: str) -> str:
+    """Shorten a list of many ranges: "0,2,4,...,98 (50 ranges)"."""
+    items = ranges.split(",")
+    return ranges if len(items) <= _MAX_RANGES else f"{','.join(items[:3])},...,{items[-1]} ({len(items):,} ranges)"

@@ -11,7 +11,7 @@ from commtrace.theory import Prediction
 from commtrace.theory.expected_calls import WaterfallBar
 
 from .causes import UNEXPLAINED
-from .counted_calls import EqualCalls
+from .run_calls import EqualCalls
 from .step_matching import Cell
 
 BELOW: Final = "sizes that depend on the data: below their bound"
@@ -41,11 +41,11 @@ def waterfall(
     bars: list[RoleBar] = [(bar.role, bar.label, bar.bytes, "cause") for bar in prediction.bars]
     for cause, calls in explained:
         wire = calls.wire or Fraction(0)
-        bars.append((calls.role, cause, wire, UNEXPLAINED if cause == UNEXPLAINED else "cause"))
+        bars.append((calls.key.role, cause, wire, UNEXPLAINED if cause == UNEXPLAINED else "cause"))
     bars += [(cell.key[0], BELOW, cell.below_bound, "cause") for cell in cells]
     totals: dict[str, Fraction] = defaultdict(Fraction)
     for calls in measured:
-        totals[calls.role] += calls.wire or Fraction(0)
+        totals[calls.key.role] += calls.wire or Fraction(0)
     rows = _rows(prediction.closed_form, bars, sum(totals.values(), Fraction(0)), label)
     return rows, [*_rows_by_role(prediction, bars, totals, label)]
 

@@ -46,7 +46,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.compare.call_differences import RunDifferences
+from commtrace.analyses.compare.verdict import Verdict
 from commtrace.analyses.coverage import notes_table
 from commtrace.analyses.table_specs import TABLES, describe_columns
 from commtrace.analyses.table_specs.equivalent_ranks import ALIKE, ALIKE_MEANING, Different, Distribution, reduce_ranks
@@ -78,12 +78,12 @@ def scaling_to_json(tables: Mapping[str, pd.DataFrame], sentences: Sequence[str]
     return _document("commtrace-scaling", tables if per_rank else _reduced(tables), last={"sentences": [*sentences]})
 
 
-def diff_to_json(differences: RunDifferences, *, per_rank: bool = False) -> str:
+def diff_to_json(verdict: Verdict, *, per_rank: bool = False) -> str:
     """Return the differences between two runs as a JSON document; with `per_rank`, every row of every rank."""
-    tables = {"call_differences": differences.table, "setting_differences": differences.settings}
+    tables = {"call_differences": verdict.table, "setting_differences": verdict.settings}
     tables = tables if per_rank else _reduced(tables)
-    last = {"not_compared": [*differences.not_compared], "notes": [*differences.notes]}
-    return _document("commtrace-diff", tables, last=last, equal=differences.equal)
+    last = {"not_compared": [*verdict.not_compared], "notes": [*verdict.notes]}
+    return _document("commtrace-diff", tables, last=last, equal=verdict.equal)
 
 
 def _reduced(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:

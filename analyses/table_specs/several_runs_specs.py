@@ -146,6 +146,9 @@ DIFFERENCE_TABLES: Final = (
         count("calls_b", "calls in B", "The same in the second run."),
         text_column("sites_a", "call sites in A", "Call sites that make more of these calls in the first run."),
         text_column("sites_b", "call sites in B", "The same in the second run."),
+        column("bytes", format_count, "difference_bytes", "difference, bytes",
+            "Payload of these calls in B minus A; missing for pickled objects."),
+        text_column("cause", "cause", 'Most likely cause of the difference; "" if none is known.'),
     ), merge_by="ranks"),
     TableSpec("setting_differences", "Settings that differ between two runs", "A row per setting.", (
         text_column("name", "setting", "World size, library version, environment variable, or field of the job."),

@@ -4,21 +4,21 @@ The expected calls come from one of three sources:
 
   rules            predicted from the job (its parameters, parallel degrees and
                    settings) by rules that reproduce the calls of PyTorch,
-                   DeepSpeed and Megatron. Differences are printed with a likely
-                   cause. Calls of the program itself, or of a framework without
-                   rules, are listed; they fail the check only with --strict
+                   DeepSpeed and Megatron. Calls of the program itself, or of a
+                   framework without rules, are listed; they fail the check only
+                   with --strict
   --against DIR2   the log of a dry run of the same program or of an earlier run
   --baseline FILE  a text file for version control, which --update-baseline FILE
                    writes
 
-With rules, cells are compared. A cell is one operation of one parallel
-dimension in one step of one rank.
+With rules, whose calls have no order, cells are compared. A cell is one
+operation of one parallel dimension in one step of one rank.
 
 The first line is the result, unless the job hangs. Exit status:
 
   0  as expected; with --tolerance, the payloads of all cells are within it
-  1  a call differs; it is printed with call sites and, with rules, the most
-     likely cause
+  1  a call differs; it is printed with call sites and, if one is known, the
+     most likely cause
      or: a rank is missing (--against, --baseline)
   2  the command failed: a log or FILE cannot be read, or the arguments are wrong
   3  nothing differs, but some calls could not be compared: records were lost, a
@@ -39,20 +39,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from commtrace.errors import CommtraceError
 from commtrace.output_files import atomic_write
 from commtrace.reading.log_notes import print_notes
 
-from .exit_status import AS_EXPECTED, DIFFERENT, NOT_COMPARED, STUCK
+from .exit_status import STUCK, status_of
 from .option_types import add_shared, exact_fraction
 from .theory import add_options, options_of
 
 if TYPE_CHECKING:
-    from commtrace.analyses.fold_engine import Analysis
+    from commtrace.analyses.compare.verdict import Verdict
     from commtrace.run import Run
 
 
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argparse.Namespace], int]) -> int:
     """Print the stuck calls, the comparison and the notes, and return the exit status."""
     from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
-    from commtrace.analyses.compare.comparison_text import wrapped
+    from commtrace.analyses.compare.verdict_text import wrapped
     from commtrace.analyses.report.findings import diagnosis
 
     try:
@@ -106,50 +106,39 @@ def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argp
 
 
 def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
-    from commtrace.analyses.compare.comparison_text import shortened_lines, wrapped
-    from commtrace.analyses.compare.verdict import compute_verdict, declare_own, describe_losses
-    from commtrace.analyses.compare.verdict_text import verdict_lines
-    from commtrace.analyses.fold_engine import fold
+    from commtrace.analyses.compare.rules_verdict import check_by_rules
 
-    tables = fold(run, [declare_own(_analysis(run, arguments), arguments.own)])
-    for versions in tables["theory"]["other_versions"].dropna().unique():
+    options = {name: getattr(arguments, name) for name in ("tolerance", "strict", "per_rank")}
+    verdict, comparison = check_by_rules(run, _jobs(run, arguments), arguments.own, **options)
+    for versions in dict.fromkeys(row["other_versions"] for row in comparison.theory if row["other_versions"]):
         print(f"commtrace: rules were written against other versions: {versions}", file=sys.stderr)
-    # Ranks that a dry run left out are not missing.
-    world_size = None if run.simulated else run.world_size
-    problems = ((process.rank, (process.losses, process.summary_problem)) for process in run.processes)
-    losses = [(rank, problem) for rank, of_rank in problems for problem in of_rank if problem]
-    verdict = compute_verdict(
-        tables,
-        [*run.ranks, *run.ranks_not_selected],
-        world_size,
-        arguments.tolerance,
-        strict=arguments.strict,
-        losses=describe_losses(losses, per_rank=arguments.per_rank),
-    )
-    lines = verdict_lines(verdict, arguments.width)
-    print(*shortened_lines(lines, run.ranks, per_rank=arguments.per_rank), sep="\n")
+    status = _print_verdict(verdict, "the rules", "the report's table `reconciliation`", run, arguments)
     if run.simulated:
         print(f"simulated: {len(run.ranks):,} of {run.world_size:,} ranks were run, and nothing was sent")
-    if not verdict.ranks:
-        log = arguments.directory
-        hints = (
-            "to compare with a dry run of the same program instead:",
-            f"    commtrace dryrun --world-size {run.world_size or 'N'} --ranks all --out DIR2 python train.py ...",
-            f"    commtrace check {log} --against DIR2",
-            "to accept this run as the baseline of later ones:",
-            f"    commtrace check {log} --update-baseline FILE",
-        )
-        print(*(line for hint in hints for line in wrapped(hint, arguments.width)), sep="\n")
-    if len(verdict.differences):
-        return DIFFERENT
-    return AS_EXPECTED if verdict.agrees else NOT_COMPARED
+    if not verdict.compared[0]:
+        _print_alternatives(run, arguments)
+    return status
+
+
+def _print_alternatives(run: Run, arguments: argparse.Namespace) -> None:
+    """Print what else a run without rules can be compared with."""
+    from commtrace.analyses.compare.verdict_text import wrapped
+
+    log = arguments.directory
+    hints = (
+        "to compare with a dry run of the same program instead:",
+        f"    commtrace dryrun --world-size {run.world_size or 'N'} --ranks all --out DIR2 python train.py ...",
+        f"    commtrace check {log} --against DIR2",
+        "to accept this run as the baseline of later ones:",
+        f"    commtrace check {log} --update-baseline FILE",
+    )
+    print(*(line for hint in hints for line in wrapped(hint, arguments.width)), sep="\n")
 
 
 def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.compare.baseline import read_baseline
     from commtrace.analyses.compare.call_differences import compare_calls
-    from commtrace.analyses.compare.comparison_text import compared_lines, difference_lines, own_lines, shortened_lines
-    from commtrace.analyses.compare.run_calls import read_calls
+    from commtrace.analyses.compare.recorded_calls import read_calls
     from commtrace.run import open_run
 
     own = [*arguments.own]
@@ -162,21 +151,25 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
         expected = read_calls(against, own)
         print_notes(against.notes, per_rank=arguments.per_rank)
         source = f"the {'dry run' if against.simulated else 'run'} {arguments.against}"
-    measured = read_calls(run, own)
-    differences = compare_calls(expected, measured)
-    status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else AS_EXPECTED
-    verdicts = {AS_EXPECTED: "matches", DIFFERENT: "differs from", NOT_COMPARED: "partly compared, matches"}
-    width = arguments.width
-    names = "expected", "recorded"
-    lines = (*compared_lines(differences, width), *difference_lines(differences, names, width))
-    lines = (*lines, *own_lines(measured.own, width))
-    print(f"{verdicts[status]} {source}", *shortened_lines(lines, run.ranks, per_rank=arguments.per_rank), sep="\n")
-    return status
+    verdict = compare_calls(expected, read_calls(run, own))
+    return _print_verdict(verdict, source, "the tables of `commtrace diff --json`", run, arguments)
+
+
+def _print_verdict(verdict: Verdict, source: str, all_differences: str, run: Run, arguments: argparse.Namespace) -> int:
+    """Print the verdict on a run, and return the exit status."""
+    from commtrace.analyses.compare.verdict_text import heading, shortened_lines, verdict_lines
+
+    lines = [
+        heading(verdict, f"matches {source}", f"differs from {source}", f"not compared with {source}"),
+        *verdict_lines(verdict, ("expected", "recorded"), arguments.width, all_differences),
+    ]
+    print(*shortened_lines(lines, run.ranks, per_rank=arguments.per_rank), sep="\n")
+    return status_of(verdict)
 
 
 def _update_baseline(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.compare.baseline import read_baseline, to_text
-    from commtrace.analyses.compare.run_calls import read_calls
+    from commtrace.analyses.compare.recorded_calls import read_calls
 
     path: Path = arguments.update_baseline
     own = [*arguments.own, *(read_baseline(path).own if path.exists() else ())]
@@ -189,13 +182,12 @@ def _update_baseline(run: Run, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _analysis(run: Run, arguments: argparse.Namespace) -> Analysis:
-    from commtrace.analyses.compare import reconciliation
+def _jobs(run: Run, arguments: argparse.Namespace) -> Sequence[Mapping[str, Any]]:
+    """Return the job row of each stage from configuration files; none without them."""
     from commtrace.theory.forecast import PlanError, forecast
 
     if arguments.config is None:
-        return reconciliation.DIFFERENCES
+        return ()
     if run.world_size is None:
         raise PlanError(f"{run.log.path}: the log does not say how many ranks the run has; remove --config")
-    plan = forecast(arguments.config, run.world_size, options_of(arguments)).plan
-    return reconciliation.differences_from(*plan.rows)
+    return forecast(arguments.config, run.world_size, options_of(arguments)).plan.rows

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .exit_status import AS_EXPECTED, DIFFERENT, NOT_COMPARED
+from .exit_status import status_of
 from .option_types import add_shared
 
 
@@ -32,8 +32,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences, and return the exit status."""
     from commtrace.analyses.compare.call_differences import compare_calls
-    from commtrace.analyses.compare.comparison_text import compared_lines, difference_lines, own_lines, shortened_lines
-    from commtrace.analyses.compare.run_calls import read_calls
+    from commtrace.analyses.compare.recorded_calls import read_calls
+    from commtrace.analyses.compare.verdict_text import heading, shortened_lines, verdict_lines
     from commtrace.analyses.report.document import diff_to_json
     from commtrace.reading.executors import open_executor
     from commtrace.reading.log_notes import print_notes
@@ -43,14 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
         runs = [open_run(path, recover=True, executor=executor) for path in (arguments.a, arguments.b)]
         a, b = (read_calls(run, arguments.own) for run in runs)
     print_notes((note for run in runs for note in run.notes), per_rank=arguments.per_rank)
-    differences = compare_calls(a, b)
-    status = DIFFERENT if not differences.equal else NOT_COMPARED if differences.not_compared else AS_EXPECTED
+    verdict = compare_calls(a, b)
     if arguments.json:
-        print(diff_to_json(differences, per_rank=arguments.per_rank))
-        return status
-    width = arguments.width
-    heading = {AS_EXPECTED: "equal", DIFFERENT: "different", NOT_COMPARED: "partly compared, equal"}[status]
-    lines = (*compared_lines(differences, width), *difference_lines(differences, ("A", "B"), width))
-    shown = shortened_lines((*lines, *own_lines(b.own, width)), [*a.ranks, *b.ranks], per_rank=arguments.per_rank)
-    print(heading, *shown, sep="\n")
-    return status
+        print(diff_to_json(verdict, per_rank=arguments.per_rank))
+        return status_of(verdict)
+    first = heading(verdict, "equal", "different", "not compared")
+    lines = verdict_lines(verdict, ("A", "B"), arguments.width, "the tables of `commtrace diff --json`")
+    print(first, *shortened_lines(lines, [*a.ranks, *b.ranks], per_rank=arguments.per_rank), sep="\n")
+    return status_of(verdict)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from commtrace.analyses.compare.verdict import Verdict
 
 AS_EXPECTED: Final = 0
 """The command did what it was asked to do, also for a partial log. In a comparison: nothing differs."""
@@ -16,3 +19,8 @@ STUCK: Final = 4
 """The job hangs, or a rank died while others were waiting for it."""
 INTERRUPTED: Final = 130
 """The user interrupted the command: 128 and the number of SIGINT, as shells have it."""
+
+
+def status_of(verdict: Verdict) -> int:
+    """Return the exit status of a command that compares a run with expected calls."""
+    return DIFFERENT if not verdict.equal else NOT_COMPARED if verdict.not_compared else AS_EXPECTED

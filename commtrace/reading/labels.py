@@ -27,6 +27,7 @@ Array: TypeAlias = npt.NDArray[Any]
 UNKNOWN: Final = "unknown"
 """Label of an id without a row in the tables."""
 
+_KIND_LABELS: Final = ("op", "variant", "api", "dtype", "reduce_op")
 # Columns of the event table that are text there and ids in records, with the record field of the id.
 LABEL_COLUMNS: Final = {
     **dict.fromkeys(("op", "variant", "api", "dtype"), "kind"),
@@ -80,7 +81,7 @@ class RunLabels:
         with_messages = [numbers["group"][group] for group in message_roles]
         self._role_of_messages[with_messages] = len(role_labels) + np.arange(len(message_roles))
         self._labels: dict[str, Array] = {
-            **{name: _by_id(getattr(kind, name) for kind in kinds) for name in ("op", "variant", "api", "dtype")},
+            **{name: _by_id(getattr(kind, name) for kind in kinds) for name in _KIND_LABELS},
             "group": _by_id(group_label(group) for group in groups),
             "group_ranks": _by_id(group.ranks_label for group in groups),
             "role": np.array([*role_labels, *message_roles.values()], object),

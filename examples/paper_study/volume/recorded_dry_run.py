@@ -12,11 +12,11 @@ from typing import Final, TypeAlias
 
 import pandas as pd
 
-from commtrace.analyses.compare import reconciliation
 from commtrace.analyses.compare.causes import UNEXPLAINED
-from commtrace.analyses.compare.verdict import Verdict, compute_verdict
+from commtrace.analyses.compare.rules_verdict import check_by_rules
+from commtrace.analyses.compare.verdict import Verdict
 from commtrace.analyses.compare.verdict_text import verdict_lines
-from commtrace.analyses.fold_engine import NamedTables, fold
+from commtrace.analyses.fold_engine import NamedTables
 from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import format_bytes, format_signed
 from commtrace.run import Run, open_run
@@ -69,7 +69,7 @@ class RecordedDryRun:
             return ""
         steady = max((prediction.steady for prediction in self.predictions.values()), default=0)
         early = [f"steps are equal from {steady} on, but the last one is {self.last}"] if self.last < steady else []
-        differing = [] if self.verdict.agrees else verdict_lines(self.verdict, 120)
+        differing = [] if self.verdict.agrees else verdict_lines(self.verdict, ("expected", "recorded"), 120, "the log")
         return " ".join(line.strip() for line in differing) + "".join(early)
 
     @cached_property
@@ -185,8 +185,8 @@ def format_causes(causes: list[tuple[str, int]]) -> str:
 def read(run: DryRun, folder: Path) -> RecordedDryRun:
     """Read the log of a dry run. Raises LogError."""
     log = open_run(folder)
-    theory = fold(log, [reconciliation.ANALYSIS])
-    verdict = compute_verdict(theory, log.ranks, None, strict=True)
+    verdict, comparison = check_by_rules(log, strict=True)
+    theory = comparison.tables(include_matching_steps=True)
     return RecordedDryRun(run, folder, _calls(log), theory, verdict, _predictions(log), _parameters(log))
 
 

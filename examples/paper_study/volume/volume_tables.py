@@ -62,7 +62,7 @@ def points(runs: Iterable[RecordedDryRun]) -> pd.DataFrame:
 
 def _rank_rows(recorded: RecordedDryRun) -> Iterator[dict[str, object]]:
     theory = {int(row.rank): row for row in rows_of(recorded.theory["theory"])}
-    different = {int(rank) for rank in recorded.verdict.differences["rank"]}
+    different, _ = recorded.verdict.differing
     first = min(recorded.run.run)
     for rank in sorted(theory):
         expected = theory[rank]

@@ -82,7 +82,7 @@ def test_a_run_without_one_of_its_ranks(logs: Path, tmp_path: Path, capsys: Capt
 def test_rules_list_calls_of_the_program(logs: Path, capsys: Captured) -> None:
     status, out = run_command(capsys, "check", logs / "more")
     assert status == 0
-    assert out.startswith("as expected by the rules: ")
+    assert out.startswith("matches the rules; in addition, ")
     assert "calls_of_the_program: 22 all_reduce" in out
     assert run_command(capsys, "check", logs / "more", "--strict")[0] == 1
     assert run_command(capsys, "check", logs / "more", "--strict", "--own", "changed_training.py")[0] == 0

@@ -20,11 +20,11 @@ import sequence_trainings
 import sharding
 import trainings
 from broken_rules import OF_EVALUATIONS, break_rule
+from matched_calls import unmatched_calls
 from record_blocks import block_of
 
 from commtrace.analyses.compare import counted_calls as measured
-from commtrace.analyses.compare.counted_calls import EqualCalls
-from commtrace.analyses.compare.step_matching import compare
+from commtrace.analyses.compare.run_calls import EqualCalls
 from commtrace.run import Run
 from commtrace.schema import Records
 from commtrace.theory import NotPredictedError, predict
@@ -38,12 +38,12 @@ Steps = dict[int, list[EqualCalls]]
 def measured_steps(run: Run, records: Records, rank: int = 0) -> Steps:
     """Return the calls of one rank by step."""
     table = measured.merge([measured.partial(block_of(run, records, rank))])
-    texts = {name: run.labels.distinct(name)[table[name]] for name in ("role", "op", "phase", "site")}
+    texts = {name: run.labels.distinct(name)[table[name]] for name in ("role", "op", "phase", "site", "dtype")}
     table = table.assign(**texts)
-    own = measured.measured_steps(table, len(run.processes))
-    steps = np.arange(-1, measured.last_steps(table, len(run.processes))[rank] + 1)
-    calls = {step: [*own.calls[row]] for step, row in zip(steps.tolist(), own.of(rank, steps).tolist(), strict=True)}
-    return {step: step_calls for step, step_calls in calls.items() if step_calls}
+    contents, by_process = measured.count_steps(table, run.labels, len(run.processes))
+    steps = np.arange(-1, by_process[rank].last_step + 1)
+    rows = zip(steps.tolist(), by_process[rank].at(steps).tolist(), strict=True)
+    return {step: [*contents[row].calls] for step, row in rows if row}
 
 
 def records_of(run: Run, rank: int = 0) -> Records:
@@ -135,12 +135,7 @@ def is_clean(job: dict[str, Any], steps: Steps) -> bool:
         prediction = predict(job)
     except NotPredictedError:
         return False
-    cells = [
-        cell
-        for step in {-1, *steps}
-        for cell in compare(prediction.step(step), steps.get(step, []), prediction.ranks_of)
-    ]
-    return not any(cell.unmatched for cell in cells)
+    return not differs(prediction, steps, {-1, *steps})
 
 
 def rule_id(rule: Rule) -> str:
@@ -227,15 +222,11 @@ def test_a_call_that_is_hidden_shows(name: str) -> None:
     clean = [
         number
         for number in range(len(records))
-        if not differs(prediction, measured_steps(run, np.delete(records, number)))
+        if not differs(prediction, steps := measured_steps(run, np.delete(records, number)), {-1, 0, 1, 2, *steps})
     ]
     assert clean == []
 
 
-def differs(prediction: Any, steps: Steps) -> bool:
-    """Return whether calls are left unmatched."""
-    return any(
-        cell.unmatched
-        for step in {-1, 0, 1, 2, *steps}
-        for cell in compare(prediction.step(step), steps.get(step, []), prediction.ranks_of)
-    )
+def differs(prediction: Any, steps: Steps, numbers: set[int]) -> bool:
+    """Return whether calls of the steps with these numbers are left unmatched."""
+    return any(unmatched_calls(prediction.step(step), steps.get(step, []), prediction) for step in numbers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ pytest.importorskip("yaml")
 
 import sequence_trainings
 import trainings
+from matched_calls import counted_calls, summed_calls, unmatched_calls
 from theory_assertions import Runs, assert_described, assert_exact, tables
 
-from commtrace.analyses.compare.counted_calls import EqualCalls
-from commtrace.analyses.compare.step_matching import compare
+from commtrace.analyses.compare.run_calls import EqualCalls
 from commtrace.analyses.compare.waterfall import BELOW
 from commtrace.theory import ExpectedCall
 
@@ -76,17 +75,14 @@ def test_sizes_that_depend_on_the_data_are_within_their_bounds(name: str) -> Non
 def test_a_size_beyond_its_bounds_shows() -> None:
     bounded = ExpectedCall("all_to_all", 100, "tokens", 2, role="expert", min_payload=40)
 
-    def calls(size: int, bytes_: int = 0) -> EqualCalls:
-        count = 1 if size >= 0 else 2
-        sizes = size, count, bytes_ or size, Fraction(bytes_ or size, 2)
-        return EqualCalls("expert", "all_to_all", *sizes, "forward", "a line")
+    def calls(size: int) -> EqualCalls:
+        return counted_calls("expert", "all_to_all", size)
 
     def unmatched(*measured: EqualCalls) -> list[int]:
-        (cell,) = compare([bounded], measured, lambda _: 2)
-        return sorted(equal_calls.payload * equal_calls.calls for equal_calls in cell.unmatched)
+        return sorted(equal.key.payload * equal.calls for equal in unmatched_calls([bounded], measured))
 
     assert unmatched(calls(40), calls(100)) == []
     assert unmatched(calls(39), calls(70)) == [-100, 39]
     assert unmatched(calls(101), calls(70)) == [-100, 101]
-    assert unmatched(calls(-1, 150)) == []  # only sums
-    assert unmatched(calls(-1, 79)) != []
+    assert unmatched(summed_calls("expert", "all_to_all", 150, 2)) == []
+    assert unmatched(summed_calls("expert", "all_to_all", 79, 2)) != []

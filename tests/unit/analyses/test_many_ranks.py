@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commtrace.analyses import analyse
-from commtrace.analyses.compare.comparison_text import shortened_lines
-from commtrace.analyses.compare.verdict import describe_losses
+from commtrace.analyses.compare.rules_verdict import describe_losses
+from commtrace.analyses.compare.verdict_text import shortened_lines
 from commtrace.analyses.figures import delays
 from commtrace.analyses.fold_engine import NamedTables
 from commtrace.analyses.report import SECTIONS, terminal

@@ -13,7 +13,7 @@ from networks import ideal, results
 
 from commtrace.analyses import analyse
 from commtrace.analyses.compare.call_differences import compare_calls
-from commtrace.analyses.compare.run_calls import read_calls
+from commtrace.analyses.compare.recorded_calls import read_calls
 from commtrace.analyses.fold_engine import fold
 from commtrace.analyses.network_efficiency import network_analysis
 from commtrace.analyses.report.document import comparison_to_json, report_to_json, scaling_to_json

@@ -12,6 +12,7 @@ from factory import ALL_GATHER, ALL_REDUCE, BARRIER, WORLD, LogFactory, Records,
 from record_blocks import block_of
 
 from commtrace.analyses.compare import counted_calls as measured
+from commtrace.analyses.compare.call_keys import SUMMED
 from commtrace.analyses.compare.counted_calls import DETAILED_STEPS
 from commtrace.run import Run, open_run
 
@@ -39,12 +40,14 @@ def table_of(run: Run, records: list[Records], rng: np.random.Generator) -> pd.D
     ]
     first, *rest = [measured.partial(blocks[number]) for number in rng.permutation(len(blocks))]
     table = measured.merge([first, measured.merge(rest)])
-    return table.assign(**{name: run.labels.distinct(name)[table[name]] for name in ("role", "op", "phase", "site")})
+    return table.assign(
+        **{name: run.labels.distinct(name)[table[name]] for name in ("role", "op", "phase", "site", "dtype")}
+    )
 
 
 def counted(calls: Records) -> Counter[tuple[str, int]]:
     """Count calls by operation and payload; the payload is kept only in the first steps."""
-    payload = np.where(calls["step"] < DETAILED_STEPS, calls["payload"], -1)
+    payload = np.where(calls["step"] < DETAILED_STEPS, calls["payload"], SUMMED)
     return Counter((OPS[kind], size) for kind, size in zip(calls["kind"].tolist(), payload.tolist(), strict=True))
 
 
@@ -57,22 +60,23 @@ def test_each_step_has_its_calls(seed: int, tmp_path: Path) -> None:
     run = open_run(tmp_path)
     records = [training(rng) for _ in range(RANKS)]
     table = table_of(run, records, rng)
-    steps_by_rank = measured.measured_steps(table, RANKS)
+    contents, calls_by_rank = measured.count_steps(table, run.labels, RANKS)
     chosen = np.flatnonzero(rng.random(STEPS) < 0.5)
     sums = measured.sums_in(table, chosen)
     for rank, rank_records in enumerate(records):
         assert measured.last_steps(table, RANKS)[rank] == rank_records["step"].max()
+        assert calls_by_rank[rank].last_step == rank_records["step"].max()
         steps = np.arange(-1, STEPS)
         by_step = rank_records[np.argsort(rank_records["step"], kind="stable")]
         begins = np.searchsorted(by_step["step"], np.arange(-1, STEPS + 1))
-        for number, index in enumerate(steps_by_rank.of(rank, steps).tolist()):
+        for number, index in enumerate(calls_by_rank[rank].at(steps).tolist()):
             calls = by_step[begins[number] : begins[number + 1]]
-            assert {(same.op, same.payload): same.calls for same in steps_by_rank.calls[index]} == counted(calls)
-            assert sum(same.bytes for same in steps_by_rank.calls[index]) == calls["payload"].sum()
+            equal = contents[index].calls
+            assert {(same.key.op, same.key.payload): same.calls for same in equal} == counted(calls)
+            assert sum(same.bytes for same in equal) == calls["payload"].sum()
             assert bool(index) == bool(len(calls))
         in_chosen = rank_records[np.isin(rank_records["step"], chosen)]
         rows = sums[sums["process"] == rank]
         assert (rows["calls"].sum(), rows["payload_bytes"].sum()) == (len(in_chosen), in_chosen["payload"].sum())
     assert len(table) < sum(map(len, records))
-    contents = [frozenset(same) for same in steps_by_rank.calls]
-    assert len({*contents}) == len(contents)
+    assert len({frozenset(step.calls) for step in contents}) == len(contents)

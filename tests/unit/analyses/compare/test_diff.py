@@ -22,9 +22,10 @@ from factory import (
     training,
 )
 
-from commtrace.analyses.compare.call_differences import RunDifferences, compare_calls
+from commtrace.analyses.compare.call_differences import compare_calls
 from commtrace.analyses.compare.call_keys import group_shape, site_name
-from commtrace.analyses.compare.run_calls import read_calls
+from commtrace.analyses.compare.recorded_calls import read_calls
+from commtrace.analyses.compare.verdict import Verdict
 from commtrace.cli import main
 from commtrace.reading.table_reader import Site
 from commtrace.run import Run, open_run
@@ -84,15 +85,15 @@ def run_of(
     return open_run(path)
 
 
-def compared(a: Run, b: Run) -> RunDifferences:
+def compared(a: Run, b: Run) -> Verdict:
     return compare_calls(read_calls(a), read_calls(b))
 
 
-def diff(tmp_path: Path, a: Rows, b: Rows, **options: Any) -> RunDifferences:
+def diff(tmp_path: Path, a: Rows, b: Rows, **options: Any) -> Verdict:
     return compared(run_of(tmp_path / "a", a), run_of(tmp_path / "b", b, **options))
 
 
-def difference_rows(differences: RunDifferences) -> list[tuple[object, ...]]:
+def difference_rows(differences: Verdict) -> list[tuple[object, ...]]:
     """Return the rows of the table as (kind, ranks, steps, op, payload, calls in a, calls in b)."""
     table = differences.table[["kind", "ranks", "steps", "op", "payload", "calls_a", "calls_b"]]
     return [*table.itertuples(index=False, name=None)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,11 +25,10 @@ from expected_runs import (
     without_optimizer,
 )
 from factory import LogFactory, record
+from matched_calls import counted_calls, unmatched_calls
 
-from commtrace.analyses.compare import reconciliation
 from commtrace.analyses.compare.causes import CAUSES, UNEXPLAINED
-from commtrace.analyses.compare.counted_calls import DETAILED_STEPS, EqualCalls
-from commtrace.analyses.compare.step_matching import compare
+from commtrace.analyses.compare.counted_calls import DETAILED_STEPS
 from commtrace.analyses.table_specs import TABLES
 from commtrace.run import Run, open_run
 from commtrace.schema import Phase, Records
@@ -166,7 +164,7 @@ def test_a_run_without_a_job(tmp_path: Path) -> None:
 
 def test_columns(tmp_path: Path) -> None:
     full, empty = run_of(tmp_path / "a", every_step(), ZERO_1), run_of(tmp_path / "b", every_step())
-    for name in reconciliation.TABLE_NAMES:
+    for name in ("theory", "expected", "reconciliation", "waterfall", "waterfall_by_role"):
         assert [*full.table(name).columns] == [*empty.table(name).columns] == TABLES[name].column_names
         assert full.table(name).dtypes.to_dict() == empty.table(name).dtypes.to_dict()
 
@@ -227,7 +225,7 @@ def test_tables_are_frames(tmp_path: Path) -> None:
 def test_a_library_s_call_in_an_evaluation_is_sooner_the_expected_one_than_a_call_of_the_program() -> None:
     """A library's calls in training match first, then those in evaluations, then calls of the program."""
     calls = [
-        EqualCalls("data", "broadcast", 8, 1, 8, Fraction(8), phase, site, 2)
+        counted_calls("data", "broadcast", 8, site=site, phase=phase)
         for phase, site in (
             ("init", "train.py:3 main"),
             ("evaluation", "site-packages/deepspeed/utils.py:89 compare"),
@@ -236,6 +234,6 @@ def test_a_library_s_call_in_an_evaluation_is_sooner_the_expected_one_than_a_cal
     ]
     unmatched_phases = []
     for expected in (1, 2, 3):
-        (cell,) = compare([ExpectedCall("broadcast", 8, "comparison", expected)], calls, lambda role: 2)
-        unmatched_phases.append([leftover.phase for leftover in cell.unmatched])
+        leftovers = unmatched_calls([ExpectedCall("broadcast", 8, "comparison", expected)], calls)
+        unmatched_phases.append([leftover.key.phase for leftover in leftovers])
     assert unmatched_phases == [["evaluation", "init"], ["init"], []]

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 from broken_rules import break_rule
+from matched_calls import counted_calls, unmatched_calls
 
-from commtrace.analyses.compare.counted_calls import EqualCalls
-from commtrace.analyses.compare.step_matching import compare
+from commtrace.analyses.compare.run_calls import EqualCalls
 from commtrace.theory import ExpectedCall, NotPredictedError, predict
 from commtrace.theory.configs.gpt_neox import planning
 from commtrace.theory.configs.gpt_neox.program_config import ProgramConfig
@@ -46,10 +46,7 @@ def recorded_steps(name: str, number: int) -> Iterator[tuple[int, list[EqualCall
         calls = steps[stored] if isinstance(stored, str) else stored
         yield (
             int(step),
-            [
-                EqualCalls(role, op, payload, count, payload * count, None, ranks=ranks)
-                for role, op, payload, ranks, count in calls
-            ],
+            [counted_calls(role, op, payload, count, ranks=ranks) for role, op, payload, ranks, count in calls],
         )
 
 
@@ -59,8 +56,7 @@ def leftovers(name: str, number: int, row: dict[str, Any] | None = None) -> list
     return [
         (step, leftover)
         for step, calls in recorded_steps(name, number)
-        for cell in compare(prediction.step(step), calls, prediction.ranks_of)
-        for leftover in cell.unmatched
+        for leftover in unmatched_calls(prediction.step(step), calls, prediction)
     ]
 
 

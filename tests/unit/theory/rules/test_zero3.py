@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matched_calls import counted_calls, unmatched_calls
 
-from commtrace.analyses.compare.counted_calls import EqualCalls
-from commtrace.analyses.compare.step_matching import compare
 from commtrace.theory import NotPredictedError, predict
 from commtrace.theory.job import Job, ModuleNode
 from commtrace.theory.rules.deepspeed import zero3
@@ -30,14 +29,13 @@ def leftovers(job: dict[str, Any], steps: dict[str, Any]) -> list[tuple[int, str
     """Return (step, operation, payload, calls) that are only expected (calls below 0) or only recorded."""
     prediction = predict(job)
     return [
-        (int(step), call.op, call.payload, call.calls)
+        (int(step), call.key.op, call.key.payload, call.calls)
         for step, calls in steps.items()
-        for cell in compare(
+        for call in unmatched_calls(
             prediction.step(int(step)),
-            [EqualCalls("data", op, size, count, size * count, None, ranks=2) for op, size, count in calls],
-            prediction.ranks_of,
+            [counted_calls("data", op, size, count) for op, size, count in calls],
+            prediction,
         )
-        for call in cell.unmatched
     ]
 
 

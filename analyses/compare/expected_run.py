@@ -1,0 +1,136 @@
+"""The run that rules expect: the calls of jobs by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from commtrace.analyses.grouping import Array
+from commtrace.reading.process_reader import Process
+from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict
+from commtrace.theory.expected_calls import exact_wire_bytes
+from commtrace.theory.rules.registry import DEEPSPEED, TORCH
+
+from .call_keys import ANY, CallKey
+from .run_calls import EqualCalls, StepCalls
+
+_MAX_BYTES: Final = 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class ExpectedSteps:
+    """Expected calls of ranks with equal jobs.
+
+    Attributes:
+        prediction: The prediction.
+        calls: The distinct sets of calls that steps have.
+        contents: The same as calls of a run.
+        content: Index into `calls` and `contents` for each step, int64, shape (steps,).
+        payload_bytes: Payload of the calls of all steps.
+    """
+
+    prediction: Prediction
+    calls: Sequence[Sequence[ExpectedCall]]
+    contents: Sequence[StepCalls]
+    content: Array
+    payload_bytes: int
+
+
+class ExpectedRun:
+    """The expected calls of the ranks of a run in given steps (-1 is start-up). Equal jobs are predicted once."""
+
+    def __init__(self, steps: Array) -> None:
+        self._steps = steps
+        self._by_job: list[tuple[Mapping[str, Any], ExpectedSteps | NotPredictedError]] = []
+
+    def of(self, job: Mapping[str, Any]) -> ExpectedSteps:
+        """Return the expected calls of a job, the same object for equal jobs. Raise NotPredictedError without rules."""
+        expected = next((steps for known, steps in self._by_job if known == job), None)
+        if expected is None:
+            try:
+                expected = _predict_steps(job, self._steps)
+            except NotPredictedError as reason:
+                expected = reason
+            self._by_job.append((job, expected))
+        if isinstance(expected, NotPredictedError):
+            raise expected
+        return expected
+
+
+def expected_step(calls: Iterable[ExpectedCall], prediction: Prediction) -> StepCalls:
+    """Return the calls that rules expect in a step; rules leave some labels open."""
+    by_key: dict[CallKey, EqualCalls] = {}
+    for call in calls:
+        group = str(call.ranks) if call.ranks else ANY
+        key = CallKey(call.op, call.payload, ANY, ANY, ANY, call.role, group, ANY)
+        wire = exact_wire_bytes(call.op, call.payload, call.ranks or prediction.ranks_of(call.role)) * call.calls
+        same = by_key.setdefault(key, EqualCalls(key, 0, 0))
+        by_key[key] = replace(
+            same,
+            calls=same.calls + call.calls,
+            bytes=same.bytes + call.bytes,
+            wire=wire + (same.wire or 0),
+            min_payload=same.min_payload if call.min_payload is None else call.min_payload,
+        )
+    return StepCalls(tuple(by_key.values()))
+
+
+def captured_job(process: Process) -> Mapping[str, Any]:
+    """Return the job row of a process. Raise NotPredictedError unless it trained one model."""
+    jobs = [*process.tables.jobs.values()]
+    if len(jobs) != 1:
+        raise NotPredictedError(f"the process trained {len(jobs)} models" if jobs else "no job was captured")
+    return jobs[0]
+
+
+def versions_of(process: Process) -> Mapping[str, Any]:
+    """Return the versions of libraries in a process, by name."""
+    known = process.tables.process.get("versions")
+    return known if isinstance(known, Mapping) else {}
+
+
+def other_versions(versions: Mapping[str, object]) -> str | None:
+    """Return the libraries whose version differs from that of the rules; None if there are none."""
+    other = [
+        f"{name} {versions[name]} (rules: {version})"
+        for name, version in (TORCH, DEEPSPEED)
+        if name in versions and str(versions[name]).partition("+")[0] != version
+    ]
+    return ", ".join(other) or None
+
+
+def _predict_steps(job: Mapping[str, Any], steps: Array) -> ExpectedSteps:
+    """Return the expected calls of a job in these steps. Raise NotPredictedError without rules."""
+    try:
+        prediction = predict(job)
+        calls, content = _calls_by_step(prediction, steps)
+        times = np.bincount(content, minlength=len(calls)).tolist()
+        expected_bytes = sum(
+            number * sum(call.bytes for call in step_calls) for number, step_calls in zip(times, calls, strict=True)
+        )
+        contents = [expected_step(step_calls, prediction) for step_calls in calls]
+    except NotPredictedError:
+        raise
+    except Exception as error:  # a job from a damaged log may hold anything
+        raise NotPredictedError(f"the rules fail on the job in the log: {type(error).__name__}: {error}") from error
+    if expected_bytes > _MAX_BYTES or abs(prediction.closed_form.bytes) > _MAX_BYTES:
+        raise NotPredictedError("the job in the log leads to more than 2^62 bytes")
+    return ExpectedSteps(prediction, calls, contents, content, expected_bytes)
+
+
+def _calls_by_step(prediction: Prediction, steps: Array) -> tuple[list[tuple[ExpectedCall, ...]], Array]:
+    """Return the distinct sets of calls that steps have, and the index of each step's set, int64, shape (steps,)."""
+    if not prediction.has_special_steps:
+        return [prediction.start, *prediction.steps], np.minimum(steps + 1, len(prediction.steps))
+    index_of: dict[tuple[ExpectedCall, ...], int] = {}
+    by_id: dict[int, tuple[tuple[ExpectedCall, ...], int]] = {}  # far faster than comparing calls
+    content = []
+    for step in steps.tolist():
+        calls = prediction.step(step)
+        if id(calls) not in by_id:
+            by_id[id(calls)] = calls, index_of.setdefault(calls, len(index_of))
+        content.append(by_id[id(calls)][1])
+    return [*index_of], np.array(content, np.int64)
