@@ -190,4 +190,5 @@ def _jobs(run: Run, arguments: argparse.Namespace) -> Sequence[Mapping[str, Any]
         return ()
     if run.world_size is None:
         raise PlanError(f"{run.log.path}: the log does not say how many ranks the run has; remove --config")
-    return forecast(arguments.config, run.world_size, options_of(arguments)).plan.rows
+    plan = forecast(arguments.config, run.world_size, options_of(arguments)).plan
+    return tuple(row.to_json() for row in plan.rows)

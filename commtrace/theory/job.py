@@ -1,4 +1,4 @@
-"""A captured job: a row of the log's `job` table, with typed access for rules.
+"""A captured job: a row of the log's `job` table (`commtrace.job_row`), and what rules derive from it.
 
 Rows come from the hooks, or from configuration files (`commtrace.theory.configs`).
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
+
+from commtrace.job_facts import UnknownFactError
+from commtrace.job_row import JobRow, ModelSettings, ModuleRow, TensorRow
 
 ELEMENT_BYTES: Final = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
@@ -90,60 +93,43 @@ class ModuleNode:
 class Job:
     """A row of the `job` table."""
 
-    row: Mapping[str, Any]
+    row: JobRow
 
-    def fact(self, *path: str) -> Any:
-        """Return the value at a path of keys in the row.
+    @property
+    def model(self) -> ModelSettings:
+        """The model's architecture (`neox_args`)."""
+        return self.row.model
 
-        Raises:
-            NotPredictedError: If the log does not have it.
-        """
-        value: Any = self.row
-        for key in path:
-            if not isinstance(value, Mapping) or key not in value:
-                raise NotPredictedError(f"the job in the log has no {'.'.join(path)}")
-            value = value[key]
-        return value
-
-    def zero(self, name: str) -> Any:
-        """Return a setting of `zero_optimization`, named without the prefix "stage3_"."""
-        return self.fact("zero", name)
-
-    def model(self, name: str, default: Any = None) -> Any:
-        """Return a fact of the model's architecture (`neox_args`).
-
-        Raises:
-            NotPredictedError: If the log does not have it, and there is no default.
-        """
-        if default is not None and name not in self.fact("model"):
-            return default
-        return self.fact("model", name)
+    @property
+    def declares_architecture(self) -> bool:
+        """Whether the model declares its architecture (`neox_args`)."""
+        return self.row.has(JobRow.model)
 
     def is_older(self, library: str, *version: int) -> bool:
         """Return whether the log's version of a library is older than `version`; False if the log does not have it."""
-        recorded = str(self.row.get("versions", {}).get(library, ""))
+        recorded = str(self.row.versions.get(library, ""))
         return bool(recorded) and tuple(map(int, re.findall(r"\d+", recorded)[: len(version)])) < version
 
     def require_architecture(self, feature: str) -> None:
         """Raise NotPredictedError if the model does not declare its architecture (`neox_args`)."""
         reason = f"{feature} of a model that does not declare its architecture (neox_args) has no rules yet"
-        refuse(("model" not in self.row, reason))
+        refuse((not self.declares_architecture, reason))
 
     @cached_property
     def ranks(self) -> int:
         """Number of ranks that reduce gradients together: data-parallel and, with Ulysses, sequence-parallel ones."""
-        size = self.row.get("sequence_data_parallel_size")
-        return int(self.fact("data_parallel_size") if size is None else size)
+        size = self.row.sequence_data_parallel_size
+        return self.row.data_parallel_size if size is None else size
 
     @cached_property
     def parameters(self) -> tuple[ModelTensor, ...]:
         """Parameters in the order of registration."""
-        return _tensors(self.fact("parameters"))
+        return _tensors(self.row.parameters)
 
     @cached_property
     def buffers(self) -> tuple[ModelTensor, ...]:
         """Buffers in the order of registration."""
-        return _tensors(self.fact("buffers"))
+        return _tensors(self.row.buffers)
 
     @cached_property
     def trainable(self) -> tuple[ModelTensor, ...]:
@@ -168,53 +154,58 @@ class Job:
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Numbers of the parameters in each group of the optimizer (ZeRO-3: in each sub-group)."""
-        return tuple(tuple(group) for group in self.fact("optimizer_groups"))
+        return tuple(tuple(group) for group in self.row.optimizer_groups)
 
     @cached_property
     def micro_batches(self) -> int:
         """Micro-batches per step: those of DeepSpeed's engine, else those that the model declares, or one."""
-        if self.row.get("source") == "deepspeed":
-            return int(self.fact("gradient_accumulation_steps"))
-        return int(self.model("gradient_accumulation_steps", 1)) if "model" in self.row else 1
+        if self.row.source == "deepspeed":
+            return self.row.gradient_accumulation_steps
+        return self.model.gradient_accumulation_steps if self.declares_architecture else 1
 
     @cached_property
     def clips_gradients(self) -> bool:
         """Whether the program itself clips gradients, according to the model's settings."""
-        return "model" in self.row and float(self.model("gradient_clipping", 0.0)) > 0
+        return self.declares_architecture and self.model.gradient_clipping > 0
 
     @cached_property
     def tensor(self) -> int:
         """Number of tensor-parallel ranks."""
-        if "tensor_parallel_size" in self.row:
-            return int(self.fact("tensor_parallel_size"))
-        return int(self.fact("model", "model_parallel_size")) if "model" in self.row else 1
+        if self.row.has(JobRow.tensor_parallel_size):
+            return self.row.tensor_parallel_size
+        return self.model.model_parallel_size if self.declares_architecture else 1
 
     @property
     def has_pipeline_engine(self) -> bool:
         """Whether DeepSpeed's pipeline engine trains the model, even with one stage."""
-        return self.row.get("engine") == "PipelineEngine"
+        return self.row.engine == "PipelineEngine"
 
     @property
     def is_gpt_neox(self) -> bool:
         """Whether GPT-NeoX's own program trains the model."""
-        return bool(self.row.get("model", {}).get("program") == "NeoXArgs")
+        return self.declares_architecture and self.model.program == "NeoXArgs"
 
     @cached_property
     def sequence(self) -> int:
         """Number of ranks that share sequences with DeepSpeed's Ulysses."""
-        return int(self.row.get("sequence_parallel_size") or 1)
+        return self.row.sequence_parallel_size if self.row.has(JobRow.sequence_parallel_size) else 1
 
     @cached_property
     def context(self) -> int:
         """Number of ranks that share sequences with ring attention."""
-        return int(self.row.get("model", {}).get("context_parallel_size") or 1)
+        return self.model.context_parallel_size if self.declares_architecture else 1
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether the model has experts."""
+        return self.row.has(JobRow.moe) and self.row.moe
 
     @cached_property
     def expert_parallel_size(self) -> int:
         """Number of ranks that the experts are distributed over."""
-        sizes = self.row.get("expert_parallel_sizes") or [1]
+        sizes = self.row.expert_parallel_sizes or [1]
         refuse((len(sizes) > 1, "experts over groups of several sizes have no rules yet"))
-        return int(sizes[0])
+        return sizes[0]
 
     def copies(self, tensor: ModelTensor) -> int:
         """Return the number of ranks that have a parameter and reduce its gradient."""
@@ -223,7 +214,7 @@ class Job:
     @cached_property
     def root(self) -> ModuleNode:
         """The model as a tree of the modules that run."""
-        return _tree(self.fact("modules"), frozenset(self.row.get("embeddings", ())))
+        return _tree(self.row.modules, frozenset(self.row.embeddings))
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
@@ -241,34 +232,22 @@ def element_size(dtype: str) -> int:
     return ELEMENT_BYTES[dtype]
 
 
-def _tensors(rows: Sequence[Mapping[str, Any]]) -> tuple[ModelTensor, ...]:
+def _tensors(rows: Sequence[TensorRow]) -> tuple[ModelTensor, ...]:
     try:
-        return tuple(
-            ModelTensor(
-                str(row["name"]),
-                tuple(map(_dimension, row["shape"])),
-                str(row["dtype"]),
-                bool(row.get("trainable", True)),
-                bool(row.get("expert", False)),
-            )
-            for row in rows
-        )
-    except (KeyError, TypeError, ValueError):
+        tensors = tuple(ModelTensor(row.name, tuple(row.shape), row.dtype, row.trainable, row.expert) for row in rows)
+    except UnknownFactError:
         raise NotPredictedError("the list of parameters in the log cannot be read") from None
+    is_negative = any(length < 0 for tensor in tensors for length in tensor.shape)
+    refuse((is_negative, "the list of parameters in the log cannot be read"))
+    return tensors
 
 
-def _dimension(value: Any) -> int:
-    if (size := int(value)) < 0:
-        raise ValueError(value)
-    return size
-
-
-def _tree(rows: Sequence[Mapping[str, Any]], embeddings: frozenset[int]) -> ModuleNode:
+def _tree(rows: Sequence[ModuleRow], embeddings: frozenset[int]) -> ModuleNode:
     """Return the tree of the modules in rows (dotted names, parents first). Modules that never run have no row.
 
     Every embedding counts as reading the model's input, because its indices have no gradient either.
     """
-    names = [str(row["name"]) for row in rows]
+    names = [row.name for row in rows]
     if not names or names[0] != "":
         raise NotPredictedError("the model itself is not among the modules in the log")
     children: dict[int, list[int]] = {number: [] for number in range(len(names))}
@@ -278,6 +257,6 @@ def _tree(rows: Sequence[Mapping[str, Any]], embeddings: frozenset[int]) -> Modu
 
     def build(number: int) -> ModuleNode:
         nodes = tuple(build(child) for child in children[number])
-        return ModuleNode(number, tuple(rows[number]["parameters"]), nodes, reads_input=number in embeddings)
+        return ModuleNode(number, tuple(rows[number].parameters), nodes, reads_input=number in embeddings)
 
     return build(0)

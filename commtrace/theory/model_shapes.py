@@ -7,11 +7,12 @@ therefore follow from the tree, without building the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from math import prod
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
+from commtrace.job_facts import known
+from commtrace.job_row import ModelSettings, ModuleRow, TensorRow
 from commtrace.theory.rules.registry import GPT_NEOX, rule
 
 Shape: TypeAlias = tuple[int, ...]
@@ -136,16 +137,15 @@ GATED: Final = ("geglu", "reglu", "bilinear", "swiglu", "glu")
 
 
 @rule("megatron.model.transformer.ParallelMLP.__init__", GPT_NEOX)
-def mlp_widths(settings: Mapping[str, Any]) -> tuple[int, int]:
+def mlp_widths(settings: ModelSettings) -> tuple[int, int]:
     """Return the rows of the MLP's first matrix and the columns of its second.
 
     With a gate, the two halves of the first matrix together have two thirds of the width. Both results are rounded up.
     """
-    hidden, multiple = int(settings["hidden_size"]), int(settings.get("mlp_multiple_of") or 1)
-    expansion = settings.get("expansion_factor")
-    width = int(settings.get("intermediate_size") or (expansion * hidden if expansion else 4 * hidden))
+    hidden, multiple = settings.hidden_size, settings.mlp_multiple_of
+    width = settings.intermediate_size or int((settings.expansion_factor or 4) * hidden)
     rows, columns = width, width
-    if settings.get("activation") in GATED:
+    if settings.activation in GATED:
         rows = int(width * 2 / 3)
         columns = rows // 2
     return -(-rows // (2 * multiple)) * 2 * multiple, -(-columns // multiple) * multiple
@@ -153,25 +153,25 @@ def mlp_widths(settings: Mapping[str, Any]) -> tuple[int, int]:
 
 @rule("megatron.model.transformer.ParallelSelfAttention.__init__; megatron.model.norms.get_norm; "
       "megatron.model.word_embeddings.Embedding.__init__", GPT_NEOX)  # fmt: skip
-def neox_shape(settings: Mapping[str, Any], tensor: int = 1) -> ModelShape:
+def neox_shape(settings: ModelSettings, tensor: int = 1) -> ModelShape:
     """Return the shape of a model with GPT-NeoX's settings (`neox_args`) on `tensor` tensor-parallel ranks."""
-    hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
-    experts = int(settings.get("moe_num_experts") or 1)
+    hidden, heads = settings.hidden_size, settings.num_attention_heads
+    experts = known(lambda: settings.moe_num_experts) or 1
     return ModelShape(
-        layers=int(settings["num_layers"]),
+        layers=settings.num_layers,
         hidden=hidden,
-        vocabulary=int(settings["padded_vocab_size"]),
-        tied=not settings.get("no_weight_tying"),
+        vocabulary=settings.padded_vocab_size,
+        tied=not known(lambda: settings.no_weight_tying),
         tensor=tensor,
         experts=experts,
-        experts_here=experts // int(settings.get("moe_expert_parallel_size") or 1),
-        expert_interval=int(settings.get("moe_expert_interval") or 1),
-        keys=hidden // heads * int(settings.get("num_kv_heads") or heads),
+        experts_here=experts // (known(lambda: settings.moe_expert_parallel_size) or 1),
+        expert_interval=known(lambda: settings.moe_expert_interval) or 1,
+        keys=hidden // heads * (settings.num_kv_heads or heads),
         inner=mlp_widths(settings),
-        attention_bias=bool(settings.get("use_bias_in_attn_linear", True)),
-        mlp_bias=bool(settings.get("use_bias_in_mlp", True)),
-        norm=str(settings.get("norm", "layernorm")),
-        positions=int(settings.get("max_position_embeddings") or 0) if settings.get("pos_emb") == "learned" else 0,
+        attention_bias=settings.use_bias_in_attn_linear,
+        mlp_bias=settings.use_bias_in_mlp,
+        norm=settings.norm,
+        positions=settings.max_position_embeddings if known(lambda: settings.pos_emb) == "learned" else 0,
     )
 
 
@@ -190,18 +190,17 @@ def _experts(mlp: ModuleSpec, shape: ModelShape) -> ModuleSpec:
 class ModelLists:
     """Lists that describe a model in a row of the `job` table."""
 
-    parameters: list[dict[str, Any]] = field(default_factory=list)
-    """Name, shape and dtype of each parameter, and whether it is trained."""
-    buffers: list[dict[str, Any]] = field(default_factory=list)  # name, shape and dtype of each buffer
-    modules: list[dict[str, Any]] = field(default_factory=list)  # name and parameter numbers of each module that runs
+    parameters: list[TensorRow] = field(default_factory=list)
+    buffers: list[TensorRow] = field(default_factory=list)
+    modules: list[ModuleRow] = field(default_factory=list)  # those that run
     decaying: list[int] = field(default_factory=list)
     """Numbers of the parameters with weight decay: all except biases and those of norms."""
     plain: list[int] = field(default_factory=list)  # numbers of the other parameters
 
 
-def count_elements(parameters: Iterable[Mapping[str, Any]]) -> int:
-    """Return the total number of elements of parameters, which are rows of `ModelLists.parameters`."""
-    return sum(prod(parameter["shape"]) for parameter in parameters)
+def count_elements(parameters: Iterable[TensorRow]) -> int:
+    """Return the total number of elements of parameters."""
+    return sum(parameter.elements for parameter in parameters)
 
 
 def model_lists(root: ModuleSpec, dtype: str) -> ModelLists:
@@ -210,20 +209,21 @@ def model_lists(root: ModuleSpec, dtype: str) -> ModelLists:
     numbers: dict[str, int] = {}
     for prefix, spec in _walk(root, ""):
         own = []
-        mark = {"expert": True} if spec.expert else {}
         for name, shape in spec.parameters:
             number = numbers[prefix + name] = len(lists.parameters)
-            row = {"name": prefix + name, "shape": [*shape], "dtype": dtype, "trainable": True}
-            lists.parameters.append({**row, **mark})
+            row = TensorRow(name=prefix + name, shape=[*shape], dtype=dtype, trainable=True)
+            if spec.expert:
+                row.expert = True
+            lists.parameters.append(row)
             (lists.plain if spec.norm or name.endswith("bias") else lists.decaying).append(number)
             own.append(number)
         if spec.shared:
             own.append(numbers[spec.shared])
         lists.buffers.extend(
-            {"name": prefix + name, "shape": [*shape], "dtype": kind} for name, shape, kind in spec.buffers
+            TensorRow(name=prefix + name, shape=[*shape], dtype=kind) for name, shape, kind in spec.buffers
         )
         if spec.runs:
-            lists.modules.append({"name": prefix.rstrip("."), "parameters": own})
+            lists.modules.append(ModuleRow(name=prefix.rstrip("."), parameters=own))
     return lists
 
 

@@ -10,7 +10,16 @@ from typing import Any, Final
 
 from torch.nn import Embedding
 
-from commtrace.hooks.torch.model_facts import dtype_name, grouped, model_row, modules, read_available
+from commtrace.hooks.torch.model_facts import (
+    architecture,
+    available,
+    buffers,
+    dtype_name,
+    grouped,
+    modules,
+    parameters,
+)
+from commtrace.job_row import JobRow, ModuleRow, ZeroSettings
 from commtrace.patching import record_before_call
 
 from .pipeline import describe_stage
@@ -43,46 +52,45 @@ _OLD_BEHAVIOUR: Final = {
 }
 
 
-def describe(engine: Any) -> dict[str, Any]:
+def describe(engine: Any) -> JobRow:
     """Return a row of the `job` table, without settings that this version of DeepSpeed does not have."""
-    return {
-        "source": "deepspeed",
-        "engine": type(engine).__name__,
-        **read_available(
-            {
-                "zero_stage": lambda: int(engine.zero_optimization_stage()),
-                "zero": lambda: {**_OLD_BEHAVIOUR, **_json_settings(engine._config.zero_config)},
-                "partitioned_by_engine": lambda: _partitioned_later[engine],
-                "world_size": lambda: engine.world_size,
-                "data_parallel_size": lambda: _data_parallel_size(engine),
-                "sequence_data_parallel_size": lambda: engine.seq_dp_world_size,
-                "sequence_parallel_size": lambda: engine.sequence_parallel_size,
-                "tensor_parallel_size": lambda: _tensor_parallel_size(engine),
-                "tensor_parallel_rank": lambda: _tensor_parallel_rank(engine),
-                "pipeline_stages": lambda: getattr(engine, "num_stages", 1),
-                "pipeline": lambda: describe_stage(engine),
-                "micro_batch_size": lambda: engine.train_micro_batch_size_per_gpu(),
-                "gradient_accumulation_steps": lambda: engine.gradient_accumulation_steps(),
-                "train_batch_size": lambda: engine.train_batch_size(),
-                "precision": lambda: _precision(engine),
-                "grad_accum_dtype": lambda: dtype_name(engine.get_data_types()[1]),
-                "communication_data_type": lambda: dtype_name(engine.communication_data_type),
-                "gradient_clipping": lambda: engine.gradient_clipping(),
-                "prescale_gradients": lambda: engine._config.prescale_gradients,
-                "gradient_predivide_factor": lambda: engine.gradient_predivide_factor(),
-                "sparse_gradients": lambda: engine._config.sparse_gradients_enabled,
-                "optimizer": lambda: type(engine.optimizer).__name__,
-                "basic_optimizer": lambda: type(engine.basic_optimizer).__name__,
-                "optimizer_groups": lambda: _optimizer_groups(engine),
-                "check_grad_overflow": lambda: _checks_overflow(engine.optimizer),
-                "norm_dtype": lambda: _norm_dtype(),
-                "moe": lambda: engine.has_moe_layers,
-                "expert_parallel_sizes": lambda: _expert_parallel_sizes(),
-            }
-        ),
-        **read_available({"modules": lambda: _modules(engine), "embeddings": lambda: _embeddings(engine)}),
-        **model_row(engine.module, arguments.get(engine)),
-    }
+    return JobRow(
+        source="deepspeed",
+        engine=type(engine).__name__,
+        zero_stage=available(lambda: int(engine.zero_optimization_stage())),
+        zero=available(lambda: ZeroSettings.read({**_OLD_BEHAVIOUR, **_json_settings(engine._config.zero_config)})),
+        partitioned_by_engine=available(lambda: _partitioned_later[engine]),
+        world_size=available(lambda: engine.world_size),
+        data_parallel_size=available(lambda: _data_parallel_size(engine)),
+        sequence_data_parallel_size=available(lambda: engine.seq_dp_world_size),
+        sequence_parallel_size=available(lambda: engine.sequence_parallel_size),
+        tensor_parallel_size=available(lambda: _tensor_parallel_size(engine)),
+        tensor_parallel_rank=available(lambda: _tensor_parallel_rank(engine)),
+        pipeline_stages=available(lambda: getattr(engine, "num_stages", 1)),
+        pipeline=available(lambda: describe_stage(engine)),
+        micro_batch_size=available(lambda: engine.train_micro_batch_size_per_gpu()),
+        gradient_accumulation_steps=available(lambda: engine.gradient_accumulation_steps()),
+        train_batch_size=available(lambda: engine.train_batch_size()),
+        precision=available(lambda: _precision(engine)),
+        grad_accum_dtype=available(lambda: dtype_name(engine.get_data_types()[1])),
+        communication_data_type=available(lambda: dtype_name(engine.communication_data_type)),
+        gradient_clipping=available(lambda: engine.gradient_clipping()),
+        prescale_gradients=available(lambda: engine._config.prescale_gradients),
+        gradient_predivide_factor=available(lambda: engine.gradient_predivide_factor()),
+        sparse_gradients=available(lambda: engine._config.sparse_gradients_enabled),
+        optimizer=available(lambda: type(engine.optimizer).__name__),
+        basic_optimizer=available(lambda: type(engine.basic_optimizer).__name__),
+        optimizer_groups=available(lambda: _optimizer_groups(engine)),
+        check_grad_overflow=available(lambda: _checks_overflow(engine.optimizer)),
+        norm_dtype=available(_norm_dtype),
+        moe=available(lambda: engine.has_moe_layers),
+        expert_parallel_sizes=available(_expert_parallel_sizes),
+        modules=available(lambda: _modules(engine)),
+        embeddings=available(lambda: _embeddings(engine)),
+        parameters=available(lambda: parameters(engine.module)),
+        buffers=available(lambda: buffers(engine.module)),
+        model=available(lambda: architecture(engine.module, arguments.get(engine))),
+    )
 
 
 def _tensor_parallel_size(engine: Any) -> int:
@@ -125,7 +133,7 @@ def _norm_dtype() -> str:
     return dtype_name(utils.get_norm_dtype()) if hasattr(utils, "get_norm_dtype") else "float64"
 
 
-def _modules(engine: Any) -> list[dict[str, Any]]:
+def _modules(engine: Any) -> list[ModuleRow]:
     """Return the modules at which ZeRO-3 gathers parameters. Raises LookupError for other stages."""
     if int(engine.zero_optimization_stage()) < 3:
         raise LookupError
@@ -137,7 +145,7 @@ def _modules(engine: Any) -> list[dict[str, Any]]:
 def _embeddings(engine: Any) -> list[int]:
     """Return the indices of embeddings in `_modules`. Their input is integers, which have no gradient."""
     named = dict(engine.module.named_modules())
-    return [number for number, row in enumerate(_modules(engine)) if isinstance(named[row["name"]], Embedding)]
+    return [number for number, row in enumerate(_modules(engine)) if isinstance(named[row.name], Embedding)]
 
 
 def _expert_parallel_sizes() -> list[int]:

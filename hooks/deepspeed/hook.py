@@ -54,7 +54,7 @@ _PHASES = {
 def install() -> None:
     """Hook DeepSpeed's engines."""
     for engine in (DeepSpeedEngine, PipelineEngine):
-        _patches.wrap(engine, "__init__", _init)
+        _patches.wrap(engine, "__init__", _init_of(engine))
     _patches.wrap(DeepSpeedEngine, "_broadcast_model", engine_job.note_partitioned)
     _patches.wrap(DeepSpeedEngine, "forward", _forward)
     _patches.wrap(DeepSpeedEngine, "backward", progress.wrapper(Phase.BACKWARD))
@@ -74,15 +74,20 @@ uninstall = _patches.undo
 """Restore everything except the kernels, which then only pass calls on."""
 
 
-@around
-def _init(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
-    with progress.marked(Phase.INIT), torch_training.steps.suspended():
-        original(self, *args, **kwargs)
-    # PipelineEngine.__init__ calls DeepSpeedEngine.__init__ first, when the stages are not known yet.
-    if "PipelineEngine" in original.__qualname__ or not isinstance(self, PipelineEngine):
-        torch_training.steps.engine_marks_steps = True
-        engine_job.arguments[self] = kwargs.get("args", args[0] if args else None)
-        _engines.add(self)
+def _init_of(engine: type) -> Callable[..., Any]:
+    """Return the wrapper of an engine's constructor, which adds the engine."""
+
+    @around
+    def init(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
+        with progress.marked(Phase.INIT), torch_training.steps.suspended():
+            original(self, *args, **kwargs)
+        # PipelineEngine.__init__ calls DeepSpeedEngine.__init__ first, when the stages are not known yet.
+        if engine is PipelineEngine or not isinstance(self, PipelineEngine):
+            torch_training.steps.engine_marks_steps = True
+            engine_job.arguments[self] = kwargs.get("args", args[0] if args else None)
+            _engines.add(self)
+
+    return init
 
 
 # ---- training: steps, micro-batches, phases --------------------------------------------------------------------------

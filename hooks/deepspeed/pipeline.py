@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from commtrace.hooks.torch.model_facts import dtype_name
+from commtrace.job_row import StageRow, TiedRow
 from commtrace.patching import record_before_call
 
 # For each pipeline module: dtypes of tied weights when they were first synchronized. The engine may cast them later.
@@ -28,29 +29,29 @@ note_dtypes: Final = record_before_call(_first_dtypes, _dtypes)
 """Wrapper of `PipelineModule._synchronize_tied_weights`."""
 
 
-def describe_stage(engine: Any) -> dict[str, Any]:
+def describe_stage(engine: Any) -> StageRow:
     """Return the description of this rank's stage. Raises AttributeError for an engine without stages."""
     module = engine.module
     settings = engine._config.pipeline
-    return {
-        "stage": engine.stage_id,
-        "bounds": [int(bound) for bound in module.parts],
-        "layers": [_layer_name(layer) for layer in module._layer_specs[module._local_start : module._local_stop]],
-        "pipe_partitioned": bool(settings["pipe_partitioned"]),
-        "grad_partitioned": bool(settings["grad_partitioned"]),
-        "activation_checkpoint_interval": int(module.activation_checkpoint_interval),
-        "use_reentrant": bool(settings["use_reentrant"]),
-        "attention_mask": bool(engine.has_attention_mask),
-        "bool_tensors": bool(engine.has_bool_tensors),
-        "dynamic_shape": bool(engine.dynamic_shape),
-        "tied": [_describe_tied(engine, key, weight) for key, weight in tied_weights(module)],
-    }
+    return StageRow(
+        stage=engine.stage_id,
+        bounds=[int(bound) for bound in module.parts],
+        layers=[_layer_name(layer) for layer in module._layer_specs[module._local_start : module._local_stop]],
+        pipe_partitioned=bool(settings["pipe_partitioned"]),
+        grad_partitioned=bool(settings["grad_partitioned"]),
+        activation_checkpoint_interval=int(module.activation_checkpoint_interval),
+        use_reentrant=bool(settings["use_reentrant"]),
+        attention_mask=bool(engine.has_attention_mask),
+        bool_tensors=bool(engine.has_bool_tensors),
+        dynamic_shape=bool(engine.dynamic_shape),
+        tied=[_describe_tied(engine, key, weight) for key, weight in tied_weights(module)],
+    )
 
 
-def _describe_tied(engine: Any, key: tuple[str, str], weight: Any) -> dict[str, Any]:
+def _describe_tied(engine: Any, key: tuple[str, str], weight: Any) -> TiedRow:
     names = [name for name, parameter in engine.module.named_parameters() if parameter is weight]
     ranks = engine.module.tied_comms[key[0]]["ranks"]
-    return {"parameter": names[0], "ranks": len(ranks), "first_dtype": _first_dtypes[engine.module][key]}
+    return TiedRow(parameter=names[0], ranks=len(ranks), first_dtype=_first_dtypes[engine.module][key])
 
 
 def _layer_name(layer: Any) -> str:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from commtrace.hooks.recorder_setup import count_fault
 from commtrace.hooks.torch import captured_jobs
 from commtrace.hooks.torch.captured_jobs import Jobs
-from commtrace.hooks.torch.model_facts import model_row, read_available
+from commtrace.hooks.torch.model_facts import architecture, available, buffers, parameters
+from commtrace.job_row import JobRow
 from commtrace.patching import Patches, around
 from commtrace.progress import progress
 from commtrace.schema import Phase
@@ -33,7 +34,7 @@ _SCHEDULES: Final = (
 )
 
 _patches = Patches()
-_rows: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+_rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
 _models = Jobs(lambda model: _rows[model], lambda model: iter(()))
 _backward_numbers: Iterator[int] = itertools.repeat(-1)
 _batch: Sequence[Phase] = ()
@@ -164,27 +165,25 @@ def _chunks(arguments: Any) -> Sequence[Any]:
     return model if isinstance(model, list | tuple) and model else [model]
 
 
-def _describe(chunks: Sequence[Any], arguments: Any) -> dict[str, Any]:
+def _describe(chunks: Sequence[Any], arguments: Any) -> JobRow:
     state: Any = sys.modules["megatron.core.parallel_state"]
     model = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
     innermost = chunks[0]
     # DistributedDataParallel and Float16Module wrap the model.
     while isinstance(getattr(innermost, "module", None), torch.nn.Module):
         innermost = innermost.module
-    return {
-        "source": "megatron",
-        "engine": type(innermost).__name__,
-        **read_available(
-            {
-                "data_parallel_size": lambda: state.get_data_parallel_world_size(),
-                "tensor_parallel_size": lambda: state.get_tensor_model_parallel_world_size(),
-                "pipeline_stages": lambda: state.get_pipeline_model_parallel_world_size(),
-                "context_parallel_size": lambda: state.get_context_parallel_world_size(),
-                "expert_parallel_size": lambda: state.get_expert_model_parallel_world_size(),
-                "model_chunks": lambda: len(chunks),
-                "gradient_accumulation_steps": lambda: int(arguments["num_microbatches"]),
-                "micro_batch_size": lambda: int(arguments["micro_batch_size"]),
-            }
-        ),
-        **model_row(model),
-    }
+    return JobRow(
+        source="megatron",
+        engine=type(innermost).__name__,
+        data_parallel_size=available(lambda: state.get_data_parallel_world_size()),
+        tensor_parallel_size=available(lambda: state.get_tensor_model_parallel_world_size()),
+        pipeline_stages=available(lambda: state.get_pipeline_model_parallel_world_size()),
+        context_parallel_size=available(lambda: state.get_context_parallel_world_size()),
+        expert_parallel_size=available(lambda: state.get_expert_model_parallel_world_size()),
+        model_chunks=len(chunks),
+        gradient_accumulation_steps=available(lambda: int(arguments["num_microbatches"])),
+        micro_batch_size=available(lambda: int(arguments["micro_batch_size"])),
+        parameters=available(lambda: parameters(model)),
+        buffers=available(lambda: buffers(model)),
+        model=available(lambda: architecture(model)),
+    )

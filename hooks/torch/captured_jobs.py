@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,10 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commtrace.job_row import JobRow
+
 from . import tracer as torch_tracer
 from .tracer import TorchTracer
 
-Describe = Callable[[Any], dict[str, Any]]
+Describe = Callable[[Any], JobRow]
 Roles = Callable[[Any], Iterator[tuple[Any, str, str]]]
 
 _numbers = itertools.count(1)
@@ -64,7 +65,7 @@ class Jobs:
 
     def row(self, engine: Any, tracer: TorchTracer) -> int:
         """Return the id of an engine's row in the tracer's `job` table, written on first use."""
-        return tracer.recorder.tables.row_id("job", self._known[engine], functools.partial(self._describe, engine))
+        return tracer.recorder.tables.row_id("job", self._known[engine], lambda: self._describe(engine).to_json())
 
     def write(self, tracer: TorchTracer) -> None:
         """Write jobs and roles to the tables, each row once. Never raises."""

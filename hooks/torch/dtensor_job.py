@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from .model_facts import common, model_row, read_available
+from commtrace.job_row import JobRow, StyleRow
+
+from .model_facts import architecture, available, buffers, common, parameters
 
 
 class ParallelizedModules:
@@ -16,7 +18,7 @@ class ParallelizedModules:
     def __init__(self) -> None:
         self.styles: weakref.WeakKeyDictionary[Any, tuple[Any, Any, bool]] = weakref.WeakKeyDictionary()
         """(style, mesh, whether parameters were sent from the first rank) by module."""
-        self.rows: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self.rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
         self.styles_seen = 0
         """Number of styles at the last search for the root module."""
         self._roots: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -53,36 +55,38 @@ class ParallelizedModules:
 parallelized_modules = ParallelizedModules()
 
 
-def describe(root: Any, optimizer: Any) -> dict[str, Any]:
+def describe(root: Any, optimizer: Any) -> JobRow:
     """Return the `job` row of a model that is only tensor-parallel. Never raises."""
-    return {
-        "source": "dtensor",
-        "engine": "parallelize_module",
-        "data_parallel_size": 1,
-        **tensor_parallel_row(root),
-        **read_available(
-            {
-                "optimizer": lambda: type(optimizer).__name__,
-                "foreach": lambda: common({group.get("foreach") for group in optimizer.param_groups}),
-            }
-        ),
-        **model_row(root),
-    }
-
-
-def tensor_parallel_row(root: Any) -> dict[str, Any]:
-    """Return the part of a job row that describes tensor parallelism; empty without it. Never raises."""
-    styled = [(name, module) for name, module in root.named_modules() if module in parallelized_modules.styles]
-    if not styled:
-        return {}
-    return read_available(
-        {
-            "tensor_parallel_size": lambda: common(
-                {parallelized_modules.styles[module][1].size() for _, module in styled}
-            ),
-            "tensor_plan": lambda: [_style(name, module) for name, module in styled],
-        }
+    return JobRow(
+        source="dtensor",
+        engine="parallelize_module",
+        data_parallel_size=1,
+        tensor_parallel_size=available(lambda: tensor_parallel_size(root)),
+        tensor_plan=available(lambda: tensor_plan(root)),
+        optimizer=available(lambda: type(optimizer).__name__),
+        foreach=available(lambda: common({group.get("foreach") for group in optimizer.param_groups})),
+        parameters=available(lambda: parameters(root)),
+        buffers=available(lambda: buffers(root)),
+        model=available(lambda: architecture(root)),
     )
+
+
+def tensor_parallel_size(root: Any) -> int:
+    """Return the number of tensor-parallel ranks. Raises ValueError without any."""
+    sizes = {parallelized_modules.styles[module][1].size() for _, module in _styled_modules(root)}
+    return int(common(sizes))
+
+
+def tensor_plan(root: Any) -> list[StyleRow]:
+    """Return the tensor-parallel modules. Raises LookupError without any."""
+    plan = [_style(name, module) for name, module in _styled_modules(root)]
+    if not plan:
+        raise LookupError
+    return plan
+
+
+def _styled_modules(root: Any) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in root.named_modules() if module in parallelized_modules.styles]
 
 
 def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
@@ -92,20 +96,20 @@ def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
             yield mesh.get_group(), "tensor", "torch.distributed.tensor.parallel.parallelize_module"
 
 
-def _style(name: str, module: Any) -> dict[str, Any]:
+def _style(name: str, module: Any) -> StyleRow:
     style, _, sent = parallelized_modules.styles[module]
-    return {
-        "module": name,
-        "style": type(style).__name__,
-        "inputs": _layout(style, "input_layouts"),
-        "desired": _layout(style, "desired_input_layouts"),
-        "outputs": _layout(style, "output_layouts"),
-        "local": bool(getattr(style, "use_local_output", True)),
-        "embedding": hasattr(module, "num_embeddings"),
-        "weight": _shape(module, "weight"),
-        "bias": _shape(module, "bias"),
-        "sent": sent,
-    }
+    return StyleRow(
+        module=name,
+        style=type(style).__name__,
+        inputs=_layout(style, "input_layouts"),
+        desired=_layout(style, "desired_input_layouts"),
+        outputs=_layout(style, "output_layouts"),
+        local=bool(getattr(style, "use_local_output", True)),
+        embedding=hasattr(module, "num_embeddings"),
+        weight=_shape(module, "weight"),
+        bias=_shape(module, "bias"),
+        sent=sent,
+    )
 
 
 def _layout(style: Any, name: str) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from commtrace.hooks.recorder_setup import count_fault
+from commtrace.job_row import JobRow
 from commtrace.patching import Patches, around
 
 from .captured_jobs import Jobs
@@ -24,7 +25,7 @@ from .passes import Passes
 STATES: Final = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 _patches = Patches()
-_rows: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+_rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
 _roots = Jobs(lambda root: _rows[root], roles)
 _passes = Passes(_roots)
 # Forward passes of a root since its last backward.

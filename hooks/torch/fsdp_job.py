@@ -5,30 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from commtrace.job_row import JobRow, UnitRow
+
 from .dtensor_job import roles as tensor_roles
-from .dtensor_job import tensor_parallel_row
-from .model_facts import common, dtype_name, grouped, model_row, read_available
+from .dtensor_job import tensor_parallel_size, tensor_plan
+from .model_facts import architecture, available, buffers, common, dtype_name, grouped, parameters
 
 
-def describe(root: Any) -> dict[str, Any]:
+def describe(root: Any) -> JobRow:
     """Return a row of the `job` table, without settings that this torch lacks. Never raises."""
-    groups = read_available({"groups": lambda: [*_groups(root)]}).get("groups", [])
-    return {
-        "source": "fsdp",
-        **read_available(
-            {
-                "engine": lambda: _engine(root),
-                "data_parallel_size": lambda: common({_copies(group) * _shards(group) for group in groups}),
-                # In the first micro-batch, and therefore in all but the last one of a step.
-                "reduce_grads": lambda: common({group.reduce_grads for group in groups}),
-                "all_reduce_grads": lambda: common({group.all_reduce_grads for group in groups}),
-                "reshard_after_backward": lambda: common({group.reshard_after_backward for group in groups}),
-                "units": lambda: _units(root, groups),
-            }
-        ),
-        **model_row(root),
-        **tensor_parallel_row(root),
-    }
+    groups = available(lambda: [*_groups(root)])
+    return JobRow(
+        source="fsdp",
+        engine=available(lambda: _engine(root)),
+        data_parallel_size=available(lambda: common({_copies(group) * _shards(group) for group in groups})),
+        # In the first micro-batch, and therefore in all but the last one of a step.
+        reduce_grads=available(lambda: common({group.reduce_grads for group in groups})),
+        all_reduce_grads=available(lambda: common({group.all_reduce_grads for group in groups})),
+        reshard_after_backward=available(lambda: common({group.reshard_after_backward for group in groups})),
+        units=available(lambda: _units(root, groups)),
+        parameters=available(lambda: parameters(root)),
+        buffers=available(lambda: buffers(root)),
+        model=available(lambda: architecture(root)),
+        tensor_parallel_size=available(lambda: tensor_parallel_size(root)),
+        tensor_plan=available(lambda: tensor_plan(root)),
+    )
 
 
 def _engine(root: Any) -> str:
@@ -67,26 +68,25 @@ def groups_of(state: Any) -> Iterator[Any]:
     yield from (group for group in groups if group is not None)
 
 
-def _units(root: Any, groups: Sequence[Any]) -> list[dict[str, Any]]:
+def _units(root: Any, groups: Sequence[Any]) -> list[UnitRow]:
     numbers = grouped(root, ([parameter.sharded_param for parameter in group.fsdp_params] for group in groups))
     return [_unit(group, group_numbers) for group, group_numbers in zip(groups, numbers, strict=True)]
 
 
-def _unit(group: Any, numbers: list[int]) -> dict[str, Any]:
-    parameters = group.fsdp_params
-    return {
-        "name": group._module_fqn,
-        "parameters": numbers,
-        # Before sharding; for a tensor-parallel parameter, of this rank's shard.
-        "shapes": [[int(size) for size in parameter._orig_size] for parameter in parameters],
-        "dims": [int(parameter.fsdp_placement.dim) for parameter in parameters],
-        "dtypes": [dtype_name(parameter.param_dtype or parameter.orig_dtype) for parameter in parameters],
-        "reduce_dtype": None if group._reduce_dtype is None else dtype_name(group._reduce_dtype),
-        "shards": _shards(group),
-        "copies": _copies(group),
-        "reshard_after_forward": _reshard(group),
-        "unshard_in_backward": bool(group.unshard_in_backward),
-    }
+def _unit(group: Any, numbers: list[int]) -> UnitRow:
+    members = group.fsdp_params
+    return UnitRow(
+        name=group._module_fqn,
+        parameters=numbers,
+        shapes=[[int(size) for size in parameter._orig_size] for parameter in members],
+        dims=[int(parameter.fsdp_placement.dim) for parameter in members],
+        dtypes=[dtype_name(parameter.param_dtype or parameter.orig_dtype) for parameter in members],
+        reduce_dtype=None if group._reduce_dtype is None else dtype_name(group._reduce_dtype),
+        shards=_shards(group),
+        copies=_copies(group),
+        reshard_after_forward=_reshard(group),
+        unshard_in_backward=bool(group.unshard_in_backward),
+    )
 
 
 def _reshard(group: Any) -> bool | int:

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
+
+from commtrace.job_facts import MISSING, fields_of
+from commtrace.job_row import ModelSettings, ModuleRow, TensorRow
+
+Value = TypeVar("Value")
 
 
-def model_row(module: Any, arguments: Any = None) -> dict[str, Any]:
-    """Return the part of a job row that describes the model; `arguments` as in `architecture`. Never raises."""
-    return read_available(
-        {
-            "parameters": lambda: parameters(module),
-            "buffers": lambda: buffers(module),
-            "model": lambda: architecture(module, arguments),
-        }
-    )
+def available(read: Callable[[], Value]) -> Value:
+    """Return what a function reads; MISSING, which a row leaves out, if a setting is missing or not yet set."""
+    try:
+        return read()
+    except Exception:
+        return MISSING  # type: ignore[no-any-return]
 
 
-def parameters(module: Any) -> list[dict[str, Any]]:
-    """Return name, full shape and dtype of the parameters: shared ones once, only local experts."""
-    return [
-        {
-            **_tensor(name, parameter),
-            "trainable": bool(parameter.requires_grad),
-            **({} if getattr(parameter, "allreduce", True) else {"expert": True}),  # as DeepSpeed marks experts
-        }
-        for name, parameter in module.named_parameters()
-    ]
+def parameters(module: Any) -> list[TensorRow]:
+    """Return the parameters: shared ones once, only local experts."""
+    rows = []
+    for name, parameter in module.named_parameters():
+        row = _tensor(name, parameter)
+        row.trainable = bool(parameter.requires_grad)
+        if not getattr(parameter, "allreduce", True):  # as DeepSpeed marks experts
+            row.expert = True
+        rows.append(row)
+    return rows
 
 
-def buffers(module: Any) -> list[dict[str, Any]]:
-    """Return name, shape and dtype of each buffer."""
+def buffers(module: Any) -> list[TensorRow]:
+    """Return the buffers."""
     return [_tensor(name, buffer) for name, buffer in module.named_buffers()]
 
 
@@ -40,27 +42,11 @@ def grouped(module: Any, groups: Iterable[Iterable[Any]]) -> list[list[int]]:
     return [[numbers[id(parameter)] for parameter in group] for group in groups]
 
 
-_NEOX: Final = (
-    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size", "no_weight_tying",
-    "gpt_j_residual", "gpt_j_tied", "hidden_dropout", "attention_dropout",
-    "checkpoint_activations", "checkpoint_num_layers", "checkpoint_reentrant",
-    "model_parallel_size", "sequence_parallel", "sequence_parallel_size", "context_parallel_size",
-    "moe_num_experts", "moe_expert_interval", "moe_expert_parallel_size", "moe_top_k", "moe_train_capacity_factor",
-    "moe_min_capacity", "moe_token_dropping",
-    "fp32_allreduce", "gradient_clipping", "precision", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    # settings of GPT-NeoX's own program
-    "norm", "pos_emb", "max_position_embeddings", "activation", "num_kv_heads", "intermediate_size", "expansion_factor",
-    "mlp_multiple_of", "use_bias_in_attn_linear", "use_bias_in_mlp",
-    "is_pipe_parallel", "partition_activations", "fp16_lm_cross_entropy",
-    "train_impl", "train_iters", "train_epochs", "eval_interval", "eval_iters", "do_valid", "do_test",
-    "save", "checkpoint_factor", "checkpoint_scale", "exit_interval",
-)  # fmt: skip
-
 _PROGRAM: Final = "NeoXArgs"
 """Class of the settings of GPT-NeoX's own program, which makes calls of its own."""
 
 
-def architecture(module: Any, arguments: Any = None) -> dict[str, Any]:
+def architecture(module: Any, arguments: Any = None) -> ModelSettings:
     """Return the settings that determine the messages of a GPT-NeoX model.
 
     They come from the attribute `neox_args` of the model or one of its modules, else from
@@ -72,18 +58,21 @@ def architecture(module: Any, arguments: Any = None) -> dict[str, Any]:
     neox_args = next((args for args in candidates if args is not None), arguments if is_neox else None)
     if neox_args is None:
         raise LookupError
-    settings = {name: getattr(neox_args, name) for name in _NEOX if hasattr(neox_args, name)}
+    settings = {name: getattr(neox_args, name, None) for name in fields_of(ModelSettings)}
     scalars = {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
-    return {**scalars, **({"program": _PROGRAM} if type(neox_args).__name__ == _PROGRAM else {})}
+    architecture = ModelSettings.read(scalars)
+    if type(neox_args).__name__ == _PROGRAM:
+        architecture.program = _PROGRAM
+    return architecture
 
 
-def modules(module: Any, leaf: Callable[[Any], bool]) -> list[dict[str, Any]]:
-    """Return the modules that have a forward, parents first: name, and indices of their own parameters.
+def modules(module: Any, leaf: Callable[[Any], bool]) -> list[ModuleRow]:
+    """Return the modules that have a forward, parents first.
 
     The parameters of modules within a `leaf` count as the leaf's own.
     """
     numbers = _numbers(module)
-    rows: list[dict[str, Any]] = []
+    rows: list[ModuleRow] = []
     leaves: list[str] = []
     for name, submodule in module.named_modules():
         is_leaf = leaf(submodule)
@@ -92,7 +81,7 @@ def modules(module: Any, leaf: Callable[[Any], bool]) -> list[dict[str, Any]]:
         if any(name.startswith(f"{ancestor}." if ancestor else "") for ancestor in leaves):
             continue
         own = [numbers[id(parameter)] for parameter in submodule.parameters(recurse=is_leaf)]
-        rows.append({"name": name, "parameters": own})
+        rows.append(ModuleRow(name=name, parameters=own))
         if is_leaf:
             leaves.append(name)
     return rows
@@ -102,19 +91,8 @@ def _numbers(module: Any) -> dict[int, int]:
     return {id(parameter): number for number, (_, parameter) in enumerate(module.named_parameters())}
 
 
-def read_available(readers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Return what the readers return, without settings that are missing or not yet set."""
-    values = {}
-    for name, read in readers.items():
-        try:
-            values[name] = read()
-        except Exception:
-            continue
-    return values
-
-
 def common(values: set[Any]) -> Any:
-    """Return the only value of a set. Raises ValueError for several values, so that `read_available` leaves it out."""
+    """Return the only value of a set. Raises ValueError for several values, so that `available` leaves it out."""
     (value,) = values
     return value
 
@@ -124,6 +102,6 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _tensor(name: str, tensor: Any) -> dict[str, Any]:
+def _tensor(name: str, tensor: Any) -> TensorRow:
     shape = getattr(tensor, "ds_shape", tensor.shape)  # ZeRO-3 leaves an empty tensor instead of a partitioned one
-    return {"name": name, "shape": [int(size) for size in shape], "dtype": dtype_name(tensor.dtype)}
+    return TensorRow(name=name, shape=[int(size) for size in shape], dtype=dtype_name(tensor.dtype))

@@ -13,7 +13,6 @@ import contextlib
 import datetime
 import io
 import json
-import math
 import os
 import subprocess
 import sys
@@ -67,9 +66,9 @@ def predicted(files: list[str], vocabulary: int | None = None) -> dict[str, Any]
             return predicted(files, VOCABULARY)
         key, _, reason = str(error).rpartition(".yml: ")[2].partition(": ")
         return {"refused": f"{key}: {reason.rpartition('; ')[2]}"}
-    copies = (parameter["name"].startswith("tied") for row in rows[1:] for parameter in row["parameters"])
-    sizes = [math.prod(parameter["shape"]) for row in rows for parameter in row["parameters"]]
-    first = len(rows[0]["parameters"])
+    copies = (parameter.name.startswith("tied") for row in rows[1:] for parameter in row.parameters)
+    sizes = [parameter.elements for row in rows for parameter in row.parameters]
+    first = len(rows[0].parameters)
     tied = sum(size for size, is_copy in zip(sizes[first:], copies, strict=True) if is_copy)
     return {"scheme": scheme, "parameters": sum(sizes) - tied}
 

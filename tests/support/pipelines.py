@@ -175,4 +175,4 @@ def losses(name: str) -> list[float]:
 
 def described(training: dict[str, Any], ranks: int, folder: Path) -> tuple[dict[str, Any], ...]:
     """Return the job rows of a training's stages, derived from its configuration alone."""
-    return tuple(dict(row) for row in trainings.planned(training, ranks, folder).rows)
+    return tuple(row.to_json() for row in trainings.planned(training, ranks, folder).rows)

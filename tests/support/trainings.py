@@ -321,7 +321,7 @@ def drawn() -> dict[str, dict[str, Any]]:
 
 def described(training: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
     """Return the job row of a training, derived from its configuration alone."""
-    return dict(planned(training, ranks, folder).row)
+    return planned(training, ranks, folder).row.to_json()
 
 
 def planned(training: dict[str, Any], ranks: int, folder: Path) -> JobPlan:

@@ -9,21 +9,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from math import ceil, prod
+from math import ceil
 from typing import Any, Final
 
+from commtrace.job_facts import MISSING
+from commtrace.job_row import JobRow, ZeroSettings
 from commtrace.theory.job import NotPredictedError, refuse
 from commtrace.theory.model_shapes import ModelLists, ModuleSpec, model_lists
-from commtrace.theory.rules.deepspeed.zero3 import NOT_PREDICTED
 from commtrace.theory.rules.gradients import buckets_reaching_limit, buckets_within_limit
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 
 from .rank_layout import ELEMENT_TYPES, RankLayout
 
 
-def deepspeed_row(
-    model: ModuleSpec, config: Mapping[str, Any], layout: RankLayout, *, groups: int = 2
-) -> dict[str, Any]:
+def deepspeed_row(model: ModuleSpec, config: Mapping[str, Any], layout: RankLayout, *, groups: int = 2) -> JobRow:
     """Return the row of a model under DeepSpeed's engine.
 
     Args:
@@ -40,38 +39,38 @@ def deepspeed_row(
     lists = model_lists(model, ELEMENT_TYPES[precision])
     decay_groups = [lists.decaying, lists.plain] if groups == 2 else [[*range(len(lists.parameters))]]
     optimizer_groups = split_expert_groups(lists, decay_groups)
-    stage = int(zero["stage"])
+    stage: int = zero["stage"]
     data_parallel_size = layout.data_parallel_size * layout.context_parallel_size
-    return {
-        "source": "deepspeed",
-        "engine": "DeepSpeedEngine",
-        "zero_stage": stage,
-        "zero": zero,
-        "world_size": layout.world_size,
-        "data_parallel_size": data_parallel_size,
-        "sequence_parallel_size": layout.sequence_parallel_size,
-        "sequence_data_parallel_size": layout.reducing,
-        "tensor_parallel_size": layout.tensor_parallel_size,
-        "pipeline_stages": 1,
-        "micro_batch_size": layout.micro_batch_size,
-        "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-        "train_batch_size": layout.micro_batch_size * layout.gradient_accumulation_steps * data_parallel_size,
-        "precision": precision,
-        "communication_data_type": communication_type(config, precision, layout.sequence_parallel_size),
-        "gradient_clipping": float(config.get("gradient_clipping") or 0.0),
-        "optimizer": optimizer_wrapper(config, precision, stage),
-        "basic_optimizer": basic_optimizer(config),
-        "optimizer_groups": [
+    return JobRow(
+        source="deepspeed",
+        engine="DeepSpeedEngine",
+        zero_stage=stage,
+        zero=ZeroSettings.read(zero),
+        world_size=layout.world_size,
+        data_parallel_size=data_parallel_size,
+        sequence_parallel_size=layout.sequence_parallel_size,
+        sequence_data_parallel_size=layout.reducing,
+        tensor_parallel_size=layout.tensor_parallel_size,
+        pipeline_stages=1,
+        micro_batch_size=layout.micro_batch_size,
+        gradient_accumulation_steps=layout.gradient_accumulation_steps,
+        train_batch_size=layout.micro_batch_size * layout.gradient_accumulation_steps * data_parallel_size,
+        precision=precision,
+        communication_data_type=communication_type(config, precision, layout.sequence_parallel_size),
+        gradient_clipping=float(config.get("gradient_clipping") or 0.0),
+        optimizer=optimizer_wrapper(config, precision, stage),
+        basic_optimizer=basic_optimizer(config),
+        optimizer_groups=[
             part for group in optimizer_groups if group for part in sub_groups(lists, group, zero, layout.reducing)
         ],
-        **({"check_grad_overflow": checks_overflow(config, precision)} if stage in (1, 2) else {}),
-        "norm_dtype": "float64",
-        "moe": any("expert" in parameter for parameter in lists.parameters),
-        "expert_parallel_sizes": [layout.expert_parallel_size] if layout.expert_parallel_size else [],
-        "parameters": lists.parameters,
-        "buffers": lists.buffers,
-        **({"modules": lists.modules} if stage == 3 else {}),
-    }
+        check_grad_overflow=checks_overflow(config, precision) if stage in (1, 2) else MISSING,
+        norm_dtype="float64",
+        moe=any(parameter.expert for parameter in lists.parameters),
+        expert_parallel_sizes=[layout.expert_parallel_size] if layout.expert_parallel_size else [],
+        parameters=lists.parameters,
+        buffers=lists.buffers,
+        modules=lists.modules if stage == 3 else MISSING,
+    )
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
@@ -107,7 +106,14 @@ _ZERO_DEFAULTS: Final[dict[str, Any]] = {
     "module_granularity_threshold": 0,
     "zero_hpz_partition_size": 1,
     "memory_efficient_linear": True,
-    **dict.fromkeys((*NOT_PREDICTED, "allgather_sequential", "round_robin_gradients", "parameter_alignment"), False),
+    "allgather_sequential": False,
+    "round_robin_gradients": False,
+    "parameter_alignment": False,
+    "use_all_reduce_for_fetch_params": False,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+    "enable_sanity_checks": False,
 }
 
 
@@ -159,7 +165,7 @@ def sub_groups(lists: ModelLists, group: Sequence[int], zero: Mapping[str, Any],
 
 
 def _elements(lists: ModelLists, number: int) -> int:
-    return prod(lists.parameters[number]["shape"])
+    return lists.parameters[number].elements
 
 
 _EXPERT_ELEMENTS: Final = 178_956_971  # max_group_size: not a setting of GPT-NeoX
@@ -168,9 +174,9 @@ _EXPERT_ELEMENTS: Final = 178_956_971  # max_group_size: not a setting of GPT-Ne
 @rule("deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer", DEEPSPEED)
 def split_expert_groups(lists: ModelLists, groups: Sequence[list[int]]) -> list[list[int]]:
     """Return the groups with experts in separate groups of up to max_group_size elements, after the others."""
-    split = [[number for number in group if "expert" not in lists.parameters[number]] for group in groups]
+    split = [[number for number in group if not lists.parameters[number].expert] for group in groups]
     for group in groups:
-        experts = [number for number in group if "expert" in lists.parameters[number]]
+        experts = [number for number in group if lists.parameters[number].expert]
         buckets = buckets_within_limit((_elements(lists, number) for number in experts), _EXPERT_ELEMENTS)
         split += [[experts[position] for position in bucket] for bucket in buckets]
     return split

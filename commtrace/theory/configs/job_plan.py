@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from commtrace.errors import ConfigError, MissingLibraryError
+from commtrace.job_row import JobRow, ModelSettings
 from commtrace.theory.model_shapes import ModelShape, ModuleSpec, gpt_neox_model
 
 from . import hugging_face
@@ -56,13 +57,13 @@ DEFAULT_OPTIONS: Final = PlanOptions()
 class JobPlan:
     """A job that has not run."""
 
-    rows: tuple[Mapping[str, Any], ...]
+    rows: tuple[JobRow, ...]
     """Rows of the `job` table, as the hooks would capture them: one, or one for each stage of a pipeline."""
     layout: RankLayout  # ranks and batch sizes
     assumed: tuple[str, ...]  # what the files do not say, as sentences without a full stop
 
     @property
-    def row(self) -> Mapping[str, Any]:
+    def row(self) -> JobRow:
         """The row; in a pipeline, the first stage's."""
         return self.rows[0]
 
@@ -168,15 +169,15 @@ def _plan_model(
         note = f"all parameters are {ELEMENT_TYPES[precision]} (--precision)"
         return JobPlan((ddp_row(model, precision, layout),), layout, (*assumed, note))
     if engine == "fsdp":
-        arguments = {
-            "model_parallel_size": 1,
-            "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-            "gradient_clipping": float(settings.get("gradient_clipping") or 0.0),
-        }
         units = "every layer is a unit of fully_shard, and so is the model itself"
         types = f"parameters are fp32, and are sent as {ELEMENT_TYPES[precision]} (--precision)"
         row = fsdp_row(model, precision, layout)
-        return JobPlan(({**row, "model": arguments},), layout, (*assumed, units, types))
+        row.model = ModelSettings(
+            model_parallel_size=1,
+            gradient_accumulation_steps=layout.gradient_accumulation_steps,
+            gradient_clipping=float(settings.get("gradient_clipping") or 0.0),
+        )
+        return JobPlan((row,), layout, (*assumed, units, types))
     groups = "biases and norms are a second parameter group" if options.groups == 2 else "one parameter group"
     row = deepspeed_row(model, settings, layout, groups=options.groups)
     return JobPlan((row,), layout, (*assumed, f"{groups} (--groups)", "activations are not recomputed"))

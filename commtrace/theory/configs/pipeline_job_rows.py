@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from commtrace.job_row import JobRow, StageRow, TiedRow
 from commtrace.theory.job import NotPredictedError
 from commtrace.theory.model_shapes import (
     ModelShape,
@@ -43,7 +44,7 @@ def stage_rows(
     *,
     groups: int = 2,
     initial_type: str = "float32",
-) -> tuple[dict[str, Any], ...]:
+) -> tuple[JobRow, ...]:
     """Return a row for each stage of GPT-NeoX's model, from DeepSpeed's configuration.
 
     The optimizer has `groups` parameter groups, and the model is made in the element type `initial_type`.
@@ -67,27 +68,26 @@ def stage_rows(
         }
         tied = parts[EMBEDDING] if has_tied else None
         row = deepspeed_row(_stage(numbered, tied), config, layout, groups=groups)
-        row |= {
-            "engine": "PipelineEngine",
-            "pipeline_stages": division.stages,
-            "grad_accum_dtype": _accumulation_type(config),
-        }
-        row["optimizer"] = pipeline_optimizer_wrapper(config, row)
-        if row["optimizer"] == "BF16_Optimizer":
-            row.pop("check_grad_overflow", None)  # BF16_Optimizer does not check
-        row["pipeline"] = {
-            **settings,
-            "stage": number,
-            "bounds": bounds,
-            "layers": names[begin:end],
-            "activation_checkpoint_interval": settings["activation_checkpoint_interval"] or division.interval,
-            "attention_mask": True,
-            "bool_tensors": False,
-            "dynamic_shape": False,
-            # The model may be made in another type; the engine casts it.
-            "tied": [{"parameter": f"tied_modules.{_TIED}.weight", "ranks": 2, "first_dtype": initial_type}]
-            * (has_tied and division.stages > 1),
-        }
+        row.engine, row.pipeline_stages = "PipelineEngine", division.stages
+        row.grad_accum_dtype = _accumulation_type(config)
+        row.optimizer = pipeline_optimizer_wrapper(config, row)
+        if row.optimizer == "BF16_Optimizer" and row.has(JobRow.check_grad_overflow):
+            del row.check_grad_overflow  # BF16_Optimizer does not check
+        # The model may be made in another type; the engine casts it.
+        tied_weight = TiedRow(parameter=f"tied_modules.{_TIED}.weight", ranks=2, first_dtype=initial_type)
+        row.pipeline = StageRow(
+            stage=number,
+            bounds=bounds,
+            layers=names[begin:end],
+            pipe_partitioned=settings["pipe_partitioned"],
+            grad_partitioned=settings["grad_partitioned"],
+            activation_checkpoint_interval=settings["activation_checkpoint_interval"] or division.interval,
+            use_reentrant=settings["use_reentrant"],
+            attention_mask=True,
+            bool_tensors=False,
+            dynamic_shape=False,
+            tied=[tied_weight] * (has_tied and division.stages > 1),
+        )
         rows.append(row)
     return tuple(rows)
 
@@ -182,7 +182,7 @@ def pipeline_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check (in a pipeline)", DEEPSPEED)
-def pipeline_optimizer_wrapper(config: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+def pipeline_optimizer_wrapper(config: Mapping[str, Any], row: JobRow) -> str:
     """Return the class in which DeepSpeed wraps a pipeline's optimizer: for bf16 without ZeRO, BF16_Optimizer."""
-    is_bf16_without_zero = row["zero_stage"] == 0 and precision_of(config) == "bf16"
-    return "BF16_Optimizer" if is_bf16_without_zero else str(row["optimizer"])
+    is_bf16_without_zero = row.zero_stage == 0 and precision_of(config) == "bf16"
+    return "BF16_Optimizer" if is_bf16_without_zero else row.optimizer

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import Final
 
+from commtrace.job_row import JobRow, UnitRow
 from commtrace.theory.job import refuse
 from commtrace.theory.model_shapes import ModuleSpec, model_lists
 from commtrace.theory.rules.registry import TORCH, rule
@@ -15,38 +16,32 @@ _LAYER: Final = re.compile(r"(?:.*\.)?(?:block_)?\d+(?=\.)")
 """Matches the layer in a parameter's name: `layers.block_0`, `model.layers.0`."""
 
 
-def ddp_row(model: ModuleSpec, precision: str, layout: RankLayout) -> dict[str, Any]:
-    """Return the row of a model in one element type, under DDP with default settings."""
-    lists = model_lists(model, ELEMENT_TYPES[precision])
-    return {
-        "source": "ddp",
-        "engine": "DistributedDataParallel",
-        **ddp_defaults(),
-        "data_parallel_size": layout.reducing,
-        "ignored": [],
-        "mixed_precision": None,
-        "parameters": lists.parameters,
-        "buffers": lists.buffers,
-    }
-
-
 @rule("torch.nn.parallel.DistributedDataParallel.__init__ (its defaults)", TORCH)
-def ddp_defaults() -> dict[str, Any]:
-    """Return DDP's defaults: buckets of 25 MiB, the first one of 1 MiB, and broadcasts of 250 MiB."""
-    return {
-        "broadcast_buffers": True,
-        "broadcast_bucket_size": 250 << 20,
-        "bucket_bytes_cap": 25 << 20,
-        "first_bucket_bytes_cap": 1 << 20,
-        "bucket_bytes_caps": [],
-        "find_unused_parameters": False,
-        "static_graph": False,
-    }
+def ddp_row(model: ModuleSpec, precision: str, layout: RankLayout) -> JobRow:
+    """Return the row of a model in one element type, under DDP with default settings.
+
+    Its buckets have 25 MiB, the first one 1 MiB, and its broadcasts have 250 MiB.
+    """
+    lists = model_lists(model, ELEMENT_TYPES[precision])
+    return JobRow(
+        source="ddp",
+        engine="DistributedDataParallel",
+        broadcast_buffers=True,
+        broadcast_bucket_size=250 << 20,
+        bucket_bytes_cap=25 << 20,
+        first_bucket_bytes_cap=1 << 20,
+        bucket_bytes_caps=[],
+        find_unused_parameters=False,
+        static_graph=False,
+        data_parallel_size=layout.reducing,
+        ignored=[],
+        mixed_precision=None,
+        parameters=lists.parameters,
+        buffers=lists.buffers,
+    )
 
 
-def fsdp_row(
-    model: ModuleSpec, precision: str, layout: RankLayout, reduce_precision: str | None = None
-) -> dict[str, Any]:
+def fsdp_row(model: ModuleSpec, precision: str, layout: RankLayout, reduce_precision: str | None = None) -> JobRow:
     """Return the row of a model under `fully_shard`. Each layer is a unit, and so is the model itself.
 
     Parameters are fp32, are sent in the type of the precision, and are sharded over all data-parallel ranks with
@@ -56,34 +51,34 @@ def fsdp_row(
     lists = model_lists(model, "float32")
     units: dict[str, list[int]] = {"": []}  # numbers of each unit's parameters; the root first
     for number, parameter in enumerate(lists.parameters):
-        layer = _LAYER.match(parameter["name"])
+        layer = _LAYER.match(parameter.name)
         units.setdefault(layer.group() if layer else "", []).append(number)
     reduces = layout.gradient_accumulation_steps == 1  # in the first micro-batch, in which the job is captured
-    return {
-        "source": "fsdp",
-        "engine": "fully_shard",
-        "data_parallel_size": layout.data_parallel_size,
-        "reduce_grads": reduces,
-        "all_reduce_grads": reduces,
-        "reshard_after_backward": True,
-        "units": [
-            {
-                "name": name,
-                "parameters": numbers,
-                "shapes": [lists.parameters[number]["shape"] for number in numbers],
-                "dims": [0] * len(numbers),
-                "dtypes": [ELEMENT_TYPES[precision]] * len(numbers),
-                "reduce_dtype": reduce_dtype(precision, reduce_precision),
-                "shards": layout.data_parallel_size,
-                "copies": 1,
-                "reshard_after_forward": reshard_after_forward(name),
-                "unshard_in_backward": True,
-            }
+    return JobRow(
+        source="fsdp",
+        engine="fully_shard",
+        data_parallel_size=layout.data_parallel_size,
+        reduce_grads=reduces,
+        all_reduce_grads=reduces,
+        reshard_after_backward=True,
+        units=[
+            UnitRow(
+                name=name,
+                parameters=numbers,
+                shapes=[lists.parameters[number].shape for number in numbers],
+                dims=[0] * len(numbers),
+                dtypes=[ELEMENT_TYPES[precision]] * len(numbers),
+                reduce_dtype=reduce_dtype(precision, reduce_precision),
+                shards=layout.data_parallel_size,
+                copies=1,
+                reshard_after_forward=reshard_after_forward(name),
+                unshard_in_backward=True,
+            )
             for name, numbers in units.items()
         ],
-        "parameters": lists.parameters,
-        "buffers": lists.buffers,
-    }
+        parameters=lists.parameters,
+        buffers=lists.buffers,
+    )
 
 
 @rule("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init (reshard_after_forward)", TORCH)

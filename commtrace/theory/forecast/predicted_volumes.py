@@ -153,7 +153,7 @@ def number(value: Fraction) -> int | float:
 def json_document(job: Forecast) -> dict[str, Any]:
     """Return the forecast as `commtrace theory --json` prints it."""
     layout, form = job.plan.layout, job.prediction.closed_form
-    elements = [count_elements(row["parameters"]) for row in job.plan.rows]
+    elements = [count_elements(row.parameters) for row in job.plan.rows]
     pipeline = {"pipeline_stages": len(elements), "stage_parameters": elements} if job.has_stages else {}
     return {
         "scheme": job.prediction.scheme,

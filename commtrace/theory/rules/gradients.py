@@ -51,7 +51,7 @@ def parallel_residual_order(job: Job, order: Sequence[ModelTensor]) -> list[Mode
 
     Tensor-parallel layers then add both biases after that all_reduce, so that their gradients become ready together.
     """
-    if job.tensor == 1 or not job.model("gpt_j_residual", False):
+    if job.tensor == 1 or not job.model.gpt_j_residual:
         return list(order)
     attention = {parameter.name: parameter for parameter in order if parameter.name.endswith(_ATTENTION)}
     result: list[ModelTensor] = []

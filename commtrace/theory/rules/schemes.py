@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from commtrace.job_facts import UnknownFactError
+from commtrace.job_row import JobRow
 from commtrace.theory.expected_calls import Prediction
 from commtrace.theory.job import Job, NotPredictedError
 
@@ -12,7 +14,7 @@ from .deepspeed import engine, pipeline, zero3, zero12
 from .megatron import gpt_neox, sequence_parallel, tensor_parallel
 from .torch import ddp, fsdp
 
-SCHEMES: Final[dict[tuple[str, str, int | None], Callable[[Job], Prediction]]] = {
+SCHEMES: Final[dict[tuple[str | None, str | None, int | None], Callable[[Job], Prediction]]] = {
     ("ddp", "DistributedDataParallel", None): ddp.predict,
     ("fsdp", "fully_shard", None): fsdp.predict,
     ("deepspeed", "DeepSpeedEngine", 0): engine.predict,
@@ -40,17 +42,18 @@ _HINT: Final = "compare with a dry run (commtrace check DIR --against DRYRUN) or
 
 def extended_dimension(job: Job) -> str | None:
     """Return a job's key in EXTENSIONS, or None. A combination of dimensions has a key of its own, or no rules."""
-    if job.row.get("source") == "fsdp" and "tensor_plan" in job.row:
+    if job.row.source == "fsdp" and job.row.has(JobRow.tensor_plan):
         return "DTensor"
-    if job.row.get("source") in ("fsdp", "dtensor") or job.row.get("engine") == "PipelineEngine":
+    if job.row.source in ("fsdp", "dtensor") or job.has_pipeline_engine:
         return None  # their own rules cover all parallel dimensions
     if job.tensor > 1:
-        return "tensor and sequence" if job.row.get("model", {}).get("sequence_parallel") else "tensor"
-    sizes = {"sequence": job.sequence > 1, "context": job.context > 1, "expert": bool(job.row.get("moe"))}
+        along_sequence = job.declares_architecture and job.model.sequence_parallel
+        return "tensor and sequence" if along_sequence else "tensor"
+    sizes = {"sequence": job.sequence > 1, "context": job.context > 1, "expert": job.has_experts}
     return next((dimension for dimension, is_used in sizes.items() if is_used), None)
 
 
-def predict(row: Mapping[str, Any]) -> Prediction:
+def predict(row: JobRow | Mapping[str, Any]) -> Prediction:
     """Predict what one rank of a job communicates.
 
     Args:
@@ -59,25 +62,28 @@ def predict(row: Mapping[str, Any]) -> Prediction:
     Raises:
         NotPredictedError: With the reason, if there are no rules for the job, or its row lacks what they need.
     """
-    stage = row.get("zero_stage")
-    if not isinstance(stage, int | None):
-        raise NotPredictedError(f"the job in the log cannot be read (zero_stage: {stage})")
-    source, engine_name = str(row.get("source")), str(row.get("engine"))
-    if (source, engine_name, stage) not in SCHEMES:
-        zero = "" if stage is None else f" with ZeRO stage {stage}"
-        raise NotPredictedError(f"there are no rules for {source} {engine_name}{zero}; {_HINT}")
     try:
-        job = Job(row)
-        if job.is_gpt_neox:
-            gpt_neox.check(job)
-        prediction = SCHEMES[source, engine_name, stage](job)
-        dimension = extended_dimension(job)
-        if dimension is not None:
-            if dimension not in EXTENSIONS:
-                raise NotPredictedError(f"there are no rules for {dimension} parallelism; {_HINT}")
-            if prediction.has_special_steps:
-                raise NotPredictedError(f"steps that differ have no rules for {dimension} parallelism; {_HINT}")
-            prediction = EXTENSIONS[dimension](job, prediction)
-        return gpt_neox.extend_prediction(job, prediction) if job.is_gpt_neox else prediction
+        return _predict(Job(row if isinstance(row, JobRow) else JobRow.read(row)))
+    except UnknownFactError as error:
+        raise NotPredictedError(str(error)) from error
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _predict(job: Job) -> Prediction:
+    row = job.row
+    stage = row.zero_stage if row.has(JobRow.zero_stage) else None
+    if (row.source, row.engine, stage) not in SCHEMES:
+        zero = "" if stage is None else f" with ZeRO stage {stage}"
+        raise NotPredictedError(f"there are no rules for {row.source} {row.engine}{zero}; {_HINT}")
+    if job.is_gpt_neox:
+        gpt_neox.check(job)
+    prediction = SCHEMES[row.source, row.engine, stage](job)
+    dimension = extended_dimension(job)
+    if dimension is not None:
+        if dimension not in EXTENSIONS:
+            raise NotPredictedError(f"there are no rules for {dimension} parallelism; {_HINT}")
+        if prediction.has_special_steps:
+            raise NotPredictedError(f"steps that differ have no rules for {dimension} parallelism; {_HINT}")
+        prediction = EXTENSIONS[dimension](job, prediction)
+    return gpt_neox.extend_prediction(job, prediction) if job.is_gpt_neox else prediction

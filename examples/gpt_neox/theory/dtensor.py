@@ -12,12 +12,13 @@ embedding's needs none); modules of the model's layers are recomputed, and dropo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from commtrace.job_row import JobRow, StyleRow
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.megatron.tensor_parallel import FORM, activation_elements, form_bytes
@@ -92,25 +93,24 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
 
 def styles(job: Job) -> list[ModuleStyle]:
     """Return the plan, in the order of the model's modules."""
-    rows: list[Mapping[str, Any]] = list(job.fact("tensor_plan"))
-    prepared = [str(row["module"]) for row in rows if row["style"] == "PrepareModuleInput"]
-    return [_style(row, prepared) for row in rows]
+    prepared = [row.module for row in job.row.tensor_plan if row.style == "PrepareModuleInput"]
+    return [_style(row, prepared) for row in job.row.tensor_plan]
 
 
-def _style(row: Mapping[str, Any], prepared: Sequence[str]) -> ModuleStyle:
+def _style(row: StyleRow, prepared: Sequence[str]) -> ModuleStyle:
     style = ModuleStyle(
-        str(row["module"]),
-        str(row["style"]),
-        "".join(row["inputs"][:1]),
-        "".join(row["outputs"][:1]),
-        bool(row["embedding"]),
-        tuple(row["weight"] or ()),
-        tuple(row["bias"] or ()),
-        bool(row["sent"]),
-        any(str(row["module"]).startswith(f"{name}.") for name in prepared),
+        row.module,
+        row.style,
+        "".join(row.inputs[:1]),
+        "".join(row.outputs[:1]),
+        row.embedding,
+        tuple(row.weight or ()),
+        tuple(row.bias or ()),
+        row.sent,
+        any(row.module.startswith(f"{name}.") for name in prepared),
     )
-    if style.kind == "PrepareModuleInput" and (row["desired"] != ["Replicate"] or row["local"]):
-        raise NotPredictedError(f"PrepareModuleInput of {style.module} to {row['desired']} has no rules yet")
+    if style.kind == "PrepareModuleInput" and (row.desired != ["Replicate"] or row.local):
+        raise NotPredictedError(f"PrepareModuleInput of {style.module} to {row.desired} has no rules yet")
     if style.kind == "ColwiseParallel" and style.embedding:
         raise NotPredictedError(f"ColwiseParallel of an embedding ({style.module}) has no rules yet")
     return style
@@ -118,8 +118,7 @@ def _style(row: Mapping[str, Any], prepared: Sequence[str]) -> ModuleStyle:
 
 def activation_type(job: Job) -> str:
     """Return the dtype of parameters in computation."""
-    units = job.row.get("units")
-    return str(units[0]["dtypes"][0]) if units else job.parameters[0].dtype
+    return job.row.units[0].dtypes[0] if job.row.has(JobRow.units) else job.parameters[0].dtype
 
 
 def activation_calls(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
@@ -164,7 +163,7 @@ def module_calls(job: Job, style: ModuleStyle) -> ModuleCalls:
     if style.kind == "SequenceParallel":
         return ModuleCalls()
     if style.kind == "PrepareModuleInput":
-        return _moved(job, "input", style.inputs, int(job.model("hidden_size")))
+        return _moved(job, "input", style.inputs, job.model.hidden_size)
     if style.kind == "ColwiseParallel":
         before = ModuleCalls() if style.wrapped else _moved(job, "input", style.inputs, style.weight[1])
         after = _moved(job, "column-parallel output", style.outputs, style.weight[0])
@@ -190,7 +189,7 @@ def _moved(job: Job, activation: str, placement: str, width: int) -> ModuleCalls
     """Return the calls that move activations of `width` elements per token."""
     if (activation, placement) not in _MOVES:
         raise NotPredictedError(f"a {activation} placed as {placement} has no rules yet")
-    tokens = activation_elements(job) // int(job.model("hidden_size"))
+    tokens = activation_elements(job) // job.model.hidden_size
     payload = tokens * width * element_size(activation_type(job))
     cause = LOGITS if activation == "column-parallel output" else ACTIVATIONS
     return ModuleCalls(*(
@@ -202,14 +201,14 @@ def _moved(job: Job, activation: str, placement: str, width: int) -> ModuleCalls
       "torch.utils.checkpoint._checkpoint_without_reentrant_generator (early stop, DTensors)", TORCH)  # fmt: skip
 def recomputed(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
     """Return the calls that recomputation repeats; without reentrant autograd it stops before a layer's last sum."""
-    if not job.model("checkpoint_activations", False):
+    if not job.model.checkpoint_activations:
         return []
     layers: dict[int, list[ExpectedCall]] = {}
     for style in plan:
         if style.layer is not None:
             layers.setdefault(style.layer, []).extend(module_calls(job, style).forward)
-    early = not job.model("checkpoint_reentrant", True) and not float(job.model("hidden_dropout", 0.0))
-    interval, count = int(job.model("checkpoint_num_layers", 1)), len(layers)
+    early = not job.model.checkpoint_reentrant and not job.model.hidden_dropout
+    interval, count = job.model.checkpoint_num_layers, len(layers)
     ends = {min(first + interval, count) - 1 for first in range(0, count, interval)} if early else set()
     return [call for number, calls in sorted(layers.items()) for call in (calls[:-1] if number in ends else calls)]
 
@@ -227,10 +226,10 @@ def norm_gradients(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
     parameters = [prod(shape) for style in norms for shape in (style.weight, style.bias) if shape]
     if not parameters:
         return []
-    if "units" in job.row:
+    if job.row.has(JobRow.units):
         size, times = _partial_gradients(job)
     else:
-        if job.fact("foreach") is not False or job.fact("optimizer") not in ("Adam", "AdamW"):
+        if job.row.foreach is not False or job.row.optimizer not in ("Adam", "AdamW"):
             raise NotPredictedError(
                 "sequence parallelism with another optimizer than Adam, foreach=False, has no rules yet"
             )
@@ -240,10 +239,10 @@ def norm_gradients(job: Job, plan: Sequence[ModuleStyle]) -> list[ExpectedCall]:
 
 def _partial_gradients(job: Job) -> tuple[int, int]:
     """Return the bytes of an element and the number of sums per step; accumulated gradients have the reduce dtype."""
-    reduces_each = job.fact("reduce_grads")
-    reduce_type = job.fact("units")[0]["reduce_dtype"]
-    accumulates = reduce_type is not None and not reduces_each and job.micro_batches > 1
-    size = element_size(str(reduce_type) if accumulates else activation_type(job))
+    reduces_each = job.row.reduce_grads
+    reduce_type = job.row.units[0].reduce_dtype
+    accumulates = not reduces_each and job.micro_batches > 1
+    size = element_size(reduce_type if reduce_type is not None and accumulates else activation_type(job))
     return size, job.micro_batches if reduces_each else 1
 
 

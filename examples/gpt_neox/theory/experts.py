@@ -35,14 +35,14 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     Raise NotPredictedError if the job does not have the model's architecture, or experts as DeepSpeed makes them.
     """
     job.require_architecture("a mixture of experts")
-    if int(job.fact("zero_stage")) and not (job.zero("contiguous_gradients") and job.zero("reduce_scatter")):
+    if job.row.zero_stage and not (job.row.zero.contiguous_gradients and job.row.zero.reduce_scatter):
         raise NotPredictedError("experts with reduce_scatter or contiguous_gradients off have no rules yet")
     own = (*exchanges(job), *capacities(job), *overflow_check(job), *expert_norms(job))
     steps, ranks = job.micro_batches, job.expert_parallel_size
-    hidden, chosen = int(job.model("hidden_size")), int(job.model("moe_top_k"))
+    hidden, chosen = job.model.hidden_size, job.model.moe_top_k
     form = expert_layers(job) * expert_layer(micro_batch_tokens(job), hidden, chosen, ranks) * job.parameter_size
     exact = total_wire_bytes(own, ranks, TOKENS) / steps
-    label = "experts: capacity" if job.model("moe_token_dropping") else "experts: capacity, at the most"
+    label = "experts: capacity" if job.model.moe_token_dropping else "experts: capacity, at the most"
     levels = {
         label: exact * 4 / (4 + 2 * recomputed_passes(job)),
         "experts: activations recomputed": exact,
@@ -50,7 +50,7 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     }
     bars = [*level_bars(form, levels), *cause_bars(own, ranks, TOKENS, prefix="experts: ")]
     closed_form = WaterfallBar("experts: 4 k T h (E-1)/E a layer", form)
-    scheme = f"{data.scheme}, {int(job.model('moe_num_experts'))} experts over {ranks}"
+    scheme = f"{data.scheme}, {job.model.moe_num_experts} experts over {ranks}"
     return tensor.combine_predictions(job, data, own, closed_form, bars, scheme, {ROLE: ranks, "self": 1})
 
 
@@ -68,16 +68,16 @@ def _single(value: float) -> float:
 @rule("megatron.model.transformer.ParallelTransformerLayer (moe_expert_interval)", GPT_NEOX)
 def expert_layers(job: Job) -> int:
     """Return the number of layers with experts: every moe_expert_interval-th, from the first on."""
-    return ceil(int(job.model("num_layers")) / int(job.model("moe_expert_interval")))
+    return ceil(job.model.num_layers / job.model.moe_expert_interval)
 
 
 @rule("deepspeed.moe.sharded_moe._capacity; deepspeed.moe.sharded_moe.top2gating; deepspeed.moe.sharded_moe.topkgating",
       DEEPSPEED)  # fmt: skip
 def capacity(job: Job) -> int:
     """Return an expert's capacity: a share of a rank's tokens, in 32-bit floats, but at least moe_min_capacity."""
-    factor = _single(float(job.model("moe_train_capacity_factor")) * int(job.model("moe_top_k")))
-    share = _single(_single(micro_batch_tokens(job) / int(job.model("moe_num_experts"))) * factor)
-    return max(ceil(share), int(job.model("moe_min_capacity")))
+    factor = _single(job.model.moe_train_capacity_factor * job.model.moe_top_k)
+    share = _single(_single(micro_batch_tokens(job) / job.model.moe_num_experts) * factor)
+    return max(ceil(share), job.model.moe_min_capacity)
 
 
 @rule(
@@ -85,7 +85,7 @@ def capacity(job: Job) -> int:
 )
 def token_bounds(job: Job) -> tuple[int, int]:
     """Return the bounds of an expert's capacity without dropping: an even share of the tokens, and all tokens."""
-    even = ceil(micro_batch_tokens(job) * int(job.model("moe_top_k")) / int(job.model("moe_num_experts")))
+    even = ceil(micro_batch_tokens(job) * job.model.moe_top_k / job.model.moe_num_experts)
     return even, micro_batch_tokens(job)
 
 
@@ -94,9 +94,9 @@ def exchanges(job: Job) -> list[ExpectedCall]:
     """Return the all_to_alls of a step: dispatch and combine, forward and backward, of every expert's capacity."""
     if job.expert_parallel_size == 1:
         return []
-    token_bytes = int(job.model("moe_num_experts")) * int(job.model("hidden_size")) * job.parameter_size
+    token_bytes = job.model.moe_num_experts * job.model.hidden_size * job.parameter_size
     calls = (4 + 2 * recomputed_passes(job)) * expert_layers(job) * job.micro_batches
-    if job.model("moe_token_dropping"):
+    if job.model.moe_token_dropping:
         return [ExpectedCall("all_to_all", capacity(job) * token_bytes, TOKENS, calls, role=ROLE)]
     least, most = token_bounds(job)
     return [ExpectedCall("all_to_all", most * token_bytes, TOKENS, calls, role=ROLE, min_payload=least * token_bytes)]
@@ -105,7 +105,7 @@ def exchanges(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.moe.sharded_moe.top1gating (all_reduce); deepspeed.moe.sharded_moe.top2gating (all_reduce)", DEEPSPEED)
 def capacities(job: Job) -> list[ExpectedCall]:
     """Return the all_reduces of the capacity without dropping: one int64 in each forward pass of a layer."""
-    if job.model("moe_token_dropping") or job.expert_parallel_size == 1:
+    if job.model.moe_token_dropping or job.expert_parallel_size == 1:
         return []
     calls = (1 + recomputed_passes(job)) * expert_layers(job) * job.micro_batches
     return [ExpectedCall("all_reduce", element_size("int64"), CAPACITY, calls, role=ROLE)]
@@ -114,7 +114,7 @@ def capacities(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.utils.CheckOverflow.has_overflow (with experts)", DEEPSPEED)
 def overflow_check(job: Job) -> list[ExpectedCall]:
     """Return the all_reduce of the overflow check without ZeRO: one byte, in 16-bit precision only."""
-    if int(job.fact("zero_stage")) or job.fact("precision") == "fp32":
+    if job.row.zero_stage or job.row.precision == "fp32":
         return []
     return [ExpectedCall("all_reduce", 1, OVERFLOW, role=ROLE).among(job.expert_parallel_size)]
 
@@ -122,7 +122,7 @@ def overflow_check(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._average_expert_grad_norms", DEEPSPEED)
 def expert_norms(job: Job) -> list[ExpectedCall]:
     """Return the all_reduces that average the norm of each expert group among the ranks that have the group."""
-    if not int(job.fact("zero_stage")) or not job.zero("compute_grad_norm"):
+    if not job.row.zero_stage or not job.row.zero.compute_grad_norm:
         return []
     groups = [group for group in job.groups if job.parameters[group[0]].expert]
     return [ExpectedCall("all_reduce", 4, NORM).among(job.copies(job.parameters[group[0]])) for group in groups]

@@ -14,4 +14,4 @@ def recomputed_passes(job: Job) -> int:
 
     These are the all_gathers of sequence parallelism, attention's all_to_alls, and the all_to_alls of experts.
     """
-    return 1 if job.model("checkpoint_activations", False) else 0
+    return 1 if job.model.checkpoint_activations else 0

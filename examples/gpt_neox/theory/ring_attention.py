@@ -31,11 +31,11 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
 
     Raise NotPredictedError if the model has experts as well, or does not declare its architecture.
     """
-    if job.row.get("moe"):
+    if job.has_experts:
         raise NotPredictedError("ring attention together with experts has no rules yet")
     own = (*keys_and_values(job), *key_value_gradients(job))
     batch, length, hidden = tensor.batch_dimensions(job)
-    layers, steps = int(job.model("num_layers")), job.micro_batches
+    layers, steps = job.model.num_layers, job.micro_batches
     form = Fraction(layers * ring_attention(batch, length, hidden, job.context) * job.parameter_size)
     once_round = Fraction(2 * layers * _key_elements(job) * (job.context - 1))  # keys and values
     gradients = total_wire_bytes(own, job.context, BACKWARD) / steps
@@ -60,7 +60,7 @@ def _key_elements(job: Job) -> int:
 
 def _hops(job: Job, size: int, cause: str, hops: int) -> list[ExpectedCall]:
     """Return a step's hops of keys and of values: messages sent to the next rank and received from the previous one."""
-    calls = 2 * hops * int(job.model("num_layers")) * job.micro_batches
+    calls = 2 * hops * job.model.num_layers * job.micro_batches
     return [ExpectedCall(op, _key_elements(job) * size, cause, calls, role=ROLE) for op in ("send", "recv")]
 
 

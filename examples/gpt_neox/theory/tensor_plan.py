@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
+from commtrace.job_row import StyleRow, TensorRow
 from commtrace.theory.model_shapes import ModuleSpec, model_lists
 from commtrace.theory.rules.registry import WORKLOAD, rule
 
@@ -15,9 +16,9 @@ _PREPARED: Final = ("attention", "mlp")
 
 
 @rule("examples.gpt_neox.dtensor_parallel.plan", WORKLOAD)
-def tensor_plan(model: ModuleSpec, *, sequence_parallel: bool) -> list[dict[str, Any]]:
+def tensor_plan(model: ModuleSpec, *, sequence_parallel: bool) -> list[StyleRow]:
     """Return one row per parallelized module, in model order."""
-    shapes = {parameter["name"]: parameter["shape"] for parameter in model_lists(model, "float32").parameters}
+    shapes = {parameter.name: parameter.shape for parameter in model_lists(model, "float32").parameters}
     rows = (_row(name, shapes, "Shard(1)" if sequence_parallel else "Replicate") for name in _modules(model, ""))
     return [row for row in rows if row is not None]
 
@@ -28,7 +29,7 @@ def _modules(module: ModuleSpec, prefix: str) -> Iterator[str]:
         yield from _modules(child, f"{prefix}{child.name}.")
 
 
-def _row(name: str, shapes: Mapping[str, Any], activation_layout: str) -> dict[str, Any] | None:
+def _row(name: str, shapes: Mapping[str, list[int]], activation_layout: str) -> StyleRow | None:
     sequence_parallel = activation_layout != "Replicate"
     weight, bias = shapes.get(f"{name}.weight"), shapes.get(f"{name}.bias")
     head = name.endswith("head")
@@ -50,32 +51,32 @@ def _row(name: str, shapes: Mapping[str, Any], activation_layout: str) -> dict[s
         kind, inputs, desired, outputs, local = "PrepareModuleInput", activation_layout, "Replicate", "", False
     else:
         return None
-    return {
-        "module": name,
-        "style": kind,
-        "inputs": _as_list(inputs),
-        "desired": _as_list(desired),
-        "outputs": _as_list(outputs),
-        "local": local,
-        "embedding": name.endswith("embedding"),
-        "weight": weight,
-        "bias": bias,
-        "sent": True,
-    }
+    return StyleRow(
+        module=name,
+        style=kind,
+        inputs=_as_list(inputs),
+        desired=_as_list(desired),
+        outputs=_as_list(outputs),
+        local=local,
+        embedding=name.endswith("embedding"),
+        weight=weight,
+        bias=bias,
+        sent=True,
+    )
 
 
 def _as_list(layout: str) -> list[str]:
     return [layout] if layout else []
 
 
-def local_shape(parameter: Mapping[str, Any], plan: Sequence[Mapping[str, Any]], ranks: int) -> list[int]:
-    """Return the shape of a rank's shard of a parameter, a row of `ModelLists.parameters`."""
-    name, _, kind = str(parameter["name"]).rpartition(".")
-    shape = [*parameter["shape"]]
-    style = next((row for row in plan if row["module"] == name), None)
-    if style is None or style["style"] == "SequenceParallel":
+def local_shape(parameter: TensorRow, plan: Sequence[StyleRow], ranks: int) -> list[int]:
+    """Return the shape of a rank's shard of a parameter."""
+    name, _, kind = parameter.name.rpartition(".")
+    shape = [*parameter.shape]
+    style = next((row for row in plan if row.module == name), None)
+    if style is None or style.style == "SequenceParallel":
         return shape
-    rowwise = style["style"] == "RowwiseParallel" and not style["embedding"]
+    rowwise = style.style == "RowwiseParallel" and not style.embedding
     if rowwise and kind == "bias":
         return shape
     shape[1 if rowwise else 0] //= ranks

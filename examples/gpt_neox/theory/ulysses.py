@@ -35,14 +35,14 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     Raise NotPredictedError if the job does not have the model's architecture, or also has a ring or experts.
     """
     job.require_architecture("Ulysses")
-    if job.context > 1 or job.row.get("moe"):
+    if job.context > 1 or job.has_experts:
         raise NotPredictedError("Ulysses together with a ring or experts has no rules yet")
     own = (*exchanges(job), *losses(job), *optimizer_calls(job))
     role = norm_role(job)
     steps = (tuple(replace(call, role=role) if call.cause == NORM else call for call in step) for step in data.steps)
     data = replace(data, steps=tuple(steps))
     batch, length, hidden = tensor.batch_dimensions(job)
-    layers, micro_batches = int(job.model("num_layers")), job.micro_batches
+    layers, micro_batches = job.model.num_layers, job.micro_batches
     form = Fraction(layers * ulysses_layer(batch, length, hidden, job.sequence) * job.parameter_size)
     exact = total_wire_bytes(own, job.sequence, HEADS)
     levels = {
@@ -52,13 +52,13 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     bars = [*level_bars(form, levels), *cause_bars(own, job.sequence, HEADS, prefix="Ulysses: ")]
     closed_form = WaterfallBar("Ulysses: 8 L b s h (n-1)/n^2", form)
     scheme = f"{data.scheme}, sequence-parallel over {job.sequence} (Ulysses)"
-    others = {ROLE: job.sequence, "self": 1, "world": int(job.fact("world_size"))}
+    others = {ROLE: job.sequence, "self": 1, "world": job.row.world_size}
     return tensor.combine_predictions(job, data, own, closed_form, bars, scheme, others)
 
 
 def optimizer_calls(job: Job) -> list[ExpectedCall]:
     """Return the calls of the optimizer among ranks that share a sequence: none under ZeRO."""
-    if int(job.fact("zero_stage")) > 0 or not reduces_through_mpu(job):
+    if job.row.zero_stage > 0 or not reduces_through_mpu(job):
         return []
     return [replace(call, role=ROLE) for call in (*tensor.fallback_overflow(job), *tensor.fallback_norm(job))]
 
@@ -70,7 +70,7 @@ def exchanges(job: Job) -> list[ExpectedCall]:
     """Return the all_to_alls of queries, keys, values and outputs: b (s/n) h elements each, forward and backward."""
     batch, length, hidden = tensor.batch_dimensions(job)
     part = batch * (length // job.sequence) * hidden * job.parameter_size
-    calls = 4 * int(job.model("num_layers")) * (2 + recomputed_passes(job))
+    calls = 4 * job.model.num_layers * (2 + recomputed_passes(job))
     return [ExpectedCall("all_to_all", part, HEADS, calls, role=ROLE).times(job.micro_batches)]
 
 
@@ -85,10 +85,10 @@ def losses(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.utils.groups._get_sequence_data_parallel_group", DEEPSPEED)
 def reduces_through_mpu(job: Job) -> bool:
     """Return whether all ranks reduce together: with an mpu, but not with a mesh (mesh_param)."""
-    return job.ranks == int(job.fact("data_parallel_size")) * job.sequence
+    return job.ranks == job.row.data_parallel_size * job.sequence
 
 
 @rule("deepspeed.utils.groups._get_data_parallel_group (None of parallel_state_sp)", DEEPSPEED)
 def norm_role(job: Job) -> str:
     """Return the dimension of the norm: without ZeRO its group is None, torch's default group of all ranks."""
-    return "world" if int(job.fact("zero_stage")) == 0 and reduces_through_mpu(job) else "data"
+    return "world" if job.row.zero_stage == 0 and reduces_through_mpu(job) else "data"

@@ -189,7 +189,7 @@ def test_a_chain_of_optimizers_ends_one_step(stage: Stage) -> None:
 def test_the_job_has_sizes_and_parameters(stage: Stage) -> None:
     stage.run("no_pipelining")
     (row,) = core_schedules._rows.values()
-    assert (row["source"], row["engine"], row["tensor_parallel_size"]) == ("megatron", "Linear", 2)
-    assert row["gradient_accumulation_steps"] == 2
-    assert [parameter["shape"] for parameter in row["parameters"]] == [[2, 2], [2]]
-    assert "pipeline_stages" not in row  # the stand-in has no such function
+    assert (row.source, row.engine, row.tensor_parallel_size) == ("megatron", "Linear", 2)
+    assert row.gradient_accumulation_steps == 2
+    assert [parameter.shape for parameter in row.parameters] == [[2, 2], [2]]
+    assert not row.has(type(row).pipeline_stages)  # the stand-in has no such function

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from commtrace.errors import ConfigError
+from commtrace.job_row import JobRow, ModelSettings
 from commtrace.theory.configs.deepspeed_job_row import deepspeed_row
 from commtrace.theory.configs.job_plan import JobPlan, PlanOptions
 from commtrace.theory.configs.pipeline_job_rows import StageDivision, stage_rows
@@ -31,7 +32,7 @@ class EngineRows(NamedTuple):
     """An engine's configuration class, and the function that makes job rows from it, one for each pipeline stage."""
 
     config_type: type[NeoxConfig]
-    rows: Callable[[Any, RankLayout], Sequence[dict[str, Any]]]
+    rows: Callable[[Any, RankLayout], Sequence[JobRow]]
 
 
 def plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> JobPlan:
@@ -51,20 +52,25 @@ def plan_gpt_neox(files: Sequence[str], world: int, options: PlanOptions) -> Job
     check_engine(config, engine)
     data = config.data_parallel(world)
     layout = RankLayout(world, data, *config.batch_shape(data), **config.parallel_sizes)
-    arguments = vars(neox_args(config, layout.micro_batch_size, layout.gradient_accumulation_steps))
-    rows = tuple({**row, "model": arguments} for row in make_rows(config, layout))
+    rows = tuple(make_rows(config, layout))
+    for row in rows:
+        row.model = _model_settings(config, layout)
     return JobPlan(rows, layout, _assumed(config))
 
 
 def model_shape(config: NeoxConfig, layout: RankLayout) -> ModelShape:
     """Return the shape of a rank's part of the model."""
-    arguments = vars(neox_args(config, layout.micro_batch_size, layout.gradient_accumulation_steps))
-    return neox_shape(arguments, layout.tensor_parallel_size)
+    return neox_shape(_model_settings(config, layout), layout.tensor_parallel_size)
+
+
+def _model_settings(config: NeoxConfig, layout: RankLayout) -> ModelSettings:
+    arguments = neox_args(config, layout.micro_batch_size, layout.gradient_accumulation_steps)
+    return ModelSettings.read(vars(arguments), "model.")
 
 
 def plain_or_staged_rows(
     config: NeoxConfig, layout: RankLayout, *, staged_from: int = 2, groups: int = 2, initial_type: str = "float32"
-) -> Sequence[dict[str, Any]]:
+) -> Sequence[JobRow]:
     """Return DeepSpeed's row or, if pipe_parallel_size is at least `staged_from`, one for each stage of its pipeline.
 
     The optimizer has `groups` parameter groups, and the model is made in the element type `initial_type`.
@@ -78,22 +84,23 @@ def plain_or_staged_rows(
     return stage_rows(shape, settings, layout, division, groups=groups, initial_type=initial_type)
 
 
-def _program_rows(config: ProgramConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
+def _program_rows(config: ProgramConfig, layout: RankLayout) -> Sequence[JobRow]:
     groups = 2 if config.weight_decay else 1
     if config.zero_stage == 3:
         settings = deepspeed_config(config, layout.micro_batch_size, layout.gradient_accumulation_steps, verbose=False)
         model = sequential_model(config, model_shape(config, layout))
         row = deepspeed_row(model, settings, layout, groups=groups)
-        return [{**row, "partitioned_by_engine": [*range(len(row["parameters"]))]}]
+        row.partitioned_by_engine = [*range(len(row.parameters))]
+        return [row]
     initial_type = ELEMENT_TYPES[config.precision]
     return plain_or_staged_rows(config, layout, staged_from=1, groups=groups, initial_type=initial_type)
 
 
-def _ddp_rows(config: NeoxConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
+def _ddp_rows(config: NeoxConfig, layout: RankLayout) -> Sequence[JobRow]:
     return [ddp_row(gpt_neox_model(model_shape(config, layout)), config.precision, layout)]
 
 
-def _fsdp_rows(config: NeoxConfig, layout: RankLayout) -> Sequence[dict[str, Any]]:
+def _fsdp_rows(config: NeoxConfig, layout: RankLayout) -> Sequence[JobRow]:
     if "fsdp" in config.origins or config.ranks_per_sample > 1:
         raise ConfigError(
             "GPT-NeoX has no FSDP: it is predicted with PyTorch's defaults and without other parallel dimensions; "

@@ -29,13 +29,13 @@ _KNOWN_OPTIMIZERS: Final = ("AdamW", "Adam", "SGD", "FusedAdam", "DeepSpeedCPUAd
 
 def check(job: Job) -> None:
     """Raise NotPredictedError for settings of the engine that have no rules yet."""
-    is_zero_3 = int(job.fact("zero_stage")) == 3
-    stages, optimizer = job.fact("pipeline_stages"), job.fact("basic_optimizer")
+    is_zero_3 = job.row.zero_stage == 3
+    stages, optimizer = job.row.pipeline_stages, job.row.basic_optimizer
     refuse(
-        (int(job.fact("sequence_parallel_size")) != 1 and is_zero_3, "ZeRO-3 with Ulysses has no rules yet"),
+        (job.row.sequence_parallel_size != 1 and is_zero_3, "ZeRO-3 with Ulysses has no rules yet"),
         (int(stages) != 1, f"{stages} pipeline stages have no rules yet"),
-        (job.row.get("sparse_gradients"), "sparse gradients have no rules yet"),  # DeepSpeed 0.19 has no such setting
-        (job.fact("moe") and is_zero_3, "ZeRO-3 with mixtures of experts has no rules yet"),
+        (job.row.sparse_gradients, "sparse gradients have no rules yet"),  # DeepSpeed 0.19 has no such setting
+        (job.row.moe and is_zero_3, "ZeRO-3 with mixtures of experts has no rules yet"),
         (optimizer not in _KNOWN_OPTIMIZERS, f"the optimizer {optimizer} has no rules yet"),
         (job.ranks < 2 and job.tensor < 2, "one data-parallel rank has nothing to communicate"),
     )
@@ -96,7 +96,7 @@ def among_copies(job: Job, parameter: ModelTensor, call: ExpectedCall) -> Expect
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.communication_data_type", DEEPSPEED)
 def communication_dtype(job: Job) -> str:
     """Return the dtype in which gradients are reduced: the parameters', unless the configuration sets another."""
-    return str(job.fact("communication_data_type"))
+    return job.row.communication_data_type
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.buffered_allreduce_fallback", DEEPSPEED)
@@ -116,5 +116,5 @@ def fallback_gradients(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._take_model_step; deepspeed.runtime.utils.clip_grad_norm_", DEEPSPEED)
 def fallback_norm(job: Job) -> list[ExpectedCall]:
     """Return the all_reduce of a 32-bit norm to clip fp32 gradients; the norm of 16-bit gradients needs no call."""
-    clips = float(job.fact("gradient_clipping")) > 0 and job.fact("precision") == "fp32"
+    clips = job.row.gradient_clipping > 0 and job.row.precision == "fp32"
     return [ExpectedCall("all_reduce", 4, NORM)] if clips else []

@@ -13,6 +13,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Final, TypeAlias
 
+from commtrace.job_row import JobRow
 from commtrace.theory.closed_forms import pipeline as pipeline_form
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, refuse
@@ -33,9 +34,7 @@ _OPTIMIZERS: Final = ("DeepSpeedZeroOptimizer", "BF16_Optimizer")
 
 def predict(job: Job) -> Prediction:
     """Predict what a rank of one stage communicates. Raise NotPredictedError for settings without rules."""
-    facts = dict(job.fact("pipeline"))
-    layers = tuple(map(str, facts["layers"]))
-    stage = PipelineStage(int(facts["stage"]), int(job.fact("pipeline_stages")), layers, facts)
+    stage = PipelineStage(job.row.pipeline, job.row.pipeline_stages)
     check(job, stage)
     model = Job(pipeline_calls.stage_as_model(job))
     prediction = _data_parallel_prediction(model)
@@ -68,23 +67,23 @@ def check(job: Job, stage: PipelineStage) -> None:
     """Raise NotPredictedError for stages that have no rules yet."""
     job.require_architecture("a pipeline")
     known = {EMBEDDING, BLOCK, "NormPipe", "ParallelLinearPipe", "_pre_transformer_block", "_post_transformer_block"}
-    facts, optimizer, first_type = stage.facts, job.fact("optimizer"), job.parameters[0].dtype
-    sizes = job.model("model_parallel_size", 1), job.tensor
-    accumulates_otherwise = job.row.get("grad_accum_dtype", first_type) != first_type
+    row, optimizer, first_type = stage.row, job.row.optimizer, job.parameters[0].dtype
+    sizes = job.model.model_parallel_size, job.tensor
+    accumulates_otherwise = job.row.has(JobRow.grad_accum_dtype) and job.row.grad_accum_dtype != first_type
     refuse(
-        (not facts["attention_mask"], "stages of a model that is not GPT-NeoX's (GPT2ModelPipe) have no rules yet"),
-        (stage.stages > 1 and job.tensor > 1 and job.model("sequence_parallel", False),
+        (not row.attention_mask, "stages of a model that is not GPT-NeoX's (GPT2ModelPipe) have no rules yet"),
+        (stage.stages > 1 and job.tensor > 1 and job.model.sequence_parallel,
          "a pipeline of several stages with sequence_parallel has no rules yet"),
-        (facts["dynamic_shape"], "a pipeline with shapes that change has no rules yet"),
-        (facts["bool_tensors"], "a pipeline with bool tensors has no rules yet"),
-        (not known.issuperset(stage.layers),
-         f"layers other than GPT-NeoX's have no rules yet: {sorted({*stage.layers} - known)}"),
-        (stage.last != ("_post_transformer_block" in stage.layers),
+        (row.dynamic_shape, "a pipeline with shapes that change has no rules yet"),
+        (row.bool_tensors, "a pipeline with bool tensors has no rules yet"),
+        (not known.issuperset(row.layers),
+         f"layers other than GPT-NeoX's have no rules yet: {sorted({*row.layers} - known)}"),
+        (stage.last != ("_post_transformer_block" in row.layers),
          "a pipeline that is split after the last transformer layer cannot send its activations"),
         (sizes[0] != sizes[1], f"the model has {sizes[0]} tensor-parallel ranks, but the grid has {sizes[1]}"),
-        (job.tensor > 1 and facts["grad_partitioned"] != facts["pipe_partitioned"],
+        (job.tensor > 1 and row.grad_partitioned != row.pipe_partitioned,
          f"DeepSpeed {DEEPSPEED[1]} cannot send partitioned activations but whole gradients, or vice versa"),
-        (optimizer not in _OPTIMIZERS and job.fact("precision") != "fp32",
+        (optimizer not in _OPTIMIZERS and job.row.precision != "fp32",
          f"the optimizer {optimizer} in a pipeline has no rules yet"),
         (optimizer == "DeepSpeedZeroOptimizer" and accumulates_otherwise,
          "ZeRO-1 in a pipeline with gradients accumulated in another dtype has no rules yet"),
@@ -93,7 +92,7 @@ def check(job: Job, stage: PipelineStage) -> None:
 
 def _data_parallel_prediction(model: Job) -> Prediction:
     """Return the prediction for the stage's parameters, as if they were the whole model."""
-    is_flat = int(model.fact("zero_stage")) > 0 or model.fact("optimizer") == "BF16_Optimizer"
+    is_flat = model.row.zero_stage > 0 or model.row.optimizer == "BF16_Optimizer"
     return zero12.predict(model) if is_flat else engine.predict(model)
 
 
@@ -127,7 +126,7 @@ def _waterfalls(
 
 def model_parameters(job: Job) -> int:
     """Return the number of parameters of all stages and tensor-parallel ranks."""
-    return count_elements(model_lists(gpt_neox_model(neox_shape(job.fact("model"))), "float32").parameters)
+    return count_elements(model_lists(gpt_neox_model(neox_shape(job.row.model)), "float32").parameters)
 
 
 def _pipeline_waterfall(job: Job, stage: PipelineStage, stage_calls: Sequence[ExpectedCall]) -> FormAndBars:
@@ -155,7 +154,7 @@ def _tensor_waterfall(job: Job, stage: PipelineStage, stage_calls: Sequence[Expe
         "activations recomputed": recomputed,
         "the embedding, or the gradient of the head's input": recomputed + edges,
     }
-    if job.model("sequence_parallel", False):
+    if job.model.sequence_parallel:
         bars = sequence_parallel.activation_bars(job, stage_calls)
     else:
         bars = tensor_parallel.activation_bars(job, stage_calls, form, counts)

@@ -5,9 +5,11 @@ Stages send the hidden states and the attention mask forward, and the gradients 
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
+from commtrace.job_row import JobRow, StageRow, TiedRow
 from commtrace.theory.expected_calls import ExpectedCall
 from commtrace.theory.job import Job, element_size
 from commtrace.theory.rules.megatron import sequence_parallel, tensor_parallel
@@ -31,27 +33,25 @@ _ENGINE: Final = "deepspeed.runtime.pipe.engine.PipelineEngine."
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """A stage of a pipeline: its number, the number of stages, its layers' names, and its `pipeline` facts."""
+    """A stage of a pipeline, as the job row has it, and the number of stages."""
 
-    number: int
+    row: StageRow
     stages: int
-    layers: tuple[str, ...]
-    facts: dict[str, Any]
 
     @property
     def first(self) -> bool:
         """Whether the stage has the embedding."""
-        return self.number == 0
+        return self.row.stage == 0
 
     @property
     def last(self) -> bool:
         """Whether the stage has the head and the loss."""
-        return self.number == self.stages - 1
+        return self.row.stage == self.stages - 1
 
     @property
     def blocks(self) -> int:
         """Number of transformer layers."""
-        return self.layers.count(BLOCK)
+        return self.row.layers.count(BLOCK)
 
     @property
     def neighbours(self) -> int:
@@ -65,11 +65,12 @@ def overlap_comm() -> bool:
     return False
 
 
-def stage_as_model(job: Job) -> dict[str, Any]:
+def stage_as_model(job: Job) -> JobRow:
     """Return the row of a job whose model is this stage: to ZeRO, the pipeline is model parallelism."""
-    stages = int(job.fact("pipeline_stages"))
-    settings = {**job.fact("zero"), "overlap_comm": overlap_comm()}
-    return {**job.row, "pipeline_stages": 1, "tensor_parallel_size": job.tensor * stages, "zero": settings}
+    row, zero = copy(job.row), copy(job.row.zero)
+    zero.overlap_comm = overlap_comm()
+    row.pipeline_stages, row.tensor_parallel_size, row.zero = 1, job.tensor * job.row.pipeline_stages, zero
+    return row
 
 
 def start_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
@@ -102,7 +103,7 @@ def parameter_counts(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.pipe.topology.PipelineParallelGrid.__init__ (ds_model_proc_group)", DEEPSPEED)
 def model_role(job: Job) -> str:
     """Return the role of the group of ranks that hold one copy of the model: stages, tensor parallelism, or both."""
-    has_stages, has_tensor = int(job.fact("pipeline_stages")) > 1, job.tensor > 1
+    has_stages, has_tensor = job.row.pipeline_stages > 1, job.tensor > 1
     if has_stages:
         return "model" if has_tensor else ROLE
     return tensor_parallel.ROLE if has_tensor else "self"
@@ -112,23 +113,23 @@ def model_role(job: Job) -> str:
 def tied_broadcasts(job: Job) -> list[ExpectedCall]:
     """Return the broadcasts of tied weights, in the dtype that the model has before the engine casts it."""
     return [
-        _among_tied(job, tied, ExpectedCall("broadcast", element_size(str(tied["first_dtype"])), "first tied weights"))
-        for tied in job.fact("pipeline", "tied")
+        _among_tied(job, tied, ExpectedCall("broadcast", element_size(tied.first_dtype), "first tied weights"))
+        for tied in job.row.pipeline.tied
     ]
 
 
 @rule(_ENGINE + "_exec_reduce_tied_grads", DEEPSPEED)
 def tied_gradients(job: Job) -> list[ExpectedCall]:
     """Return the all_reduces of gradients of tied weights, once per step, in the dtype in which gradients are kept."""
-    kept = job.fact("grad_accum_dtype") if job.fact("optimizer") == "BF16_Optimizer" else job.parameters[0].dtype
-    call = ExpectedCall("all_reduce", element_size(str(kept)), TIED)
-    return [_among_tied(job, tied, call) for tied in job.fact("pipeline", "tied")]
+    kept = job.row.grad_accum_dtype if job.row.optimizer == "BF16_Optimizer" else job.parameters[0].dtype
+    call = ExpectedCall("all_reduce", element_size(kept), TIED)
+    return [_among_tied(job, tied, call) for tied in job.row.pipeline.tied]
 
 
-def _among_tied(job: Job, tied: dict[str, Any], call: ExpectedCall) -> ExpectedCall:
+def _among_tied(job: Job, tied: TiedRow, call: ExpectedCall) -> ExpectedCall:
     """Return a call for one element scaled to a tied weight, among the stages that have the weight."""
-    elements = next(parameter.elements for parameter in job.parameters if parameter.name == tied["parameter"])
-    return replace(call, payload=call.payload * elements, role=ROLE).among(int(tied["ranks"]))
+    elements = next(parameter.elements for parameter in job.parameters if parameter.name == tied.parameter)
+    return replace(call, payload=call.payload * elements, role=ROLE).among(tied.ranks)
 
 
 @rule(_ENGINE + "_send_tensor_meta, _recv_tensor_meta", DEEPSPEED)
@@ -177,7 +178,7 @@ def gradient_messages(job: Job, stage: PipelineStage) -> MessageSizes:
 @rule(_ENGINE + "__init__ (is_pipe_partitioned)", DEEPSPEED)
 def sends_partitions(job: Job, stage: PipelineStage) -> bool:
     """Return whether tensor-parallel ranks, which have equal activations, send a shard each (pipe_partitioned)."""
-    return job.tensor > 1 and bool(stage.facts["pipe_partitioned"])
+    return job.tensor > 1 and stage.row.pipe_partitioned
 
 
 @rule("megatron.model.gpt2_model.GPT2ModelPipe.init_specs (what passes between the layers)", GPT_NEOX)
@@ -189,7 +190,7 @@ def hidden_bytes(job: Job) -> int:
 @rule(_ENGINE + "_exec_send_activations (has_attention_mask)", DEEPSPEED)
 def mask_bytes(job: Job) -> int:
     """Return the bytes of the mask: s by s bools for all sequences, sent as 16-bit numbers in every precision."""
-    return 2 * int(job.model("seq_length")) ** 2
+    return 2 * job.model.seq_length**2
 
 
 @rule("deepspeed.runtime.utils.PartitionedTensor.to_meta", DEEPSPEED)
@@ -216,7 +217,7 @@ def _tensor_calls(job: Job, stage: PipelineStage) -> list[ExpectedCall]:
     """Return the calls of the stage's tensor-parallel group in a step: of its layers, and of shards from neighbours."""
     if job.tensor == 1:
         return []
-    if job.model("sequence_parallel", False):
+    if job.model.sequence_parallel:
         return sequence_parallel.activation_calls(job)
     count = tensor_parallel.forward_all_reduces(job, stage.blocks) + tensor_parallel.backward_all_reduces(stage.blocks)
     count += recomputed_all_reduces(job, stage) + tensor_parallel.edge_all_reduces(stage.first, stage.last)
@@ -242,8 +243,8 @@ def recomputed_all_reduces(job: Job, stage: PipelineStage) -> int:
 
 def recomputed_segments(stage: PipelineStage) -> list[int]:
     """Return the number of layers in each segment of the stage that is recomputed."""
-    interval = int(stage.facts["activation_checkpoint_interval"])
-    return tensor_parallel.layer_segments([layer == BLOCK for layer in stage.layers], interval) if interval else []
+    interval = stage.row.activation_checkpoint_interval
+    return tensor_parallel.layer_segments([layer == BLOCK for layer in stage.row.layers], interval) if interval else []
 
 
 @rule(_ENGINE + "_exec_forward_pass, _exec_backward_pass; deepspeed.runtime.utils.PartitionedTensor.full", DEEPSPEED)

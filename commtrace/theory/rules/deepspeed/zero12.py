@@ -34,7 +34,7 @@ def predict(job: Job) -> Prediction:
     BF16_Optimizer computes its norm in the model-parallel group (`tensor_parallel`), and has no overflow check.
     """
     engine.check(job)
-    stage, wrapper = int(job.fact("zero_stage")), job.fact("optimizer")
+    stage, wrapper = job.row.zero_stage, job.row.optimizer
     scheme = f"ZeRO-{stage}"
     if wrapper == "BF16_Optimizer" and stage < 2:
         scheme, reduced, overflow, norm = f"{scheme} (BF16_Optimizer)", flat_reductions(job), [], []
@@ -79,7 +79,7 @@ class FlatGroup:
 @rule(_ZERO + "_round_robin_reorder", DEEPSPEED)
 def group_order(job: Job, group: tuple[int, ...]) -> list[int]:
     """Return a group's parameters in flat-buffer order; round_robin_gradients assigns them to ranks in turn."""
-    if not job.zero("round_robin_gradients"):
+    if not job.row.zero.round_robin_gradients:
         return list(group)
     ranks = job.copies(job.parameters[group[0]])
     return [parameter for rank in range(ranks) for parameter in group[rank::ranks]]
@@ -90,7 +90,7 @@ def flat_group(job: Job, group: tuple[int, ...]) -> FlatGroup:
     """Return a group's flat buffer, padded to a multiple of 2d elements; parameter_alignment aligns each parameter."""
     order = group_order(job, group)
     size = job.parameters[order[0]].size
-    alignment = 16 // gcd(16, size) if job.zero("parameter_alignment") else 1
+    alignment = 16 // gcd(16, size) if job.row.zero.parameter_alignment else 1
     offsets, end = {}, 0
     for number in order:
         offsets[number] = ceil(end / alignment) * alignment
@@ -115,14 +115,14 @@ def parameter_all_gathers(job: Job) -> list[ExpectedCall]:
 @rule(_ZERO + "process_gradients, reduce_ready_partitions_and_remove_grads", DEEPSPEED)
 def reductions_per_step(job: Job) -> int:
     """Return how often a step reduces gradients: under ZeRO-2 in each micro-batch, under ZeRO-1 once."""
-    return job.micro_batches if int(job.fact("zero_stage")) == 2 else 1
+    return job.micro_batches if job.row.zero_stage == 2 else 1
 
 
 @rule(_ZERO + "reduce_gradients, create_gradient_handling_hooks", DEEPSPEED)
 def reduction_order(job: Job) -> list[int]:
     """Return parameters in reduction order: that of backward, or group by group (ZeRO-1 without overlap_comm)."""
     grouped = [number for group in job.groups for number in group]
-    if int(job.fact("zero_stage")) == 1 and not job.zero("overlap_comm"):
+    if job.row.zero_stage == 1 and not job.row.zero.overlap_comm:
         return grouped
     numbers = {parameter.name: number for number, parameter in enumerate(job.parameters)}
     tensors: list[ModelTensor] = [job.parameters[number] for number in sorted(grouped)]
@@ -132,14 +132,14 @@ def reduction_order(job: Job) -> list[int]:
 @rule(_ZERO + "average_tensor", DEEPSPEED)
 def reductions(job: Job) -> list[ExpectedCall]:
     """Return the all_reduces of buckets; without use_multi_rank_bucket_allreduce, the reduces to the shards' owners."""
-    order, limit = reduction_order(job), int(job.zero("reduce_bucket_size"))
+    order, limit = reduction_order(job), job.row.zero.reduce_bucket_size
     elements = [job.parameters[number].elements for number in order]
     calls = [
         call
         for bucket in gradients.buckets_within_limit(elements, limit)
         for call in bucket_calls(job, [order[position] for position in bucket], limit)
     ]
-    if not (int(job.fact("zero_stage")) == 1 and not job.zero("overlap_comm")) and calls:
+    if not (job.row.zero_stage == 1 and not job.row.zero.overlap_comm) and calls:
         pieces = len(calls) if calls[0].op == "reduce" else len({job.parameters[number].expert for number in order})
         most = gradients.max_buckets_within_limit(sum(elements), limit, len(elements)) * pieces
         calls[0] = ExpectedCall(calls[0].op, calls[0].payload, GRADIENTS, max_calls=1 + max(0, most - len(calls)))
@@ -149,7 +149,7 @@ def reductions(job: Job) -> list[ExpectedCall]:
 @rule(_ZERO + "allreduce_bucket (sequence_parallel_size)", DEEPSPEED)
 def bucket_dtype(job: Job) -> str:
     """Return the dtype of buckets: the communication dtype, but fp32 with Ulysses unless they are reduced in place."""
-    is_in_place = job.zero("contiguous_gradients") and not job.zero("reduce_scatter")
+    is_in_place = job.row.zero.contiguous_gradients and not job.row.zero.reduce_scatter
     return "float32" if job.sequence > 1 and not is_in_place else engine.communication_dtype(job)
 
 
@@ -157,11 +157,11 @@ def bucket_dtype(job: Job) -> str:
 def bucket_calls(job: Job, bucket: list[int], limit: int) -> list[ExpectedCall]:
     """Return the calls for one bucket of parameters."""
     size = element_size(bucket_dtype(job))
-    if not job.zero("reduce_scatter") or not job.zero("contiguous_gradients"):
+    if not job.row.zero.reduce_scatter or not job.row.zero.contiguous_gradients:
         elements = sum(job.parameters[number].elements for number in bucket)
         return [ExpectedCall("all_reduce", elements * size, GRADIENTS)]
     pieces = [(owner, job.parameters[number], count) for number in bucket for owner, count in owners(job, number)]
-    reduces_together = bool(job.zero("use_multi_rank_bucket_allreduce"))
+    reduces_together = job.row.zero.use_multi_rank_bucket_allreduce
     op = "all_reduce" if reduces_together else "reduce"
     counts: dict[tuple[int | None, bool], list[int]] = {}
     examples: dict[bool, ModelTensor] = {}  # a parameter of an expert (True) and another (False): their groups differ
@@ -205,10 +205,10 @@ def flat_reductions(job: Job) -> list[ExpectedCall]:
 @rule(_ZERO + "has_overflow", DEEPSPEED)
 def overflow_check(job: Job) -> list[ExpectedCall]:
     """Return the all_reduce of the overflow check: one byte, in fp16, and in bf16 with check_grad_overflow."""
-    return [ExpectedCall("all_reduce", 1, OVERFLOW)] if job.fact("check_grad_overflow") else []
+    return [ExpectedCall("all_reduce", 1, OVERFLOW)] if job.row.check_grad_overflow else []
 
 
 @rule(_ZERO + "scaled_global_norm, get_grad_norm_direct", DEEPSPEED)
 def norms(job: Job) -> list[ExpectedCall]:
     """Return the all_reduce of a 32-bit norm per optimizer group, with or without clipping (compute_grad_norm)."""
-    return [ExpectedCall("all_reduce", 4, NORM)] * len(job.groups) if job.zero("compute_grad_norm") else []
+    return [ExpectedCall("all_reduce", 4, NORM)] * len(job.groups) if job.row.zero.compute_grad_norm else []

@@ -7,12 +7,13 @@ each parameter that is gathered.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
+from commtrace.job_row import PassesRow
 from commtrace.theory.closed_forms import all_gather_volume, zero_3
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, ModuleNode, NotPredictedError, refuse
@@ -25,13 +26,6 @@ from .engine import GRADIENTS
 from .zero3_coordinator import CheckpointedSegment, Coordinator, CoordinatorCalls, CoordinatorLimits
 from .zero3_passes import forward_pass, run_step
 
-NOT_PREDICTED: Final = (
-    "use_all_reduce_for_fetch_params",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients",
-    "enable_sanity_checks",
-)
 MAX_DIFFERENT_PASSES: Final = 16  # passes of an evaluation to simulate before they must have converged
 STEPS: Final = 4  # steps to simulate: the trace of modules is complete in the second at the latest
 _LAYER: Final = re.compile(r"(?:^|[._])\d+$")
@@ -40,10 +34,14 @@ _LAYER: Final = re.compile(r"(?:^|[._])\d+$")
 def predict(job: Job) -> Prediction:
     """Predict what a rank communicates. Raise NotPredictedError for settings without rules."""
     engine.check(job)
-    optimizer = job.fact("optimizer")
+    optimizer, zero = job.row.optimizer, job.row.zero
     refuse(
         (job.tensor > 1, "ZeRO-3 with tensor parallelism has no rules yet"),
-        *((job.zero(name), f"{name} has no rules yet") for name in NOT_PREDICTED),
+        (zero.use_all_reduce_for_fetch_params, "use_all_reduce_for_fetch_params has no rules yet"),
+        (zero.zero_quantized_weights, "zero_quantized_weights has no rules yet"),
+        (zero.zero_quantized_nontrainable_weights, "zero_quantized_nontrainable_weights has no rules yet"),
+        (zero.zero_quantized_gradients, "zero_quantized_gradients has no rules yet"),
+        (zero.enable_sanity_checks, "enable_sanity_checks has no rules yet"),
         (optimizer != "DeepSpeedZeroOptimizer_Stage3", f"the optimizer {optimizer} under ZeRO-3 has no rules yet"),
     )
     evaluations = recorded_evaluations(job)
@@ -67,18 +65,18 @@ def predict(job: Job) -> Prediction:
 def recorded_evaluations(job: Job) -> dict[int, int]:
     """Return the number of evaluation passes after each step, by the first of equal steps; -1: before all steps."""
     # GPT-NeoX's evaluations follow from its arguments.
-    rows = [] if job.is_gpt_neox else sorted(job.row.get("passes", ()), key=lambda row: int(row["step"]))
-    by_step = {int(row["step"]): _count_evaluations(row["passes"], int(row["step"])) for row in rows}
+    rows = [] if job.is_gpt_neox else sorted(job.row.passes, key=lambda row: row.step)
+    by_step = {row.step: _count_evaluations(row) for row in rows}
     before = by_step.get(-1, 0)
     return {-1: before, 0: before, **by_step}
 
 
-def _count_evaluations(passes: list[Mapping[str, Any]] | None, step: int) -> int:
-    if passes is None:
-        raise NotPredictedError(f"the log does not have the evaluations from step {step} on")
-    interrupts = any(entry["kind"] != "evaluation" for entry in passes)
-    refuse((interrupts, f"a forward pass without gradients within step {step} has no rules yet"))
-    return sum(int(entry["times"]) for entry in passes)
+def _count_evaluations(row: PassesRow) -> int:
+    if row.passes is None:
+        raise NotPredictedError(f"the log does not have the evaluations from step {row.step} on")
+    interrupts = any(entry.kind != "evaluation" for entry in row.passes)
+    refuse((interrupts, f"a forward pass without gradients within step {row.step} has no rules yet"))
+    return sum(entry.times for entry in row.passes)
 
 
 def _with_evaluations(job: Job, regular: Prediction, evaluations: dict[int, int]) -> Prediction:
@@ -217,26 +215,26 @@ def _bars(job: Job, recorded: list[CoordinatorCalls], step: tuple[ExpectedCall, 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer", DEEPSPEED)
 def limits(job: Job) -> CoordinatorLimits:
     """Return the three settings that the engine passes to the coordinator."""
-    names = ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
-    return CoordinatorLimits(*(int(job.zero(name)) for name in names))
+    zero = job.row.zero
+    return CoordinatorLimits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance)
 
 
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.pre_sub_module_forward_function "
       "(in torch.utils.checkpoint)", DEEPSPEED)  # fmt: skip
 def checkpointed_segments(job: Job, root: ModuleNode) -> list[CheckpointedSegment]:
     """Return the segments of checkpoint_num_layers layers that the model recomputes in backward (`neox_args`)."""
-    if "model" not in job.row or not job.model("checkpoint_activations", False):
+    if not job.declares_architecture or not job.model.checkpoint_activations:
         return []
     if len(job.trainable) < len(job.parameters):
         raise NotPredictedError("ZeRO-3 with recomputed activations and frozen parameters has no rules yet")
-    interval, children = int(job.model("checkpoint_num_layers", 1)), root.children
-    reentrant, masked = bool(job.model("checkpoint_reentrant", True)), float(job.model("hidden_dropout", 0.0)) > 0
+    interval, children = job.model.checkpoint_num_layers, root.children
+    reentrant, masked = job.model.checkpoint_reentrant, job.model.hidden_dropout > 0
     if job.is_gpt_neox:
         segments = sequential_model.checkpointed_segments(job, root)
     else:
-        names = [str(row["name"]) for row in job.fact("modules")]
+        names = [row.name for row in job.row.modules]
         layers = [position for position, child in enumerate(children) if _LAYER.search(names[child.number])]
-        count = int(job.model("num_layers"))
+        count = job.model.num_layers
         if len(layers) != count or layers != [*range(layers[0], layers[0] + count)]:
             raise NotPredictedError("the modules in the log are not the layers that the model declares")
         segments = [(first, min(first + interval, layers[-1] + 1)) for first in layers[::interval]]

@@ -41,7 +41,7 @@ def initial_broadcasts(job: Job) -> list[ExpectedCall]:
     """
     partitioned = "first parameters, one broadcast each, as uint8"
     with_model = "parameters not yet partitioned when the engine is made, once more"
-    late = (job.parameters[number] for number in job.row.get("partitioned_by_engine", ()))
+    late = (job.parameters[number] for number in job.row.partitioned_by_engine)
     return [
         *(ExpectedCall("broadcast", parameter.bytes, partitioned) for parameter in job.parameters),
         *(ExpectedCall("broadcast", parameter.bytes, with_model) for parameter in late),
@@ -72,7 +72,7 @@ def initial_all_gathers(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.mark_persistent_parameters", DEEPSPEED)
 def persistent_parameters(job: Job) -> frozenset[int]:
     """Return the parameters that stay gathered (param_persistence_threshold, model_persistence_threshold)."""
-    limit, total_limit = int(job.zero("param_persistence_threshold")), int(job.zero("model_persistence_threshold"))
+    limit, total_limit = job.row.zero.param_persistence_threshold, job.row.zero.model_persistence_threshold
     numbers, total = set(), 0
     for number, parameter in enumerate(job.parameters):
         if parameter.elements <= limit and total + parameter.elements <= total_limit:
@@ -85,7 +85,7 @@ def persistent_parameters(job: Job) -> frozenset[int]:
 def all_gathers(job: Job, sets: Iterable[tuple[int, ...]], cause: str) -> list[ExpectedCall]:
     """Return one all_gather for each set of parameters and dtype, or for each parameter (allgather_sequential)."""
     calls = []
-    ranks, is_sequential = job.ranks if hpz_ranks(job) else None, job.zero("allgather_sequential")
+    ranks, is_sequential = job.ranks if hpz_ranks(job) else None, job.row.zero.allgather_sequential
 
     def call_key(number: int) -> int | str:
         return number if is_sequential else job.parameters[number].dtype
@@ -107,7 +107,7 @@ def hpz_all_gathers(job: Job, sets: Iterable[tuple[int, ...]]) -> list[ExpectedC
 @rule("deepspeed.utils.groups._create_zero_param_parallel_group", DEEPSPEED)
 def hpz_ranks(job: Job) -> int:
     """Return the number of ranks that share a secondary partition (zero_hpz_partition_size); 0 without one."""
-    size = int(job.zero("zero_hpz_partition_size"))
+    size = job.row.zero.zero_hpz_partition_size
     return min(size, job.ranks) if size > 1 else 0
 
 
@@ -127,14 +127,14 @@ def reductions(job: Job) -> list[ExpectedCall]:
     They are reduce_scatters of padded gradients. A bucket is an all_reduce without padding if reduce_scatter is off,
     contiguous_gradients is on, and the bucket is not larger than reduce_bucket_size.
     """
-    size, limit = element_size(engine.communication_dtype(job)), int(job.zero("reduce_bucket_size"))
+    size, limit = element_size(engine.communication_dtype(job)), job.row.zero.reduce_bucket_size
     numbers = sorted(number for group in job.groups for number in group)
     order = reduction_order(job, [job.parameters[number] for number in numbers if job.parameters[number].trainable])
     elements = [parameter.elements for parameter in order]
     calls = []
     for bucket in gradients.buckets_within_limit(elements, limit):
         held = sum(elements[position] for position in bucket)
-        if job.zero("contiguous_gradients") and held <= limit and not job.zero("reduce_scatter"):
+        if job.row.zero.contiguous_gradients and held <= limit and not job.row.zero.reduce_scatter:
             calls.append(ExpectedCall("all_reduce", held * size, GRADIENTS, max_calls=1))
         else:
             padded = sum(padded_elements(job, order[position]) for position in bucket)
@@ -151,19 +151,19 @@ def reduction_order(job: Job, tensors: list[ModelTensor]) -> list[ModelTensor]:
     Under memory_efficient_linear, ZeRO-3 replaces linear layers, which changes the order.
     """
     order = gradients.gradient_order(tensors)
-    return gradients.zero3_linear_order(order) if job.zero("memory_efficient_linear") else order
+    return gradients.zero3_linear_order(order) if job.row.zero.memory_efficient_linear else order
 
 
 @rule(_STAGE_3 + "_overflow_check_and_loss_scale_update", DEEPSPEED)
 def overflow_check(job: Job) -> list[ExpectedCall]:
     """Return the all_reduce of the overflow check: one byte, in fp16 only."""
-    return [ExpectedCall("all_reduce", 1, OVERFLOW)] if job.fact("precision") == "fp16" else []
+    return [ExpectedCall("all_reduce", 1, OVERFLOW)] if job.row.precision == "fp16" else []
 
 
 @rule(_STAGE_3 + "_get_norm_groups, get_grad_norm_direct", DEEPSPEED)
 def norms(job: Job) -> list[ExpectedCall]:
     """Return the all_reduce of a norm per sub-group of the optimizer, with or without clipping."""
-    return [ExpectedCall("all_reduce", element_size(str(job.fact("norm_dtype"))), NORM)] * len(job.groups)
+    return [ExpectedCall("all_reduce", element_size(job.row.norm_dtype), NORM)] * len(job.groups)
 
 
 @rule(_STAGE_3 + "checkpoint_event_epilogue", DEEPSPEED)

@@ -29,18 +29,18 @@ _FLOAT32: Final = 4
 
 def check(job: Job) -> None:
     """Raise NotPredictedError for settings of the program that have no rules yet."""
-    train_impl = job.model("train_impl", "normal")
+    train_impl = job.model.train_impl
     refuse(
         (train_impl != "normal", f"GPT-NeoX's train_impl {train_impl} has no rules yet"),
-        (job.model("gpt_j_tied", False), "GPT-NeoX's gpt_j_tied has no rules yet"),
-        (job.row.get("zero_stage") == 3 and job.micro_batches == 1 == int(job.model("eval_interval", 0)),
+        (job.model.gpt_j_tied, "GPT-NeoX's gpt_j_tied has no rules yet"),
+        (job.row.zero_stage == 3 and job.micro_batches == 1 == job.model.eval_interval,
          "GPT-NeoX under ZeRO-3 with an evaluation after the first micro-batch has no rules yet"),
     )  # fmt: skip
 
 
 def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
     """Add the program's own calls to a prediction."""
-    if job.fact("zero_stage") == 3:  # with an mpu, barriers and comparisons are among all ranks
+    if job.row.zero_stage == 3:  # with an mpu, barriers and comparisons are among all ranks
         steps = tuple(_with_world_role(calls) for calls in prediction.steps)
         start = (*_with_world_role(prediction.start), *pipeline_module_broadcasts(job))
         prediction = replace(prediction, start=start, steps=steps)
@@ -49,7 +49,7 @@ def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
         prediction,
         start=(*prediction.start, *data_set_indices(job), data_flags(job), parameter_count()),
         steps=tuple((*calls, *added_calls) for calls in prediction.steps),
-        others={**prediction.others, WORLD: int(job.fact("world_size")), "self": 1},
+        others={**prediction.others, WORLD: job.row.world_size, "self": 1},
     )
     bars = (
         replace(bar, role=role)
@@ -57,7 +57,7 @@ def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
         for bar in cause_bars([call for call in added_calls if call.role == role], extended.ranks_of(role))
     )
     extended = replace(extended, bars=(*prediction.bars, *bars))
-    simulation = zero3.SimulatedSteps(job) if job.fact("zero_stage") == 3 else None
+    simulation = zero3.SimulatedSteps(job) if job.row.zero_stage == 3 else None
     return replace(extended, special_step=partial(_special_step, job, extended, simulation))
 
 
@@ -87,7 +87,7 @@ def _special_step(
     Under ZeRO-3 (`simulation`), an evaluation leaves some parameters gathered for the next step.
     """
     iteration = step + 1
-    is_last = iteration == int(job.model("train_iters", 0)) and bool(job.model("save", False))
+    is_last = iteration == job.model.train_iters and bool(job.model.save)
     earlier, (evaluated, tested) = passes_of_evaluations(job, step), passes_of_evaluations(job, iteration)
     extra = [call for passes in (*evaluated, *tested) for call in evaluation(job, passes)]
     extra += checkpoint(job) * (saves_checkpoint(job, iteration) + is_last)
@@ -118,11 +118,11 @@ def data_set_indices(job: Job) -> list[ExpectedCall]:
     There is one data set for training and one for each kind of evaluation. The group consists of the ranks that load
     data: the data-parallel ranks of the first and the last stage.
     """
-    if int(job.row.get("tensor_parallel_rank", 0)) > 0 or not loads_batches(job):
+    if job.row.tensor_parallel_rank > 0 or not loads_batches(job):
         return []
-    data_sets = 1 + bool(job.model("do_valid", 1)) + bool(job.model("do_test", 1))
+    data_sets = 1 + bool(job.model.do_valid) + bool(job.model.do_test)
     call = ExpectedCall("all_reduce", _INT64, "data sets are indexed", calls=data_sets)
-    return [call.among(job.ranks) if int(job.fact("pipeline_stages")) == 1 else replace(call, ranks=2 * job.ranks)]
+    return [call.among(job.ranks) if job.row.pipeline_stages == 1 else replace(call, ranks=2 * job.ranks)]
 
 
 @rule("megatron.data.data_utils.build_train_valid_test_data_loaders", GPT_NEOX)
@@ -143,12 +143,12 @@ def parameter_count() -> ExpectedCall:
 
 def loads_batches(job: Job) -> bool:
     """Return whether this rank's stage is the first or the last one."""
-    return computes_loss(job) or job.fact("pipeline", "stage") == 0
+    return computes_loss(job) or job.row.pipeline.stage == 0
 
 
 def computes_loss(job: Job) -> bool:
     """Return whether this rank's stage is the last one."""
-    return not job.has_pipeline_engine or job.fact("pipeline", "stage") == int(job.fact("pipeline_stages")) - 1
+    return not job.has_pipeline_engine or job.row.pipeline.stage == job.row.pipeline_stages - 1
 
 
 @rule("megatron.mpu.data.broadcast_data, _build_key_size_numel_dictionaries", GPT_NEOX)
@@ -192,10 +192,10 @@ def passes_of_evaluations(job: Job, iteration: int) -> tuple[list[int], list[int
     eval_iters times the micro-batches of a step. With a pipeline engine, GPT-NeoX's evaluation fails: it expects a
     pair, but DeepSpeed returns a loss.
     """
-    interval, is_last = int(job.model("eval_interval", 0)), iteration == int(job.model("train_iters", 0))
-    passes = 0 if job.has_pipeline_engine else int(job.model("eval_iters", 0)) * job.micro_batches
+    interval, is_last = job.model.eval_interval, iteration == job.model.train_iters
+    passes = 0 if job.has_pipeline_engine else job.model.eval_iters * job.micro_batches
     times = bool(iteration and interval and iteration % interval == 0) + is_last
-    valid, test = ([passes] * bool(passes and job.model(kind, 1)) for kind in ("do_valid", "do_test"))
+    valid, test = ([passes] * bool(passes and has_data) for has_data in (job.model.do_valid, job.model.do_test))
     return valid * times, test * is_last
 
 
@@ -209,21 +209,21 @@ def evaluation(job: Job, passes: int) -> tuple[ExpectedCall, ...]:
 @rule("megatron.training.is_save_iter", GPT_NEOX)
 def saves_checkpoint(job: Job, iteration: int) -> bool:
     """Return whether an iteration saves a checkpoint: multiples of checkpoint_factor, or powers (checkpoint_scale)."""
-    factor = job.model("checkpoint_factor", 0)
-    if not job.model("save", False) or not factor:
+    factor = job.model.checkpoint_factor
+    if not job.model.save or not factor:
         return False
-    if job.model("checkpoint_scale", "linear") == "linear":
+    if job.model.checkpoint_scale == "linear":
         return iteration % int(factor) == 0
     power = 1.0
     while int(power) < iteration and factor > 1:
-        power *= float(factor)
+        power *= factor
     return int(power) == iteration
 
 
 @rule("megatron.checkpointing.save_checkpoint", GPT_NEOX)
 def checkpoint(job: Job) -> list[ExpectedCall]:
     """Return the calls that save a checkpoint, with three barriers of all ranks at the end."""
-    sharded = zero3_calls.saved_state(job) if job.fact("zero_stage") == 3 else []
+    sharded = zero3_calls.saved_state(job) if job.row.zero_stage == 3 else []
     return [*saved_state(), *sharded, ExpectedCall("barrier", 0, CHECKPOINT, 3, role=WORLD)]
 
 
@@ -240,5 +240,5 @@ def forward_calls(job: Job) -> list[ExpectedCall]:
     """Return the calls of tensor parallelism in one forward pass."""
     if job.tensor == 1:
         return []
-    is_shared = bool(job.model("sequence_parallel", False))
+    is_shared = job.model.sequence_parallel
     return sequence_parallel.evaluation_calls(job) if is_shared else tensor_parallel.evaluation_calls(job)

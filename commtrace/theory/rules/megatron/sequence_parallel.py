@@ -118,7 +118,7 @@ def backward_all_gathers(job: Job) -> int:
 
 def gradient_all_reduces(job: Job) -> list[ExpectedCall]:
     """Return the all_reduces of gradients of parameters applied to a sequence shard: one each in a backward pass."""
-    size = element_size("float32") if job.model("fp32_allreduce", False) else job.parameter_size
+    size = element_size("float32") if job.model.fp32_allreduce else job.parameter_size
     elements = norm_gradients(job) if job.is_gpt_neox else example_gradients(job)
     return [ExpectedCall("all_reduce", count * size, SHARD_GRADIENTS, role=ROLE) for count in elements]
 
@@ -143,4 +143,4 @@ def norm_gradients(job: Job) -> list[int]:
 def example_gradients(job: Job) -> list[int]:
     """Return the number of elements of each gradient that the example all_reduces: norms and row-parallel biases."""
     vectors_per_norm, layers = 2, num_layers(job)
-    return [int(job.model("hidden_size"))] * (vectors_per_norm * (2 * layers + 1) + 2 * layers)
+    return [job.model.hidden_size] * (vectors_per_norm * (2 * layers + 1) + 2 * layers)

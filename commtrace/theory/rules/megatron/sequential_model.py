@@ -23,13 +23,13 @@ _KNOWN_MODULES: Final = {
 @rule("megatron.model.utils.SequentialWrapper.forward; megatron.model.gpt2_model.GPT2ModelPipe.to_sequential", GPT_NEOX)
 def executed_model(job: Job) -> ModuleNode:
     """Return the model with its layers, which it calls itself, as children. A tied head has the embedding's weight."""
-    names, positions = [_name(job, child) for child in job.root.children], job.model("pos_emb")
+    names, positions = [_name(job, child) for child in job.root.children], job.model.pos_emb
     refuse(
         (names != ["sequential"], "the modules in the log are not those of GPT-NeoX"),
         (positions not in _POSITIONS, f"GPT-NeoX under ZeRO-3 with {positions} positions has no rules yet"),
     )
     first, *others, last = (executed_module(job, layer) for layer in job.root.children[0].children)
-    if not job.model("no_weight_tying"):
+    if not job.model.no_weight_tying:
         last = replace(last, parameters=first.children[0].parameters)
     return replace(job.root, children=(first, *others, last))
 
@@ -41,7 +41,7 @@ def executed_module(job: Job, module: ModuleNode) -> ModuleNode:
 
     Flash attention does not run its dropout module. A module's `borrowed` parameters are biases that children return.
     """
-    order = (*(_LAYER_OF_GPT_J if job.model("gpt_j_residual", False) else _LAYER), *_MLP)
+    order = (*(_LAYER_OF_GPT_J if job.model.gpt_j_residual else _LAYER), *_MLP)
     named = {_name(job, child): executed_module(job, child) for child in module.children}
     unknown = named.keys() - _KNOWN_MODULES.get(_name(job, module), _KNOWN_MODULES[""])
     refuse(*((True, f"GPT-NeoX's module {name} under ZeRO-3 has no rules yet") for name in unknown))
@@ -73,7 +73,7 @@ def returned_biases(job: Job, module: ModuleNode) -> tuple[int, ...]:
 @rule("megatron.model.utils.SequentialWrapper.forward, _is_checkpointable", GPT_NEOX)
 def checkpointed_segments(job: Job, root: ModuleNode) -> list[tuple[int, int]]:
     """Return (first, end) of each recomputed segment: checkpoint_num_layers layers, all of them transformer layers."""
-    interval = int(job.model("checkpoint_num_layers", 1))
+    interval = job.model.checkpoint_num_layers
     is_layer = [any(_name(job, child) == "attention" for child in layer.children) for layer in root.children]
     segments = [(first, min(first + interval, len(is_layer))) for first in range(0, len(is_layer), interval)]
     return [(first, end) for first, end in segments if all(is_layer[first:end])]
@@ -81,4 +81,4 @@ def checkpointed_segments(job: Job, root: ModuleNode) -> list[tuple[int, int]]:
 
 def _name(job: Job, module: ModuleNode) -> str:
     """Return the last component of a module's name."""
-    return str(job.fact("modules")[module.number]["name"]).rpartition(".")[2]
+    return job.row.modules[module.number].name.rpartition(".")[2]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Final
 
+from commtrace.job_row import JobRow
 from commtrace.theory.closed_forms import all_reduce, tensor_parallel
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, element_size, refuse
@@ -84,12 +85,12 @@ def skipped_calls(
 def check(job: Job) -> None:
     """Raise NotPredictedError for settings that have no rules yet."""
     job.require_architecture(f"tensor parallelism over {job.tensor} ranks")
-    size = job.model("model_parallel_size", 1)
+    size = job.model.model_parallel_size
     refuse(
         (size != job.tensor, f"the model has {size} tensor-parallel ranks, but the engine has {job.tensor}"),
-        (job.sequence > 1 or job.context > 1 or job.row.get("moe"),
+        (job.sequence > 1 or job.context > 1 or job.has_experts,
          "tensor parallelism together with shared sequences or experts has no rules yet"),
-        (job.row.get("optimizer") == "FP16_Optimizer",
+        (job.row.has(JobRow.optimizer) and job.row.optimizer == "FP16_Optimizer",
          "tensor parallelism with DeepSpeed's fused 16-bit optimizer has no rules yet"),
     )  # fmt: skip
 
@@ -117,11 +118,11 @@ def evaluation_calls(job: Job) -> list[ExpectedCall]:
 
 def optimizer_calls(job: Job) -> list[ExpectedCall]:
     """Return the calls of the optimizer in one step."""
-    if job.row.get("source") == "ddp":
+    if job.row.source == "ddp":
         return clipping(job)
-    if job.row.get("optimizer") == "BF16_Optimizer":
+    if job.row.optimizer == "BF16_Optimizer":
         return global_norm()
-    if int(job.fact("zero_stage")) == 0:
+    if job.row.zero_stage == 0:
         return [*fallback_overflow(job), *fallback_norm(job)]
     return model_parallel_all_reduces(job)
 
@@ -162,7 +163,7 @@ def activation_bars(
 
 def num_layers(job: Job) -> int:
     """Return the number of transformer layers."""
-    return int(job.model("num_layers"))
+    return job.model.num_layers
 
 
 def form_bytes(job: Job, stages: int = 1) -> Fraction:
@@ -173,9 +174,7 @@ def form_bytes(job: Job, stages: int = 1) -> Fraction:
 
 def batch_dimensions(job: Job) -> tuple[int, int, int]:
     """Return b, s and h: sequences of a micro-batch, their length, and the hidden size."""
-    names = ("train_micro_batch_size_per_gpu", "seq_length", "hidden_size")
-    batch, length, hidden = (int(job.model(name)) for name in names)
-    return batch, length, hidden
+    return job.model.train_micro_batch_size_per_gpu, job.model.seq_length, job.model.hidden_size
 
 
 def activation_elements(job: Job) -> int:
@@ -187,7 +186,7 @@ def activation_elements(job: Job) -> int:
 @rule("megatron.mpu.mappings._reduce", GPT_NEOX)
 def activation_bytes(job: Job) -> int:
     """Return the payload of a reduction of activations in bytes: the parameters' dtype, or fp32 with fp32_allreduce."""
-    is_wide = bool(job.model("fp32_allreduce", False))
+    is_wide = job.model.fp32_allreduce
     return activation_elements(job) * (element_size("float32") if is_wide else job.parameter_size)
 
 
@@ -206,7 +205,7 @@ def edge_all_reduces(first: bool = True, last: bool = True) -> int:
       GPT_NEOX)  # fmt: skip
 def forward_all_reduces(job: Job, layers: int) -> int:
     """Return the number of all_reduces of layers' attention and MLP outputs; with gpt_j_residual both share one."""
-    return layers * (1 if job.model("gpt_j_residual", False) else 2)
+    return layers * (1 if job.model.gpt_j_residual else 2)
 
 
 @rule("megatron.mpu.layers.ColumnParallelLinear.forward (copy_to_model_parallel_region)", GPT_NEOX)
@@ -225,7 +224,7 @@ def recomputed_all_reduces(job: Job) -> int:
     """
     segments = recomputed_segments(job)
     count = forward_all_reduces(job, sum(segments))
-    if job.model("checkpoint_reentrant", True) or float(job.model("hidden_dropout", 0.0)):
+    if job.model.checkpoint_reentrant or job.model.hidden_dropout:
         return count
     return count - len(segments)
 
@@ -237,11 +236,11 @@ def recomputed_segments(job: Job) -> list[int]:
     GPT-NeoX counts segments from the embedding and the function after it, and recomputes those that consist of layers
     only. The example counts from the first layer.
     """
-    if not job.model("checkpoint_activations", False):
+    if not job.model.checkpoint_activations:
         return []
     before, after = (2, 3) if job.is_gpt_neox else (0, 0)
     is_layer = [False] * before + [True] * num_layers(job) + [False] * after
-    return layer_segments(is_layer, int(job.model("checkpoint_num_layers", 1)))
+    return layer_segments(is_layer, job.model.checkpoint_num_layers)
 
 
 def layer_segments(is_layer: Sequence[bool], interval: int) -> list[int]:
@@ -253,9 +252,9 @@ def layer_segments(is_layer: Sequence[bool], interval: int) -> list[int]:
 @rule("deepspeed.runtime.activation_checkpointing.checkpointing.gather_partitioned_activations", DEEPSPEED)
 def segment_all_gathers(job: Job, segments: int) -> list[ExpectedCall]:
     """Return the all_gathers of the inputs of recomputed segments, kept as shards (partition_activations)."""
-    if not job.model("partition_activations", False) or not segments:
+    if not job.model.partition_activations or not segments:
         return []
-    shards = job.tensor if job.model("sequence_parallel", False) else 1
+    shards = job.tensor if job.model.sequence_parallel else 1
     payload = activation_elements(job) * job.parameter_size // shards
     return [ExpectedCall("all_gather", payload, SEGMENTS, segments, role=ROLE)]
 
@@ -278,15 +277,15 @@ def model_parallel_all_reduces(job: Job) -> list[ExpectedCall]:
 @rule("deepspeed.runtime.utils.CheckOverflow.has_overflow (with an mpu)", DEEPSPEED)
 def fallback_overflow(job: Job) -> list[ExpectedCall]:
     """Return the all_reduce of the overflow check without ZeRO: one byte, in 16-bit precision only."""
-    return [] if job.fact("precision") == "fp32" else [ExpectedCall("all_reduce", 1, OVERFLOW, role=ROLE)]
+    return [] if job.row.precision == "fp32" else [ExpectedCall("all_reduce", 1, OVERFLOW, role=ROLE)]
 
 
 @rule("deepspeed.runtime.utils.clip_grad_norm_ (with an mpu); deepspeed.runtime.utils.get_weight_norm (with an mpu)",
       DEEPSPEED)  # fmt: skip
 def fallback_norm(job: Job) -> list[ExpectedCall]:
     """Return the all_reduces of 32-bit norms without ZeRO: in fp32 one to clip, in 16 bits one per optimizer group."""
-    if job.fact("precision") == "fp32":
-        return [ExpectedCall("all_reduce", 4, NORM, role=ROLE)] if float(job.fact("gradient_clipping")) > 0 else []
+    if job.row.precision == "fp32":
+        return [ExpectedCall("all_reduce", 4, NORM, role=ROLE)] if job.row.gradient_clipping > 0 else []
     return [ExpectedCall("all_reduce", 4, NORM, len(job.groups), role=ROLE)]
 
 

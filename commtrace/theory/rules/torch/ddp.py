@@ -30,7 +30,7 @@ def predict(job: Job) -> Prediction:
     Raises:
         NotPredictedError: If the job has a setting without rules.
     """
-    refuse((job.fact("mixed_precision") is not None, "DDP's own mixed precision has no rules yet"))
+    refuse((job.row.mixed_precision is not None, "DDP's own mixed precision has no rules yet"))
     start = (*verification(job), *initial_broadcasts(job))
     steps = tuple(_step(job, number) for number in range(_STEPS))
     steady = steps[-1]
@@ -62,19 +62,19 @@ def verification(job: Job) -> list[ExpectedCall]:
 @rule("torch.distributed.utils._sync_module_states; torch/csrc/distributed/c10d/comm.cpp broadcast_coalesced", TORCH)
 def initial_broadcasts(job: Job) -> list[ExpectedCall]:
     """Return the broadcasts of rank 0's parameters and buffers at construction, one dtype at a time."""
-    tensors = [*job.parameters, *(job.buffers if job.fact("broadcast_buffers") else ())]
+    tensors = [*job.parameters, *(job.buffers if job.row.broadcast_buffers else ())]
     return _broadcasts(job, tensors, "first parameters and buffers")
 
 
 @rule("torch.nn.parallel.DistributedDataParallel._sync_buffers", TORCH)
 def buffer_broadcasts(job: Job) -> list[ExpectedCall]:
     """Return the broadcasts of rank 0's buffers before the first forward pass of a step."""
-    tensors = job.buffers if job.fact("broadcast_buffers") else ()
+    tensors = job.buffers if job.row.broadcast_buffers else ()
     return _broadcasts(job, tensors, "buffers (broadcast_buffers)")
 
 
 def _broadcasts(job: Job, tensors: Iterable[ModelTensor], cause: str) -> list[ExpectedCall]:
-    limits = [int(job.fact("broadcast_bucket_size"))]
+    limits = [job.row.broadcast_bucket_size]
     groups = _bytes_by_dtype(_not_ignored(job, tensors))
     buckets = (bucket for sizes in groups for bucket in buckets_reaching_limit(sizes, limits))
     return [ExpectedCall("broadcast", sum(bucket), cause) for bucket in buckets]
@@ -83,9 +83,9 @@ def _broadcasts(job: Job, tensors: Iterable[ModelTensor], cause: str) -> list[Ex
 @rule("torch.nn.parallel.distributed.BucketCapacityConfig.compute_bucket_size_limits", TORCH)
 def initial_bucket_limits(job: Job) -> list[int]:
     """Return the size limits in bytes of the initial buckets, which DDP uses until it rebuilds them."""
-    if job.fact("bucket_bytes_caps"):
-        return [int(cap) for cap in job.fact("bucket_bytes_caps")]
-    if job.fact("static_graph") or not job.fact("find_unused_parameters"):
+    if job.row.bucket_bytes_caps:
+        return job.row.bucket_bytes_caps
+    if job.row.static_graph or not job.row.find_unused_parameters:
         return [_UNLIMITED]
     return rebuilt_bucket_limits(job)
 
@@ -93,16 +93,15 @@ def initial_bucket_limits(job: Job) -> list[int]:
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::rebuild_buckets", TORCH)
 def rebuilt_bucket_limits(job: Job) -> list[int]:
     """Return the size limits in bytes of rebuilt buckets: the first is small, so that communication starts early."""
-    caps = job.fact("bucket_bytes_caps") or [job.fact("first_bucket_bytes_cap"), job.fact("bucket_bytes_cap")]
-    return [int(cap) for cap in caps]
+    return job.row.bucket_bytes_caps or [job.row.first_bucket_bytes_cap, job.row.bucket_bytes_cap]
 
 
 @rule("torch/csrc/distributed/c10d/reducer.hpp Reducer::should_rebuild_buckets; reducer.cpp push_rebuilt_params", TORCH)
 def rebuild_step(job: Job) -> int | None:
     """Return the step in which DDP rebuilds its buckets, after it has recorded the gradient order; None: never."""
-    if job.fact("static_graph"):
+    if job.row.static_graph:
         return 2  # the first backward pass only records the graph
-    return None if job.fact("find_unused_parameters") else 1
+    return None if job.row.find_unused_parameters else 1
 
 
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::all_reduce_bucket", TORCH)
@@ -144,14 +143,14 @@ def bucket_assignment_broadcasts(job: Job) -> list[ExpectedCall]:
 @rule("torch/csrc/distributed/c10d/reducer.cpp Reducer::all_reduce_local_used_map", TORCH)
 def used_map(job: Job, step: int) -> list[ExpectedCall]:
     """Return the all_reduce of the map of used parameters (int32 each), with static_graph in the first step only."""
-    if step > 0 if job.fact("static_graph") else not job.fact("find_unused_parameters"):
+    if step > 0 if job.row.static_graph else not job.row.find_unused_parameters:
         return []
     cause = "parameters that were used (find_unused_parameters)"
     return [ExpectedCall("all_reduce", _INT32 * len(_trained(job)), cause)]
 
 
 def _not_ignored(job: Job, tensors: Iterable[ModelTensor]) -> list[ModelTensor]:
-    ignored = set(job.fact("ignored"))
+    ignored = set(job.row.ignored)
     return [tensor for tensor in tensors if tensor.name not in ignored]
 
 

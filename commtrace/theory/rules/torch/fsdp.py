@@ -14,14 +14,15 @@ declares (`neox_args`), or one. Gradients are clipped if the model declares it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 from math import ceil, prod
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
+from commtrace.job_row import PassesRow, PassRow, UnitRow
 from commtrace.theory.closed_forms import all_gather_volume, all_reduce, hybrid_sharded
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, count_calls, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size, refuse
@@ -32,8 +33,6 @@ PARAMETERS: Final = "parameters"
 GRADIENTS: Final = "gradients"
 COPIES: Final = "gradients among replicas"
 NORM: Final = "norm of the gradients"
-
-_PARAMETER_KEYS: Final = ("parameters", "shapes", "dims", "dtypes")
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,8 @@ def predict(job: Job) -> Prediction:
 
 def declared_passes(job: Job) -> StepPasses:
     """Return the passes of a step as the model declares them. The last micro-batch always reduces gradients."""
-    names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
-    first, last = Pass(True, *(bool(job.fact(name)) for name in names)), Pass()
+    row = job.row
+    first, last = Pass(True, row.reduce_grads, row.all_reduce_grads, row.reshard_after_backward), Pass()
     if first == last or job.micro_batches == 1:
         return ((last, job.micro_batches),)
     return (first, job.micro_batches - 1), (last, 1)
@@ -133,26 +132,26 @@ def declared_passes(job: Job) -> StepPasses:
 
 def recorded_passes(job: Job) -> dict[int, StepPasses]:
     """Return the passes of the log's steps, keyed by the first step that has them, ascending; empty without any."""
-    return dict(sorted((int(row["step"]), _read_passes(row)) for row in job.row.get("passes", ())))
+    return dict(sorted((row.step, _read_passes(row)) for row in job.row.passes))
 
 
-def _read_passes(row: Mapping[str, Any]) -> StepPasses:
-    if row["passes"] is None:
-        raise NotPredictedError(f"the log does not have the passes of the steps from {row['step']} on")
-    return tuple((_read_pass(entry, int(row["step"])), int(entry["times"])) for entry in row["passes"])
+def _read_passes(row: PassesRow) -> StepPasses:
+    if row.passes is None:
+        raise NotPredictedError(f"the log does not have the passes of the steps from {row.step} on")
+    return tuple((_read_pass(entry, row.step), entry.times) for entry in row.passes)
 
 
-def _read_pass(entry: Mapping[str, Any], step: int) -> Pass:
-    kind = entry["kind"]
-    if kind == "evaluation":
+def _read_pass(entry: PassRow, step: int) -> Pass:
+    if entry.kind == "evaluation":
         return Pass(trains=False)
-    if kind != "training":
-        reason = "only a part of the model ran" if kind == "part" else "not every forward pass had its backward pass"
+    if entry.kind != "training":
+        is_part = entry.kind == "part"
+        reason = "only a part of the model ran" if is_part else "not every forward pass had its backward pass"
         raise NotPredictedError(f"{reason} in step {step}")
-    names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "is_last_backward")
-    settings = [entry[name] for name in names]
-    refuse((None in settings, f"units whose settings differ (set_requires_gradient_sync ...) in step {step}"))
-    return Pass(True, *settings)
+    reduces, among_copies, reshards = entry.reduce_grads, entry.all_reduce_grads, entry.reshard_after_backward
+    if reduces is None or among_copies is None or reshards is None:
+        raise NotPredictedError(f"units whose settings differ (set_requires_gradient_sync ...) in step {step}")
+    return Pass(True, reduces, among_copies, reshards, entry.is_last_backward)
 
 
 def _timeline(recorded: dict[int, StepPasses]) -> dict[int, tuple[Pass | None, StepPasses]]:
@@ -179,18 +178,18 @@ def _regular_passes(recorded: dict[int, StepPasses]) -> StepPasses:
 
 def units_of(job: Job) -> list[FsdpUnit]:
     """Return the job's units, the root first."""
-    return [_unit(job, row) for row in job.fact("units") if row["parameters"]]
+    return [_unit(job, row) for row in job.row.units if row.parameters]
 
 
-def _unit(job: Job, row: dict[str, Any]) -> FsdpUnit:
-    refuse((not row["unshard_in_backward"], "set_unshard_in_backward has no rules yet"))
+def _unit(job: Job, row: UnitRow) -> FsdpUnit:
+    refuse((not row.unshard_in_backward, "set_unshard_in_backward has no rules yet"))
     parameters = (
-        FsdpParameter(tuple(map(int, shape)), int(dim), str(dtype), job.parameters[number].trainable)
-        for number, shape, dim, dtype in zip(*(row[key] for key in _PARAMETER_KEYS), strict=True)
+        FsdpParameter(tuple(shape), dim, dtype, job.parameters[number].trainable)
+        for number, shape, dim, dtype in zip(row.parameters, row.shapes, row.dims, row.dtypes, strict=True)
     )
-    reshard, shards = row["reshard_after_forward"], int(row["shards"])
-    within = shards if isinstance(reshard, bool) else int(reshard)
-    return FsdpUnit(tuple(parameters), row["reduce_dtype"], shards, int(row["copies"]), reshard is False, within)
+    reshard = row.reshard_after_forward
+    within = row.shards if isinstance(reshard, bool) else reshard
+    return FsdpUnit(tuple(parameters), row.reduce_dtype, row.shards, row.copies, reshard is False, within)
 
 
 def _bars(
@@ -288,7 +287,7 @@ def unused_prefetches(
     The first unit's backward prefetches the unit that ran before its forward, which is the evaluation's last unit. A
     root with parameters runs last, and is unsharded at that time.
     """
-    if len(units) < 2 or any(row["name"] == "" and row["parameters"] for row in job.fact("units")):
+    if len(units) < 2 or any(row.name == "" and row.parameters for row in job.row.units):
         return
     last = units[-1]
     for model_pass, _ in passes:

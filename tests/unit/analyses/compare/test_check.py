@@ -249,7 +249,7 @@ def test_against_a_configuration(tmp_path: Path, capsys: Captured) -> None:
     pytest.importorskip("yaml")
     from commtrace.theory.forecast import PlanOptions, forecast
 
-    row = dict(forecast(["tiny"], RANKS, PlanOptions(zero_stage=1)).plan.row)
+    row = forecast(["tiny"], RANKS, PlanOptions(zero_stage=1)).plan.row.to_json()
     run_of(tmp_path, calls(row, range(-1, 3)))
     assert check(tmp_path, capsys)[0] == 3
     assert check(tmp_path, capsys, "--config", "tiny")[0] == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,7 @@ def test_what_is_expected_is_theorys_whatever_the_program_adds(tmp_path: Path) -
         job = plan_job(["tiny"], ranks, PlanOptions(engine="ddp", precision="fp32")).row
         for rank in range(ranks):
             process = log.process(rank, pid=100 + rank, world_size=ranks, boot_id="a").known({WORLD: [*range(ranks)]})
-            process.add("job", id=1, **job)
+            process.add("job", id=1, **job.to_json())
             begins = [10_000 * (step + 1) for step in range(4)]
             times = [
                 {"t_begin": begin, "t_return": begin + 1_000, "t_wait": 0, "t_end": begin + 1_000} for begin in begins
@@ -181,7 +180,7 @@ def test_what_is_expected_is_theorys_whatever_the_program_adds(tmp_path: Path) -
         runs_by_ranks[str(ranks)] = open_run(tmp_path / str(ranks))
     table: Any = scaling(runs_by_ranks)["scaling"].set_index("ranks")
     job = plan_job(["tiny"], 4, PlanOptions(engine="ddp", precision="fp32")).row
-    gradients = sum(4 * math.prod(parameter["shape"]) for parameter in job["parameters"])
+    gradients = sum(4 * parameter.elements for parameter in job.parameters)
     assert table.loc[4, "closed_form_bytes"] == table.loc[4, "expected_wire_bytes"] == 2 * gradients * 3 / 4
     assert table.loc[4, "wire_bytes"] == 2 * 1024 * 3 / 4
 

@@ -16,7 +16,7 @@ from commtrace.hooks.torch import ddp_job
 
 def test_ddp_without_capacities_of_each_bucket() -> None:
     replica: Any = SimpleNamespace(module=torch.nn.Linear(2, 2))
-    assert ddp_job.describe(replica)["bucket_bytes_caps"] == []
+    assert ddp_job.describe(replica).bucket_bytes_caps == []
 
 
 def test_deepspeed_before_its_newer_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,8 +28,8 @@ def test_deepspeed_before_its_newer_settings(monkeypatch: pytest.MonkeyPatch) ->
     engine: Any = torch.nn.Identity()
     engine.module, engine._config = torch.nn.Linear(2, 2), SimpleNamespace(zero_config=settings)
     row = engine_job.describe(engine)
-    assert row["norm_dtype"] == "float64"
-    assert row["zero"] == {
+    assert row.norm_dtype == "float64"
+    assert row.zero.to_json() == {
         "stage": 1, "enable_sanity_checks": False, "allgather_sequential": False, "parameter_alignment": False,
         "compute_grad_norm": False,
     }  # fmt: skip

@@ -40,4 +40,4 @@ def test_parameters_and_buffers_are_those_of_transformers_in_their_order(name: s
         model = transformers.AutoModelForCausalLM.from_config(config)
     derived = model_lists(hugging_face.model(json.loads(config.to_json_string(use_diff=False))), "float32")
     for rows, tensors in ((derived.parameters, model.named_parameters()), (derived.buffers, model.named_buffers())):
-        assert [(row["name"], tuple(row["shape"])) for row in rows] == [(n, tuple(t.shape)) for n, t in tensors]
+        assert [(row.name, tuple(row.shape)) for row in rows] == [(n, tuple(t.shape)) for n, t in tensors]

@@ -50,7 +50,7 @@ def count(model: ModuleSpec) -> int:
     total = 0
     for parameter in model_lists(model, "float32").parameters:
         product = 1
-        for size in parameter["shape"]:
+        for size in parameter.shape:
             product *= size
         total += product
     return total
@@ -173,10 +173,10 @@ def test_the_trainer_s_auto(tmp_path: Path) -> None:
     zero["stage3_param_persistence_threshold"] = "auto"
     auto = {**ZERO_3, "zero_optimization": zero, "gradient_clipping": "auto", "train_batch_size": "auto"}
     row = forecast([write(tmp_path, LLAMA, "a.json"), write(tmp_path, auto, "b.json")], 8).plan.row
-    assert row["zero"]["reduce_bucket_size"] == 4096**2
-    assert row["zero"]["prefetch_bucket_size"] == int(0.9 * 4096**2)
-    assert row["zero"]["param_persistence_threshold"] == 40960
-    assert row["gradient_clipping"] == 1.0
+    assert row.zero.reduce_bucket_size == 4096**2
+    assert row.zero.prefetch_bucket_size == int(0.9 * 4096**2)
+    assert row.zero.param_persistence_threshold == 40960
+    assert row.gradient_clipping == 1.0
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_every_recorded_call_is_expected_from_the_configuration_alone(
     config.write_text(json.dumps(RECORDED[name]["config"]))
     recorded = job_row(name, number)
     plan = plan_job([str(config)], recorded["world_size"])
-    row = dict(plan.rows[recorded.get("pipeline", {}).get("stage", 0)])
+    row = plan.rows[recorded.get("pipeline", {}).get("stage", 0)].to_json()
     facts = ("do_valid", "do_test", "save", "checkpoint_factor", "checkpoint_scale")
     row["model"] = {**row["model"], **{fact: recorded["model"][fact] for fact in facts if fact in recorded["model"]}}
     assert leftovers(name, number, {**row, "tensor_parallel_rank": recorded["tensor_parallel_rank"]}) == []

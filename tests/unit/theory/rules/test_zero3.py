@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from matched_calls import counted_calls, unmatched_calls
 
+from commtrace.job_row import JobRow
 from commtrace.theory import NotPredictedError, predict
 from commtrace.theory.job import Job, ModuleNode
 from commtrace.theory.rules.deepspeed import zero3
@@ -80,6 +81,6 @@ def test_between_the_two_versions_lengths_are_not_compared() -> None:
 
 
 def test_evaluations_of_the_oldest_versions_are_not_predicted() -> None:
-    job = Job(VERSIONS["job"] | {"versions": {"deepspeed": "0.15.3"}})
+    job = Job(JobRow.read(VERSIONS["job"] | {"versions": {"deepspeed": "0.15.3"}}))
     with pytest.raises(NotPredictedError, match="evaluations"):
         zero3.SimulatedSteps(job).evaluation(1, 1)

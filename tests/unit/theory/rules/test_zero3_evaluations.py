@@ -53,7 +53,7 @@ def test_steps_are_found_however_many_there_are() -> None:
     [
         (evaluations(1, "interruption"), "a forward pass without gradients within step 3 has no rules yet"),
         (None, "the log does not have the evaluations from step 3 on"),
-        ([{"kind": "evaluation"}], "the job in the log cannot be read"),
+        ([{"kind": "evaluation"}], "the job in the log has no passes.0.passes.0.times"),
     ],
 )
 def test_passes_without_rules(passes: Any, message: str) -> None:
