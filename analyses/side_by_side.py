@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import pandas as pd
 
+from commtrace.job_facts import known
+from commtrace.job_row import JobRow
 from commtrace.run import Run
 
 from .fold_engine import NamedTables
@@ -119,5 +121,6 @@ def _sent_by_stages(run: Run, tables: NamedTables) -> float:
     cells = tables["reconciliation"]
     step = cells.groupby("rank")["step"].max().min()
     sends = cells.loc[(cells["step"] == step) & (cells["role"] == "pipeline") & (cells["op"] == "send")]
-    replicas = (run.job or {}).get("data_parallel_size") or 1
+    job = JobRow.read(run.job or {})
+    replicas = known(lambda: job.data_parallel_size) or 1
     return float(sends["measured_bytes"].sum()) / float(replicas)

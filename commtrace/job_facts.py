@@ -13,13 +13,16 @@ standard library only.
 
 from __future__ import annotations
 
+import functools
 import typing
-from collections.abc import Callable, Mapping
-from types import NoneType, UnionType
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from types import UnionType
+from typing import Any, Final, TypeAlias, TypeVar
 
 FactsT = TypeVar("FactsT", bound="Facts")
 Value = TypeVar("Value")
+Reader: TypeAlias = Callable[[Any, str], Any]
+"""Returns a JSON value in the type of a field, given the path of the field. Raises ValueError for another type."""
 
 
 class UnknownFactError(Exception):
@@ -34,6 +37,8 @@ class Fact:
         self.absent = absent
         """Value of a row without this field; MISSING: unknown."""
         self.name = ""
+        self.reader: Reader | None = None
+        """Reader of its type, from the first read of any field of its class on."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         """Take the name of the field."""
@@ -47,11 +52,14 @@ class Fact:
             if self.absent is MISSING:
                 raise UnknownFactError(f"the job in the log has no {facts._path}{self.name}")
             return self.absent
-        value = facts._row[self.name]
+        if self.reader is None:
+            _prepare_readers(owner)
+        assert self.reader is not None
+        value, path = facts._row[self.name], f"{facts._path}{self.name}"
         try:
-            checked = _checked(_types(owner)[self.name], value, f"{facts._path}{self.name}")
+            checked = self.reader(value, path)
         except (ValueError, OverflowError):
-            reason = f"the job in the log cannot be read ({facts._path}{self.name}: {value!s:.60})"
+            reason = f"the job in the log cannot be read ({path}: {value!s:.60})"
             raise UnknownFactError(reason) from None
         vars(facts)[self.name] = checked
         return checked
@@ -112,44 +120,56 @@ def known(read: Callable[[], Value]) -> Value | None:
         return None
 
 
-_known_types: dict[type[Facts], Mapping[str, Any]] = {}
+def _prepare_readers(facts: type[Facts]) -> None:
+    kinds = typing.get_type_hints(facts)
+    for name, field in fields_of(facts).items():
+        field.reader = _reader(kinds[name])
 
 
-def _types(facts: type[Facts]) -> Mapping[str, Any]:
-    """Return the types of a class's fields by name."""
-    if facts not in _known_types:
-        _known_types[facts] = typing.get_type_hints(facts)
-    return _known_types[facts]
+def _reader(kind: Any) -> Reader:
+    """Return the reader of a type: of JSON's scalars, of lists, of optional values and unions, or of `Facts`."""
+    arguments = typing.get_args(kind)
+    if isinstance(kind, UnionType):
+        return functools.partial(_read_union, tuple(_reader(argument) for argument in arguments))
+    if typing.get_origin(kind) is list:
+        return functools.partial(_read_list, _reader(arguments[0]))
+    if isinstance(kind, type) and issubclass(kind, Facts):
+        return functools.partial(_read_facts, kind)
+    if kind in (int, float):
+        return functools.partial(_read_number, kind)
+    return functools.partial(_read_instance, typing.get_origin(kind) or kind)
 
 
-def _checked(kind: Any, value: Any, path: str) -> Any:
-    """Return a JSON value in a field's type. Raise ValueError for a value of another type."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is UnionType:
-        return _first_of(arguments, value, path)
-    if origin is list and isinstance(value, list):
-        return [_checked(arguments[0], item, f"{path}.{number}") for number, item in enumerate(value)]
-    if origin is dict and isinstance(value, dict):
-        return value
-    if origin is None and isinstance(kind, type):
-        if issubclass(kind, Facts) and isinstance(value, Mapping):
-            return kind.read(value, f"{path}.")
-        if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
-            if kind(value) == value:
-                return kind(value)
-        elif kind in (bool, str, NoneType) and isinstance(value, kind):
-            return value
-    raise ValueError(value)
-
-
-def _first_of(kinds: tuple[Any, ...], value: Any, path: str) -> Any:
-    """Return a value in the first of several types that it has."""
-    for kind in kinds:
+def _read_union(readers: Sequence[Reader], value: Any, path: str) -> Any:
+    for read in readers:
         try:
-            return _checked(kind, value, path)
+            return read(value, path)
         except ValueError:
             continue
     raise ValueError(value)
+
+
+def _read_list(read: Reader, value: Any, path: str) -> list[Any]:
+    return [read(item, f"{path}.{number}") for number, item in enumerate(_read_instance(list, value, path))]
+
+
+def _read_facts(kind: type[Facts], value: Any, path: str) -> Facts:
+    return kind.read(_read_instance(dict, value, path), f"{path}.")
+
+
+def _read_number(kind: type[int] | type[float], value: Any, path: str) -> int | float:
+    """Return an int or a float, also from the other type if that loses nothing."""
+    if type(value) is kind:
+        return value
+    if type(value) not in (int, float) or kind(value) != value:
+        raise ValueError(value)
+    return kind(value)
+
+
+def _read_instance(kind: type, value: Any, path: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(value)
+    return value
 
 
 def _as_json(value: Any) -> Any:

@@ -286,3 +286,8 @@ class JobRow(Facts):
     buffers: list[TensorRow] = fact("Buffers in the order of registration.")
     model: ModelSettings = fact("Architecture, if the model declares it.")
     passes: list[PassesRow] = fact("Rows of `passes`, added on reading.", absent=[])
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(parameter.elements for parameter in self.parameters)

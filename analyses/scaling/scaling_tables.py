@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import pandas as pd
 
 from commtrace.analyses.fold_engine import NamedTables
 from commtrace.errors import CommtraceError, LogError
 from commtrace.formatting import format_plural, parse_ranks
+from commtrace.job_facts import known
+from commtrace.job_row import JobRow, ModelSettings
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.reading.table_reader import integer_or_none
 from commtrace.theory import NotPredictedError, predict
 
 from .fits import fit_runs
@@ -84,26 +84,28 @@ def _tokens_by_run(runs: Mapping[str, RecordedRun], tokens: Sequence[int] | None
 
 def tokens_per_step(run: RecordedRun) -> int | None:
     """Return the tokens of a step of the whole job, None if the captured job does not have its model's shape."""
-    job: Mapping[str, Any] = run.job or {}
-    model = job.get("model")
-    if not isinstance(model, Mapping):
-        return None
-    names = ("train_micro_batch_size_per_gpu", "seq_length", "gradient_accumulation_steps")
-    factors = [*(integer_or_none(model.get(name)) for name in names), _data_replicas(run, job, model)]
-    return math.prod(factor or 0 for factor in factors) or None
+    job = JobRow.read(run.job or {})
+    return known(lambda: _tokens_of_batch(job.model) * _data_replicas(run, job)) or None
 
 
-def _data_replicas(run: RecordedRun, job: Mapping[str, Any], model: Mapping[str, Any]) -> int | None:
+def _tokens_of_batch(model: ModelSettings) -> int:
+    return model.train_micro_batch_size_per_gpu * model.seq_length * model.gradient_accumulation_steps
+
+
+def _data_replicas(run: RecordedRun, job: JobRow) -> int:
     """Return how many ranks have their own samples.
 
     The data-parallel size of DDP and DeepSpeed includes ranks that share sequences in a ring.
     """
-    replicas = integer_or_none(job.get("data_parallel_size"))
+    replicas, model = job.data_parallel_size, job.model
     if not replicas or run.world_size is None:
         return replicas
-    sharing = integer_or_none(job.get("pipeline_stages")) or 1
-    for name in ("model_parallel_size", "sequence_parallel_size", "context_parallel_size"):
-        sharing *= integer_or_none(model.get(name)) or 1
+    sharing = (
+        (known(lambda: job.pipeline_stages) or 1)
+        * (known(lambda: model.model_parallel_size) or 1)
+        * (known(lambda: model.sequence_parallel_size) or 1)
+        * (known(lambda: model.context_parallel_size) or 1)
+    )
     return min(replicas, run.world_size // sharing)
 
 

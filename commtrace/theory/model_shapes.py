@@ -7,7 +7,7 @@ therefore follow from the tree, without building the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
@@ -197,10 +197,10 @@ class ModelLists:
     """Numbers of the parameters with weight decay: all except biases and those of norms."""
     plain: list[int] = field(default_factory=list)  # numbers of the other parameters
 
-
-def count_elements(parameters: Iterable[TensorRow]) -> int:
-    """Return the total number of elements of parameters."""
-    return sum(parameter.elements for parameter in parameters)
+    @property
+    def elements(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(parameter.elements for parameter in self.parameters)
 
 
 def model_lists(root: ModuleSpec, dtype: str) -> ModelLists:

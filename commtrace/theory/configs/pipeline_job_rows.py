@@ -13,7 +13,6 @@ from commtrace.theory.job import NotPredictedError
 from commtrace.theory.model_shapes import (
     ModelShape,
     ModuleSpec,
-    count_elements,
     gpt_neox_layers,
     model_lists,
     module_list,
@@ -54,7 +53,7 @@ def stage_rows(
     """
     parts = _layers(shape)
     names = layer_names(shape.layers, shape.tied)
-    elements = [count_elements(model_lists(parts[name], "float32").parameters) for name in names]
+    elements = [model_lists(parts[name], "float32").elements for name in names]
     bounds = stage_bounds(names, elements, division)
     settings = pipeline_settings(config)
     rows = []

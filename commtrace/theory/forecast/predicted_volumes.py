@@ -15,7 +15,6 @@ from typing import Any, Final
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict
 from commtrace.theory.configs.job_plan import DEFAULT_OPTIONS, JobPlan, PlanError, PlanOptions, plan_job
 from commtrace.theory.expected_calls import total_wire_bytes
-from commtrace.theory.model_shapes import count_elements
 
 START: Final = "start-up"
 
@@ -153,7 +152,7 @@ def number(value: Fraction) -> int | float:
 def json_document(job: Forecast) -> dict[str, Any]:
     """Return the forecast as `commtrace theory --json` prints it."""
     layout, form = job.plan.layout, job.prediction.closed_form
-    elements = [count_elements(row.parameters) for row in job.plan.rows]
+    elements = [row.elements for row in job.plan.rows]
     pipeline = {"pipeline_stages": len(elements), "stage_parameters": elements} if job.has_stages else {}
     return {
         "scheme": job.prediction.scheme,

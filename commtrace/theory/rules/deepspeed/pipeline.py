@@ -17,7 +17,7 @@ from commtrace.job_row import JobRow
 from commtrace.theory.closed_forms import pipeline as pipeline_form
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
 from commtrace.theory.job import Job, refuse
-from commtrace.theory.model_shapes import count_elements, gpt_neox_model, model_lists, neox_shape
+from commtrace.theory.model_shapes import gpt_neox_model, model_lists, neox_shape
 from commtrace.theory.rules.megatron import sequence_parallel, tensor_parallel
 from commtrace.theory.rules.registry import DEEPSPEED
 from commtrace.theory.waterfall import cause_bars, level_bars
@@ -126,7 +126,7 @@ def _waterfalls(
 
 def model_parameters(job: Job) -> int:
     """Return the number of parameters of all stages and tensor-parallel ranks."""
-    return count_elements(model_lists(gpt_neox_model(neox_shape(job.row.model)), "float32").parameters)
+    return model_lists(gpt_neox_model(neox_shape(job.model)), "float32").elements
 
 
 def _pipeline_waterfall(job: Job, stage: PipelineStage, stage_calls: Sequence[ExpectedCall]) -> FormAndBars:
