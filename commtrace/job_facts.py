@@ -101,6 +101,10 @@ class Facts:
         """Return whether the row has a field, given as an attribute of the class, such as `JobRow.units`."""
         return isinstance(field, Fact) and (field.name in vars(self) or field.name in self._row)
 
+    def get(self, field: Value, default: Value) -> Value:
+        """Return the value of a field, given as an attribute of the class; the default if the row lacks it."""
+        return getattr(self, field.name) if isinstance(field, Fact) and self.has(field) else default
+
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON has it, with the fields that its class does not know."""
         given = {name: _as_json(value) for name, value in vars(self).items() if not name.startswith("_")}

@@ -100,7 +100,7 @@ class ModelSettings(Facts):
     gradient_clipping: float = fact("Norm that gradients are clipped to; 0: they are not.", absent=0.0)
     precision: str = fact("Precision of the parameters.")
     train_micro_batch_size_per_gpu: int = fact("Sequences of a rank's micro-batch b.")
-    gradient_accumulation_steps: int = fact("Micro-batches of a step.", absent=1)
+    gradient_accumulation_steps: int = fact("Micro-batches of a step.")
     norm: str = fact("Kind of the norms.", absent="layernorm")
     pos_emb: str = fact("Kind of the position embedding.")
     max_position_embeddings: int = fact("Learned positions.", absent=0)

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.analyses.job_summary import parameter_count
 from commtrace.formatting import format_plural
+from commtrace.job_facts import known
+from commtrace.job_row import JobRow
 from commtrace.reading.recorded_run import RecordedRun
 
 _VARIABLES: Final = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "DS_")
@@ -19,16 +20,15 @@ _LONGEST: Final = 60
 def setting_facts(run: RecordedRun) -> dict[str, str]:
     """Return the settings of a run by name, as its lowest rank recorded them."""
     process: Mapping[str, Any] = run.processes[0].tables.process if run.processes else {}
-    job = dict(run.job or {})
-    parameters = job.pop("parameters", None)
+    job = JobRow.read(run.job or {})
     facts = {"world size": str(run.world_size or "")} | dict(_flatten(process.get("versions") or {}, "version "))
     environment = process.get("environment")
     if isinstance(environment, Mapping):
         facts |= {str(name): str(value) for name, value in environment.items() if str(name).startswith(_VARIABLES)}
-    facts |= dict(_flatten(job, "job "))
-    if isinstance(parameters, list):
-        elements = parameter_count(run.job) or 0
-        facts["job parameters"] = f"{format_plural(len(parameters), 'tensor')} of {elements:,} elements"
+    facts |= dict(_flatten(job.to_json(), "job "))
+    if elements := known(lambda: job.elements):
+        del facts["job parameters"]  # to be the last
+        facts["job parameters"] = f"{format_plural(len(job.parameters), 'tensor')} of {elements:,} elements"
     return {name: value for name, value in facts.items() if value}
 
 

@@ -161,7 +161,7 @@ class Job:
         """Micro-batches per step: those of DeepSpeed's engine, else those that the model declares, or one."""
         if self.row.source == "deepspeed":
             return self.row.gradient_accumulation_steps
-        return self.model.gradient_accumulation_steps if self.declares_architecture else 1
+        return self.model.get(ModelSettings.gradient_accumulation_steps, 1) if self.declares_architecture else 1
 
     @cached_property
     def clips_gradients(self) -> bool:
@@ -188,17 +188,17 @@ class Job:
     @cached_property
     def sequence(self) -> int:
         """Number of ranks that share sequences with DeepSpeed's Ulysses."""
-        return self.row.sequence_parallel_size if self.row.has(JobRow.sequence_parallel_size) else 1
+        return self.row.get(JobRow.sequence_parallel_size, 1) or 1
 
     @cached_property
     def context(self) -> int:
         """Number of ranks that share sequences with ring attention."""
-        return self.model.context_parallel_size if self.declares_architecture else 1
+        return (self.model.context_parallel_size or 1) if self.declares_architecture else 1
 
     @cached_property
     def has_experts(self) -> bool:
         """Whether the model has experts."""
-        return self.row.has(JobRow.moe) and self.row.moe
+        return self.row.get(JobRow.moe, False)
 
     @cached_property
     def expert_parallel_size(self) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
-from commtrace.job_facts import known
 from commtrace.job_row import ModelSettings, ModuleRow, TensorRow
 from commtrace.theory.rules.registry import GPT_NEOX, rule
 
@@ -142,7 +141,7 @@ def mlp_widths(settings: ModelSettings) -> tuple[int, int]:
 
     With a gate, the two halves of the first matrix together have two thirds of the width. Both results are rounded up.
     """
-    hidden, multiple = settings.hidden_size, settings.mlp_multiple_of
+    hidden, multiple = settings.hidden_size, settings.mlp_multiple_of or 1
     width = settings.intermediate_size or int((settings.expansion_factor or 4) * hidden)
     rows, columns = width, width
     if settings.activation in GATED:
@@ -156,22 +155,22 @@ def mlp_widths(settings: ModelSettings) -> tuple[int, int]:
 def neox_shape(settings: ModelSettings, tensor: int = 1) -> ModelShape:
     """Return the shape of a model with GPT-NeoX's settings (`neox_args`) on `tensor` tensor-parallel ranks."""
     hidden, heads = settings.hidden_size, settings.num_attention_heads
-    experts = known(lambda: settings.moe_num_experts) or 1
+    experts = settings.get(ModelSettings.moe_num_experts, 1) or 1
     return ModelShape(
         layers=settings.num_layers,
         hidden=hidden,
         vocabulary=settings.padded_vocab_size,
-        tied=not known(lambda: settings.no_weight_tying),
+        tied=not settings.get(ModelSettings.no_weight_tying, False),
         tensor=tensor,
         experts=experts,
-        experts_here=experts // (known(lambda: settings.moe_expert_parallel_size) or 1),
-        expert_interval=known(lambda: settings.moe_expert_interval) or 1,
+        experts_here=experts // (settings.get(ModelSettings.moe_expert_parallel_size, 1) or 1),
+        expert_interval=settings.get(ModelSettings.moe_expert_interval, 1) or 1,
         keys=hidden // heads * (settings.num_kv_heads or heads),
         inner=mlp_widths(settings),
         attention_bias=settings.use_bias_in_attn_linear,
         mlp_bias=settings.use_bias_in_mlp,
         norm=settings.norm,
-        positions=settings.max_position_embeddings if known(lambda: settings.pos_emb) == "learned" else 0,
+        positions=settings.max_position_embeddings if settings.get(ModelSettings.pos_emb, "") == "learned" else 0,
     )
 
 

@@ -72,7 +72,7 @@ def predict(row: JobRow | Mapping[str, Any]) -> Prediction:
 
 def _predict(job: Job) -> Prediction:
     row = job.row
-    stage = row.zero_stage if row.has(JobRow.zero_stage) else None
+    stage = row.get(JobRow.zero_stage, None)
     if (row.source, row.engine, stage) not in SCHEMES:
         zero = "" if stage is None else f" with ZeRO stage {stage}"
         raise NotPredictedError(f"there are no rules for {row.source} {row.engine}{zero}; {_HINT}")

@@ -69,7 +69,7 @@ def check(job: Job, stage: PipelineStage) -> None:
     known = {EMBEDDING, BLOCK, "NormPipe", "ParallelLinearPipe", "_pre_transformer_block", "_post_transformer_block"}
     row, optimizer, first_type = stage.row, job.row.optimizer, job.parameters[0].dtype
     sizes = job.model.model_parallel_size, job.tensor
-    accumulates_otherwise = job.row.has(JobRow.grad_accum_dtype) and job.row.grad_accum_dtype != first_type
+    accumulates_otherwise = job.row.get(JobRow.grad_accum_dtype, first_type) != first_type
     refuse(
         (not row.attention_mask, "stages of a model that is not GPT-NeoX's (GPT2ModelPipe) have no rules yet"),
         (stage.stages > 1 and job.tensor > 1 and job.model.sequence_parallel,

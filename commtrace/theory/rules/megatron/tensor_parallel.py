@@ -90,7 +90,7 @@ def check(job: Job) -> None:
         (size != job.tensor, f"the model has {size} tensor-parallel ranks, but the engine has {job.tensor}"),
         (job.sequence > 1 or job.context > 1 or job.has_experts,
          "tensor parallelism together with shared sequences or experts has no rules yet"),
-        (job.row.has(JobRow.optimizer) and job.row.optimizer == "FP16_Optimizer",
+        (job.row.get(JobRow.optimizer, "") == "FP16_Optimizer",
          "tensor parallelism with DeepSpeed's fused 16-bit optimizer has no rules yet"),
     )  # fmt: skip
 
