@@ -23,6 +23,8 @@ from mkdocs.structure.files import File, Files
 from commtrace import settings
 from commtrace.analyses import table_specs
 from commtrace.cli import COMMANDS
+from commtrace.job_facts import MISSING, Facts, fields_of
+from commtrace.job_row import JobRow
 from commtrace.theory import predict  # imports every rule, and so fills RULES
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, RULES
 
@@ -33,6 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/commands.md": commands_page(),
         "reference/settings.md": settings_page(),
         "reference/tables.md": tables_page(),
+        "reference/job.md": job_page(),
         "reference/rules.md": rules_page(),
         "reference/real-programs.md": real_programs_page(),
     }
@@ -224,6 +227,32 @@ def _describe_tables() -> Iterator[str]:
             yield from ("| column | unit | meaning |", "| --- | --- | --- |")
             yield from (f"| `{column.name}` | {column.unit} | {column.meaning} |" for column in spec.columns)
             yield ""
+
+
+def job_page() -> str:
+    """Return the fields of a row of the log's table `job`, from their definition."""
+    return "\n".join(("# The job row", "", *_describe_job()))
+
+
+def _describe_job() -> Iterator[str]:
+    yield from (
+        "What determines the communication of a model's training, as the hooks capture it and "
+        "`commtrace.theory.predict` reads it: a line of the table `job` of the [log](log-format.md#tables). A row has "
+        "the fields that its source provides. One without a field, or with a value of another type, is not predicted "
+        "if a rule needs the field, unless the column `missing` has a value. Parameters, modules and layers are "
+        "referred to by their index in the list that the row has of them.",
+        "",
+    )
+    classes: list[type[Facts]] = [JobRow, *(rows for rows in Facts.__subclasses__() if rows is not JobRow)]
+    for rows in classes:
+        kinds = inspect.get_annotations(rows)
+        yield from (f"## {rows.__name__}", "", str(inspect.getdoc(rows)), "")
+        yield from ("| field | type | missing | meaning |", "| --- | --- | --- | --- |")
+        for name, field in fields_of(rows).items():
+            kind = str(kinds[name]).replace("|", "or")
+            missing = "" if field.absent is MISSING else f"`{json.dumps(field.absent)}`"
+            yield f"| `{name}` | {kind} | {missing} | {field.meaning} |"
+        yield ""
 
 
 def rules_page() -> str:

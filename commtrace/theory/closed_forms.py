@@ -1,6 +1,6 @@
 """Closed forms: communication volumes from the literature, as published.
 
-Equations 1 to 5 and the 3D rule are those of "Demystifying the Communication Characteristics for Distributed
+Equations 1 to 5 are those of "Demystifying the Communication Characteristics for Distributed
 Transformer Models" (arXiv 2408.10197, section III); docs/explanation/theory.md lists where frameworks differ from them.
 `hybrid_sharded` names its own source.
 
@@ -61,22 +61,6 @@ def tensor_parallel(batch: int, sequence: int, hidden: int, layers: Fraction | i
     Six all_reduces per layer (two forward, two recomputed, two backward) and one at the embedding.
     """
     return (12 * Fraction(layers) + 2) * batch * sequence * hidden * Fraction(ranks - 1, ranks)
-
-
-def three_dimensional(
-    parameters: int, batch: int, sequence: int, hidden: int, layers: int, degrees: tuple[int, int, int]
-) -> Fraction:
-    """Return the 3D rule: the sum of equations 2, 4 and 5 with L/p layers. `degrees` are (data, pipeline, tensor).
-
-    Elements, with one micro-batch per step. The paper adds the equations although their scopes differ: 2 and 5 are for
-    one rank, 4 is for all stages. Equation 2 counts all parameters; a rank really has P/(tp).
-    """
-    data, stages, tensor = degrees
-    return (
-        data_parallel(parameters, data)
-        + pipeline(batch, sequence, hidden, stages)
-        + tensor_parallel(batch, sequence, hidden, Fraction(layers, stages), tensor)
-    )
 
 
 def hybrid_sharded(parameters: int, shards: int, replicas: int) -> Fraction:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,6 +18,7 @@ from commtrace.analyses.compare.verdict_text import verdict_lines
 from commtrace.analyses.fold_engine import NamedTables
 from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import format_bytes, format_signed
+from commtrace.job_row import JobRow
 from commtrace.run import Run, open_run
 from commtrace.theory import NotPredictedError, Prediction, predict
 from commtrace.theory.expected_calls import exact_wire_bytes
@@ -213,5 +213,4 @@ def _predictions(log: Run) -> dict[int, Prediction]:
 
 
 def _parameters(log: Run) -> int:
-    job = log.job or {}
-    return sum(math.prod(parameter["shape"]) for parameter in job.get("parameters", ()))
+    return JobRow.read(log.job or {"parameters": []}).elements

@@ -194,8 +194,10 @@ def test_a_forecast_has_every_stage(tmp_path: Path) -> None:
             assert sum(row["sum_bytes"] for row in rows if row["stage"] == stage) == total["payload_bytes"]
         bars = [row for row in document["waterfall"] if row["stage"] == stage]
         assert sum(row["wire_bytes"] for row in bars) == pytest.approx(total["wire_bytes"])
-    form = closed_forms.three_dimensional(parameter_count(), 4, 32, 96, 4, (2, 2, 2)) * 4
-    assert document["closed_form"]["wire_bytes"] == form
+    # Two stages have two layers each.
+    equations_4_and_5 = closed_forms.pipeline(4, 32, 96, 2) + closed_forms.tensor_parallel(4, 32, 96, 2, 2)
+    form = closed_forms.data_parallel(parameter_count(), 2) + equations_4_and_5
+    assert document["closed_form"]["wire_bytes"] == 4 * form
 
 
 def parameter_count() -> int:
