@@ -20,5 +20,9 @@ HOOKS = {
 # Library -> oldest supported version (docs/versions.md).
 OLDEST = {"torch": (2, 6), "mpi4py.MPI": (4, 1), "deepspeed": (0, 15)}
 
-# Library -> module that makes the process a simulated rank (`commtrace dryrun`), installed after the hook.
-SIMULATIONS = {"torch": "commtrace.dryrun.simulation", "deepspeed": "commtrace.dryrun.deepspeed_patches"}
+# Library -> module that makes the process a simulated rank (`commtrace dryrun`), installed after the library's hook.
+SIMULATIONS = {
+    "torch": "commtrace.dryrun.simulation",
+    "torch.distributed.checkpoint.default_planner": "commtrace.dryrun.checkpoint_patches",
+    "deepspeed": "commtrace.dryrun.deepspeed_patches",
+}

@@ -81,6 +81,8 @@ def _switch_on(settings: Settings | None) -> None:
         # Registered before the exit functions of libraries, so it runs after them: their calls are recorded.
         atexit.register(session.end, "exit")
         os.register_at_fork(after_in_child=session.forked)
+    if settings.simulated:
+        _follower.wanted.update(dict.fromkeys(SIMULATIONS, ""))  # those of libraries without a hook
     _follower.wanted.update(HOOKS)
     if _follower not in sys.meta_path:
         sys.meta_path.insert(0, _follower)
@@ -134,8 +136,9 @@ class _ImportFollower:
             _warn_once(text)
             import_module(f"{PACKAGE}.recorder_setup").blind_spots[f"version of {name}"] = [text]
         try:
-            import_module(hook).install()
-            _installed.append(hook)
+            if hook:
+                import_module(hook).install()
+                _installed.append(hook)
         except Exception as error:
             _warn_once(f"cannot hook {name}: {type(error).__name__}: {error}. Its calls are not traced.")
         if name in SIMULATIONS and session.settings is not None and session.settings.simulated:

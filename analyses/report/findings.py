@@ -11,6 +11,7 @@ import pandas as pd
 from commtrace.analyses.coverage import FILE_PROBLEMS
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.job_summary import summarize_job
+from commtrace.analyses.report.dry_run_effects import failures, uncomputed_values, unwritten_files
 from commtrace.analyses.steps import ALL
 from commtrace.formatting import (
     MAX_SINGLE,
@@ -120,7 +121,7 @@ def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[s
     if lost := lost_calls(coverage):
         total = f" of {int(coverage['calls']):,}" if is_known(coverage["calls"]) else ""
         yield f"Recorded {coverage['records']:,}{total} calls ({lost}): volumes are lower bounds."
-    if coverage["without_end"]:
+    if coverage["without_end"] and not failures(run):
         processes = format_plural(int(coverage["without_end"]), "process", "processes")
         yield f"{processes} ended early, or {'is' if coverage['without_end'] == 1 else 'are'} still running."
     if run.is_summary:
@@ -129,6 +130,7 @@ def warnings(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> Iterator[s
             f"{format_share(RELATIVE_ERROR)}. Waits, clocks, delays, step times and timelines cannot be known from it: "
             "they cover only the calls that were recorded in full, if any."
         )
+    yield from failures(run)
     if coverage["simulated"]:
         yield "Simulated, a dry run: the calls are the job's, nothing was sent, and there are no times."
     if is_known(coverage["hook_errors"]) and coverage["hook_errors"]:
@@ -233,10 +235,9 @@ def facts(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> dict[str, str
 
 def log_lists(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> dict[str, list[str]]:
     """Return values that are not observed and problems of the log: lists by title, empty ones left out."""
-    notices = [row for process in run.processes for row in process.tables.notices]
-    uncomputed = (f"{row.get('file')}:{row.get('line')} {row.get('function')}: {row.get('what')}" for row in notices)
     lists = {
-        "Values that a dry run does not compute, used at": list(dict.fromkeys(uncomputed)),
+        "Values that a dry run does not compute, used at": uncomputed_values(run),
+        "Files that the program would have written": unwritten_files(run),
         "Blind spots: not observed by the hooks": [str(text) for text in tables["blind_spots"]["blind_spot"]],
         "Notes on the log": [_note(note, run) for note in merge_notes(run.notes) if note.kind != "runs"],
     }

@@ -40,6 +40,10 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         help="ranks per node; sets LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK (default: %(default)s)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"),
         help="device of the program; cuda: simulated (default: cuda if the program requires it)")  # fmt: skip
+    add("--writes", choices=("private", "refuse", "allow"), default="private",
+        help="what happens to files that the program writes, renames or deletes: private: each rank changes a copy, "
+        "which is discarded; refuse: an error, also if the system has no private copies; allow: they are written "
+        "(default: %(default)s)")  # fmt: skip
     add("--jobs", metavar="N", type=positive_integer,
         help="number of ranks to run at once, not counting ranks that wait for others (default: number of cores, "
         "at most 4)")  # fmt: skip
@@ -55,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from commtrace import settings
     from commtrace.dryrun.dry_run import dry_run
+    from commtrace.dryrun.isolation.policy import Writes
     from commtrace.dryrun.rank_processes import DryRunRequest
     from commtrace.launchers import usable_cores
 
@@ -72,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             jobs=arguments.jobs or min(4, usable_cores()),
             timeout_s=arguments.timeout,
+            writes=Writes(arguments.writes),
         )
     )
     return 0

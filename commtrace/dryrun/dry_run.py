@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -23,13 +24,19 @@ from commtrace.recording.log_writer import warn
 from commtrace.recording.recovery import recover_records
 
 from .distinct_ranks import find_distinct
+from .isolation.policy import Writes, can_be_private, can_refuse
 from .rank_processes import CUDA_REQUIRED, DryRunRequest, RankOutcome, SimulatedJob, run_ranks
 from .simulated_log import write_simulated_log
 
 ALL_DISTINCT: Final = "all-distinct"
 
+_FOLDER_PREFIX: Final = "commtrace-dryrun-"
+_OWNED: Final = "owned"
+"""File in a temporary directory that the dry run to which it belongs has locked."""
+
 _LAUNCHERS: Final = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate", "prun", "jsrun")
 _LAUNCHER_MODULES: Final = ("torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.runner")
+_FULL_BYTES: Final = 1 << 20
 _OUTPUT_LINES: Final = 25
 """Number of trailing output lines that the error message of a failed rank shows."""
 
@@ -56,14 +63,15 @@ def dry_run(request: DryRunRequest) -> None:
     """Run the ranks, write the log, and print a line for each rank.
 
     Raises:
-        CommtraceError: The program cannot be dry-run, or a rank failed. Ranks that had finished get their logs, unless
-            `request.ranks` is "all-distinct", because it is not yet known which ranks they represent.
+        CommtraceError: The program cannot be dry-run, or a rank failed. The ranks that had finished get their logs, and
+            so does the failed rank, with its calls until then.
     """
     request = replace(request, command=_resolve_program(request.command))
     ranks = _select_ranks(request.ranks, request.world_size)
     problem = _memory_problem() or _output_problem(request.out)
     if problem:
         raise DryRunError(problem)
+    request = replace(request, writes=_choose_writes(request.writes))
     try:
         _dry_run(request, ranks, request.device or "any")
     except _CudaRequiredError:
@@ -73,8 +81,8 @@ def dry_run(request: DryRunRequest) -> None:
 
 def _dry_run(request: DryRunRequest, ranks: Sequence[int], device: str) -> None:
     run_id = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
-    with tempfile.TemporaryDirectory(prefix="commtrace-dryrun-") as folder:
-        job = SimulatedJob(request, device, run_id, Path(folder), shown_rank=ranks[0])
+    with _folders(request) as (folder, shm):
+        job = SimulatedJob(request, device, run_id, folder, shm, shown_rank=ranks[0])
         outcomes: dict[int, RankOutcome] = {}
         represented: Mapping[int, Sequence[int]] = dict.fromkeys(ranks, ())
         try:
@@ -83,17 +91,38 @@ def _dry_run(request: DryRunRequest, ranks: Sequence[int], device: str) -> None:
                 represented = _find_distinct_ranks(job, outcomes)
         except _RankFailedError as error:
             failure, output = error.args
-            complete = [rank for rank in ranks if rank in outcomes and not outcomes[rank].status]
-            if request.ranks == ALL_DISTINCT or not complete:
-                raise DryRunError(f"{failure}; no log was written{output}") from None
-            log_directory = _write_logs(job, outcomes, dict.fromkeys(complete, ()))
-            noun = "rank" if len(complete) == 1 else "ranks"
-            raise DryRunError(
-                f"{failure}; the log of {noun} {format_ranks(complete)}, finished before the failure, is in "
-                f"{log_directory}{output}"
-            ) from None
+            raise DryRunError(f"{failure}; {_write_incomplete(job, outcomes, ranks)}{output}") from None
         log_directory = _write_logs(job, outcomes, represented)
     print(f"the log of run {run_id} is in {log_directory}")
+
+
+@contextlib.contextmanager
+def _folders(request: DryRunRequest) -> Iterator[tuple[Path, Path]]:
+    """Make two temporary directories, the second in shared memory if there is any, and remove them afterwards."""
+    settings = all_settings.from_environment(request.environment)
+    assert settings is not None
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_temporary_directory(None))
+        try:
+            shm = stack.enter_context(_temporary_directory(settings.shm))
+        except OSError:
+            shm = folder / "shm"
+        yield folder, shm
+
+
+@contextlib.contextmanager
+def _temporary_directory(parent: str | None) -> Iterator[Path]:
+    """Make a temporary directory, and remove those of dry runs that were killed."""
+    for stale in Path(parent or tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError), open(stale / _OWNED) as owned:
+            fcntl.flock(owned, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(stale, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir=parent, ignore_cleanup_errors=True) as name,
+        open(Path(name, _OWNED), "w") as owned,
+    ):
+        fcntl.flock(owned, fcntl.LOCK_EX)
+        yield Path(name)
 
 
 # ---- the request -----------------------------------------------------------------------------------------------------
@@ -160,6 +189,20 @@ def _output_problem(out: Path) -> str:
     return ""
 
 
+def _choose_writes(writes: Writes) -> Writes:
+    """Return how writes are treated: as requested, or refused if this system provides no private layers."""
+    problem = can_be_private() if writes is Writes.PRIVATE else ""
+    if problem:
+        warn(f"dry run: ranks get no private copy of files here ({problem}); the program's writes are refused")
+        writes = Writes.REFUSE
+    if writes is Writes.REFUSE and not can_refuse():
+        raise DryRunError(
+            "this kernel cannot keep the program from changing files: it allows neither private layers (user "
+            "namespaces and overlays, Linux 5.11) nor Landlock (Linux 5.13); let the program write with --writes allow"
+        )
+    return writes
+
+
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
@@ -170,16 +213,19 @@ def _run(job: SimulatedJob, ranks: Sequence[int], outcomes: dict[int, RankOutcom
         if not outcome.status:
             continue
         for log in job.folder.glob("log-*"):
-            recover_records(log)  # removes the shared memory of the failed rank, and of ranks killed with it
+            recover_records(log, shm=str(job.rings))  # of the failed rank, and of ranks killed with it
         if (job.messages / CUDA_REQUIRED).exists():
             raise _CudaRequiredError
-        if outcome.timed_out:
-            failure = f"did not finish within {outcome.seconds:.0f} s (increase --timeout)"
-        elif outcome.status < 0:
-            failure = f"was killed by signal {-outcome.status}"
-        else:
-            failure = f"exited with status {outcome.status}"
-        raise _RankFailedError(f"rank {outcome.rank} {failure}", _last_lines(outcome))
+        raise _RankFailedError(f"rank {outcome.rank} {outcome.failure}{_hint(job)}", _last_lines(outcome))
+
+
+def _hint(job: SimulatedJob) -> str:
+    """Return what isolation may have to do with a failure, or ""."""
+    if job.request.writes is Writes.REFUSE:
+        return " (its writes were refused; --writes allow lets it write)"
+    if job.request.writes is Writes.PRIVATE and shutil.disk_usage(job.folder).free < _FULL_BYTES:
+        return f" (the disk of {job.folder.parent}, which holds what it wrote, is full; set TMPDIR to a larger one)"
+    return ""
 
 
 def _last_lines(outcome: RankOutcome) -> str:
@@ -263,13 +309,46 @@ def _write_logs(
     return out
 
 
+def _write_incomplete(job: SimulatedJob, outcomes: Mapping[int, RankOutcome], ranks: Sequence[int]) -> str:
+    """Write the logs of complete ranks, and of the failed one until its failure, and return a clause that says so."""
+    complete = [rank for rank in ranks if rank in outcomes and not outcomes[rank].status]
+    failed = [rank for rank, outcome in outcomes.items() if outcome.status and _has_calls(outcome)]
+    if not complete and not failed:
+        return "no log was written"
+    directory = _write_logs(job, outcomes, dict.fromkeys((*complete, *failed), ()))
+    noun = "rank" if len(complete) == 1 else "ranks"
+    clauses = [f"the log of {noun} {format_ranks(complete)}, finished before the failure, is in {directory}"] * bool(
+        complete
+    )
+    clauses += [f"the calls of rank {rank} until then are in {directory}, marked as incomplete" for rank in failed]
+    return "; ".join(clauses)
+
+
+def _has_calls(outcome: RankOutcome) -> bool:
+    try:
+        segments = [segment for process in _recorded_log(outcome).processes for segment in process.segments]
+        return any(len(block) for segment in segments for block in segment.blocks())
+    except DryRunError:
+        return False
+
+
 def _write_log(job: SimulatedJob, outcome: RankOutcome, out: Path, stands_for: Sequence[int]) -> str:
     log, settings = _recorded_log(outcome), all_settings.from_environment(job.request.environment)
     assert settings is not None
     calls = sum(
-        write_simulated_log(process, out / log.run / process.path.parent.name, settings, job.device, stands_for)
+        write_simulated_log(
+            process,
+            out / log.run / process.path.parent.name,
+            settings,
+            job.device,
+            stands_for,
+            changes=outcome.changes,
+            failure=outcome.failure,
+        )
         for process in log.processes
     )
     cost = f"{outcome.seconds:.1f} s, {outcome.peak_bytes >> 20:,} MiB, {format_plural(calls, 'call')}"
     others = f", represents {format_plural(len(stands_for), 'rank')}: {format_ranks(stands_for)}" if stands_for else ""
-    return f"rank {outcome.rank}: {cost}{others}"
+    writes = f", would write {format_plural(len(outcome.changes), 'file')}" if outcome.changes else ""
+    failed = f", failed: {outcome.failure}" if outcome.failure else ""
+    return f"rank {outcome.rank}: {cost}{writes}{others}{failed}"

@@ -16,6 +16,10 @@ from typing import Final
 
 from commtrace.launchers import VARIABLE_PREFIXES
 
+from .isolation.file_changes import FileChange, file_changes
+from .isolation.network_writers import switched_off
+from .isolation.policy import Isolation, Writes
+
 CUDA_REQUIRED: Final = "cuda-required"
 """File in `SimulatedJob.messages`, written by a rank that failed because it requires CUDA."""
 
@@ -38,6 +42,7 @@ class DryRunRequest:
     device: str | None  # "cpu", "cuda" for simulated devices; None: CUDA if the program requires it
     jobs: int  # number of ranks to run at once, not counting those that wait for messages
     timeout_s: float  # seconds after which a rank is stopped
+    writes: Writes  # what happens to files that the program changes
 
 
 @dataclass(frozen=True)
@@ -47,13 +52,25 @@ class SimulatedJob:
     request: DryRunRequest  # what to run; its command begins with the path of the program
     device: str  # "cuda" for simulated devices, "cpu", or "any": the CPU, but a rank that requires CUDA reports it
     run: str  # the id of the run
-    folder: Path  # an empty directory for everything that the ranks write: logs, output, messages
+    folder: Path  # an empty directory for everything that the ranks write: logs, output, messages, changed files
+    shm: Path  # the same in shared memory, for their rings
     shown_rank: int  # the rank whose output goes to this process's stdout and stderr
 
     @property
     def messages(self) -> Path:
         """The directory of the ranks' messages to each other."""
         return self.folder / "messages"
+
+    @property
+    def rings(self) -> Path:
+        """The directory of the recorders' rings."""
+        return self.shm / "rings"
+
+    def isolation_of(self, rank: int, log: Path) -> Isolation:
+        """Return how a rank is isolated from the user's files and from other ranks."""
+        name = f"layer-{rank:05d}"
+        hidden, shared = [self.folder, self.shm], [self.messages, self.rings, log]
+        return Isolation(self.request.writes, self.folder / name, self.shm / name, hidden, shared)
 
     def environment_of(self, rank: int, log: Path) -> dict[str, str]:
         """Return the environment of a rank, as torchrun sets it. The ranks fill one host after the other."""
@@ -71,8 +88,11 @@ class SimulatedJob:
             "CUDA_VISIBLE_DEVICES": "",
             "TORCHDYNAMO_DISABLE": 1,  # compiled code would compute
             "COMMTRACE": log,
-            "COMMTRACE_SIMULATED": f"0:{self.run}:{self.device}:{self.messages}",
+            "COMMTRACE_SHM": self.rings,
+            "COMMTRACE_SIMULATED": f"0:{self.run}:{self.device}:{request.writes.value}:{self.messages}",
         }
+        if request.writes is not Writes.ALLOW:
+            kept = switched_off(kept)
         defaults = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda" if self.device == "cuda" else "cpu"}
         return {**defaults, **kept, **{name: str(value) for name, value in variables.items()}}
 
@@ -88,6 +108,18 @@ class RankOutcome:
     log: Path
     output: Path
     timed_out: bool
+    changes: Sequence[FileChange]  # files that it changed in its private layer
+
+    @property
+    def failure(self) -> str:
+        """How the rank failed, or ""."""
+        if not self.status:
+            return ""
+        if self.timed_out:
+            return f"did not finish within {self.seconds:.0f} s (increase --timeout)"
+        if self.status < 0:
+            return f"was killed by signal {-self.status}"
+        return f"exited with status {self.status}"
 
 
 def run_ranks(job: SimulatedJob, ranks: Iterable[int], outcomes: dict[int, RankOutcome]) -> None:
@@ -156,11 +188,13 @@ class _Process:
     def __init__(self, job: SimulatedJob, rank: int) -> None:
         self._job, self._rank = job, rank
         self._log, self._output = (job.folder / f"{kind}-{rank:05d}" for kind in ("log", "output"))
+        self._isolation = job.isolation_of(rank, self._log)
+        self._isolation.make_folders()
         with open(self._output, "wb") as file:
             stream = None if rank == job.shown_rank else file
             self._process = subprocess.Popen(
-                job.request.command,
-                env=job.environment_of(rank, self._log),
+                self._isolation.command(job.request.command),
+                env={**job.environment_of(rank, self._log), **self._isolation.environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
@@ -177,8 +211,16 @@ class _Process:
         if pid:
             self._process.returncode = status = os.waitstatus_to_exitcode(status)
             self.kill()  # the processes that it started
-            peak_bytes = usage.ru_maxrss << 10
-            return RankOutcome(self._rank, status, self._seconds, peak_bytes, self._log, self._output, self._timed_out)
+            return RankOutcome(
+                self._rank,
+                status,
+                self._seconds,
+                usage.ru_maxrss << 10,
+                self._log,
+                self._output,
+                self._timed_out,
+                self._changes(),
+            )
         if self._seconds > self._job.request.timeout_s + _STACK_TRACE_SECONDS:
             self.kill()
         elif self._seconds > self._job.request.timeout_s and not self._timed_out:
@@ -188,6 +230,12 @@ class _Process:
                 resource.prlimit(self._process.pid, resource.RLIMIT_CORE, (0, 0))
                 os.killpg(self._process.pid, signal.SIGABRT)
         return None
+
+    def _changes(self) -> list[FileChange]:
+        """Return what the rank changed in its layer, and remove the layer: those of all ranks could fill the disk."""
+        changes = file_changes(self._isolation.folder) if self._isolation.writes is Writes.PRIVATE else []
+        self._isolation.remove_folders()
+        return changes
 
     def awaited_message(self) -> tuple[int, int] | None:
         """Return the sender that this rank waits for, and the bytes read from the sender's file; None: no wait."""

@@ -19,6 +19,8 @@ from commtrace.recording.segment_writer import SegmentSeries
 from commtrace.schema import RECORD, Clock, Flag, Records, State
 from commtrace.settings import Settings
 
+from .isolation.file_changes import FileChange
+
 _TIMES: Final = ("t_return", "t_wait", "t_start", "t_end")
 _COSTS: Final = (
     "cost_samples", "cost_ns", "cost_p99_ns", "first_calls", "first_ns", "steady_samples", "steady_ns", "drain_cpu_ns",
@@ -27,7 +29,14 @@ _DONE: Final = (int(State.RETURNED), int(State.COMPLETE))
 
 
 def write_simulated_log(
-    process: Process, folder: Path, settings: Settings, device: str, stands_for: Sequence[int] = ()
+    process: Process,
+    folder: Path,
+    settings: Settings,
+    device: str,
+    stands_for: Sequence[int] = (),
+    *,
+    changes: Sequence[FileChange] = (),
+    failure: str = "",
 ) -> int:
     """Write the log of a process that has ended.
 
@@ -37,6 +46,8 @@ def write_simulated_log(
         settings: Sizes of the segments.
         device: The device of the program: "cpu", or "cuda" if devices were simulated.
         stands_for: The ranks that this one represents, itself included; empty: only itself.
+        changes: The files that the rank would have changed.
+        failure: How the rank failed, or "". The log of a rank that failed has no end.
 
     Returns:
         The number of records.
@@ -53,7 +64,8 @@ def write_simulated_log(
         series = SegmentSeries(folder, stem, smallest=smallest, largest=largest, max_bytes=settings.max_bytes)
         series.append(records)
         series.close()
-        rows = [*_rows(process.path, device)]
+        rows = [*_rows(process.path, device, failure)]
+        rows += ({"table": "writes", "path": path, "change": change, "bytes": size} for path, change, size in changes)
         if stands_for:
             rows.append({"table": "stands_for", "ranks": format_rank_list(stands_for), "count": len(stands_for)})
         (folder / f"{stem}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -76,8 +88,10 @@ def without_times(records: Records) -> Records:
     return ordered
 
 
-def _rows(path: Path, device: str) -> Iterator[dict[str, Any]]:
+def _rows(path: Path, device: str, failure: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of the tables, without clocks, groups of other ranks, and the cost of recording."""
+    # topology: the groups of the whole job, which the dry run has read. A log without an end is incomplete.
+    left_out = ("clock", "topology", "end") if failure else ("clock", "topology")
     for line in path.read_text().splitlines():
         try:
             row = json.loads(line)
@@ -86,7 +100,9 @@ def _rows(path: Path, device: str) -> Iterator[dict[str, Any]]:
         row.pop("mono_ns", None)
         if row["table"] == "process":
             row.update(simulated=True, simulated_device="cuda" if device == "cuda" else "cpu")
-        elif row["table"] in ("clock", "topology"):  # topology: the groups of the whole job, which the dry run has read
+            if failure:
+                row["failure"] = failure
+        elif row["table"] in left_out:
             continue
         elif row["table"] == "stats":
             row.update(dict.fromkeys(_COSTS, 0))

@@ -29,14 +29,16 @@ from . import notices, simulated_cuda, torch_functions
 from . import untouched_memory as memory
 from .collectives import SimulatedCollectives
 from .dispatch_mode import DryRunMode
+from .isolation import file_guard
+from .isolation.policy import Writes
 from .process_groups import SimulatedGroups
 from .rank_messages import RankMessages
 from .rank_processes import CUDA_REQUIRED
 from .storage_set import StorageSet
 
 VARIABLE: Final = "COMMTRACE_SIMULATED"
-"""Environment variable, "PID:RUN:DEVICE:FOLDER": the rank's process (0: none yet), the run, "cpu", "cuda" or "any", and
-the folder of its messages."""
+"""Environment variable, "PID:RUN:DEVICE:WRITES:FOLDER": the rank's process (0: none yet), the run, "cpu", "cuda" or
+"any", what happens to files that it writes, and the folder of its messages."""
 
 
 class SpawnedError(CommtraceError):
@@ -58,17 +60,26 @@ def install() -> None:
     global _rank
     if _rank is not None or _patches:
         return
-    pid, run, device, folder = os.environ[VARIABLE].split(":", 3)
+    pid, run, device, writes, folder = os.environ[VARIABLE].split(":", 4)
+    _isolate(Writes(writes), folder)
     if pid not in ("0", str(os.getpid())):
         _refuse_groups()
         return
     try:
-        os.environ[VARIABLE] = f"{os.getpid()}:{run}:{device}:{folder}"
-        _rank = _simulate(run, device, Path(folder))
+        os.environ[VARIABLE] = f"{os.getpid()}:{run}:{device}:{writes}:{folder}"
+        _rank = _simulate(run, device, Writes(writes), Path(folder))
     except Exception as error:
         raise SystemExit(f"commtrace: this process cannot be simulated: {type(error).__name__}: {error}") from error
     os.register_at_fork(after_in_child=_in_child)
     atexit.register(_end)
+
+
+def _isolate(writes: Writes, folder: str) -> None:
+    """Explain refused writes and, in a private layer, rename directories that the kernel cannot."""
+    if writes is not Writes.ALLOW:
+        file_guard.install(writes, [folder, os.environ["COMMTRACE"], os.environ["COMMTRACE_SHM"]])
+    if writes is Writes.PRIVATE:
+        file_guard.install_renaming()
 
 
 def uninstall() -> None:
@@ -76,7 +87,7 @@ def uninstall() -> None:
     _patches.undo()
 
 
-def _simulate(run: str, device: str, folder: Path) -> _Rank:
+def _simulate(run: str, device: str, writes: Writes, folder: Path) -> _Rank:
     rank, world_size, devices_of_host = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     memory.configure_malloc()
     if not faulthandler.is_enabled():
@@ -93,7 +104,7 @@ def _simulate(run: str, device: str, folder: Path) -> _Rank:
     )
     simulated.groups.install()
     simulated.collectives.install()
-    torch_functions.install(uncomputed)
+    torch_functions.install(uncomputed, save=writes is not Writes.ALLOW)
     simulated.mode.__enter__()  # type: ignore[no-untyped-call]
     return simulated
 

@@ -29,6 +29,10 @@ class StorageSet:
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor)._cdata in self._storages
 
+    def has(self, storage: torch.UntypedStorage | torch.TypedStorage) -> bool:
+        """Return whether a storage is in the set."""
+        return storage._cdata in self._storages
+
     def any(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether the storage of any of these tensors is in the set."""
         return any(storage_of(tensor)._cdata in self._storages for tensor in tensors)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -21,11 +24,19 @@ _SAVED: Final = "torch.save of tensors that a dry run does not compute: no file 
 _COMPILED: Final = "torch.compile is skipped, because compiled code would compute; the code runs uncompiled"
 
 
-def install(uncomputed: StorageSet) -> None:
-    """Report reads of values that were not computed, skip saving and compiling, and clear resized storages."""
+def install(uncomputed: StorageSet, *, save: bool) -> None:
+    """Report reads of values that were not computed, skip compiling, and clear resized storages.
+
+    Args:
+        uncomputed: The storages without values.
+        save: Whether `torch.save` writes files with holes for values that were not computed, instead of nothing.
+    """
     for name in ("tolist", "numpy", "__array__"):
         _watch(name, uncomputed)
-    _patches.wrap(torch, "save", _saving(uncomputed))
+    if save:
+        _patches.replace(torch._C, "PyTorchFileWriter", lambda original: _writing_holes(original, uncomputed))
+    else:
+        _patches.wrap(torch, "save", _saving(uncomputed))
     _patches.wrap(torch, "compile", _compiling)
     torch.UntypedStorage.resize_ = _clearing(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
 
@@ -65,6 +76,27 @@ def _saving(uncomputed: StorageSet) -> Callable[[Callable[..., Any]], Callable[.
         return save
 
     return wrapper
+
+
+def _writing_holes(original: Any, uncomputed: StorageSet) -> Any:
+    class HoleWriter(original):  # type: ignore[misc]
+        """Writer of torch.save that leaves a hole, which reads as zeros, for a storage without values."""
+
+        def __init__(self, target: Any, *options: Any) -> None:
+            if isinstance(target, str):
+                sys.audit("open", target, "wb", os.O_WRONLY | os.O_CREAT)  # it is opened in C++
+            # The writer skips the hole by its position in the file, so the archive must begin with the file.
+            self._may_skip = isinstance(target, str) or (isinstance(target, io.BufferedWriter) and not target.tell())
+            super().__init__(target, *options)
+
+        def write_record(self, name: str, data: Any, size: int) -> None:
+            large = self._may_skip and torch.is_storage(data) and data.nbytes() > MAX_COMPUTED_ELEMENTS
+            if large and uncomputed.has(data):
+                self.write_record_metadata(name, size)
+            else:
+                super().write_record(name, data, size)
+
+    return HoleWriter
 
 
 def _tensors_of(value: Any, seen: set[int]) -> list[torch.Tensor]:

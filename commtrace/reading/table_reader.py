@@ -90,6 +90,8 @@ class ProcessTables:
     salvage: list[Row] = field(default_factory=list)
     notices: list[Row] = field(default_factory=list)
     """Dry run: lines of the program that read values that were not computed."""
+    writes: list[Row] = field(default_factory=list)
+    """Dry run: files that the rank would have changed."""
     topology: tuple[tuple[int, ...], ...] = ()
     """Dry run: the ranks of every group of the job."""
     stands_for: tuple[str, int] = "", 1
@@ -101,7 +103,7 @@ class ProcessTables:
         for key, limit in _LIMITS.get(name, {}).items():
             if row.get(key) is not None and _natural(row[key]) >= limit:
                 raise ValueError(row[key])
-        if name in ("clock", "salvage", "notices"):
+        if name in ("clock", "salvage", "notices", "writes"):
             getattr(self, name).append(row)
         elif name in ("process", "stats", "end"):
             setattr(self, name, row)

@@ -81,9 +81,8 @@ def test_a_plain_loop_under_ddp(tmp_path: Path) -> None:
     dry_runs.assert_same(expected, run)
     assert result.out.count("% right") == 2
     assert len([*(tmp_path / "real-checkpoints").iterdir()]) == 2
-    assert not [*(tmp_path / "checkpoints").iterdir()]
+    assert not (tmp_path / "checkpoints").exists()
     notices = notices_by_line(run)
-    assert "no file is written" in notices[line_of("ddp", "torch.save(")]
     assert "reads a number" in notices[line_of("ddp", "total.item()")]
 
 

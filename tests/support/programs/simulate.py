@@ -40,7 +40,7 @@ def main() -> bool:
 def become(rank: int) -> bool:
     """Become the rank of this number, and return True."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=world, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=world)
-    os.environ.update(COMMTRACE_SIMULATED=f"0:simulated:cpu:{mail}")
+    os.environ.update(COMMTRACE_SIMULATED=f"0:simulated:cpu:allow:{mail}")
     sys.argv = program
     import commtrace.hooks  # noqa: F401  (as commtrace.startup does before it starts a simulated rank)
     from commtrace.dryrun import simulation
