@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
     from commtrace.reading.recorded_run import RecordedRun
 
+    from .analysed_run import AnalysedRun
+
 
 def analyse(
-    run: RecordedRun, *, details: bool = False, across_ranks: bool = True, include_matching_steps: bool = True
+    run: AnalysedRun, *, details: bool = False, across_ranks: bool = True, include_matching_steps: bool = True
 ) -> dict[str, pd.DataFrame]:
     """Compute the tables of all analyses in one pass over the records, with the run's executor.
 
@@ -50,7 +52,7 @@ def analyse(
     return fold(run, (*ANALYSES, comparison, *optional))
 
 
-def detail(run: RecordedRun, name: str) -> pd.DataFrame | None:
+def detail(run: AnalysedRun, name: str) -> pd.DataFrame | None:
     """Compute a table that only figures use; return None if no such table has this name."""
     from .analysis_catalog import DETAILS
     from .fold_engine import fold
@@ -65,8 +67,10 @@ def tables_to_store(run: RecordedRun) -> Iterator[tuple[str, dict[str, pd.DataFr
     """
     from . import fold_engine
     from .across_ranks import stuck_calls
+    from .analysed_run import AnalysedRun
     from .analysis_catalog import ANALYSES, DETAILS
     from .compare import reconciliation
 
     analyses = [analysis for analysis in ANALYSES if analysis is not stuck_calls.ANALYSIS]
-    return fold_engine.tables_to_store(run, [*analyses, reconciliation.ANALYSIS, *DETAILS.values()])
+    all_analyses = [*analyses, reconciliation.ANALYSIS, *DETAILS.values()]
+    return fold_engine.tables_to_store(AnalysedRun(run.log, run.executor), all_analyses)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import call_times, coverage, message_sizes, steps, timeline, tracing_cost, volume
-from .across_ranks import clocks, stragglers, stuck_calls, waits
+from . import coverage, host_times, message_sizes, steps, timeline, tracing_cost, volume
+from .across_ranks import clock_tables, stragglers, stuck_calls, waits
 from .fold_engine import AnyAnalysis
 
 ANALYSES: Final[tuple[AnyAnalysis, ...]] = (
@@ -16,10 +16,10 @@ ANALYSES: Final[tuple[AnyAnalysis, ...]] = (
     volume.WHOLE_JOB,
     steps.ANALYSIS,
     message_sizes.ANALYSIS,
-    call_times.ANALYSIS,
-    call_times.BANDWIDTH,
+    host_times.ANALYSIS,
+    host_times.BANDWIDTH,
     volume.BY_RANK,
-    clocks.ANALYSIS,
+    clock_tables.ANALYSIS,
     waits.SAMPLE,
     stragglers.ANALYSIS,
 )

@@ -10,24 +10,20 @@ An analysis consists of three functions, as in map-reduce:
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, TypeAlias
 
 import pandas as pd
 
-import commtrace
 from commtrace.reading.executors import RunPart, merge_tree
 from commtrace.reading.labels import LABEL_COLUMNS, RunLabels
 from commtrace.reading.record_columns import IDS, RecordColumns
-from commtrace.reading.recorded_run import RecordedRun
-from commtrace.reading.stored_tables import MERGED, StoredTables, open_stored
+from commtrace.reading.stored_tables import MERGED
 from commtrace.summary_format import TIMES
 
+from .analysed_run import AnalysedRun
 from .grouping import Array
 from .record_blocks import EMPTY_BLOCK, READ_FIELDS, HistogramBlock, RecordBlock, read_blocks
 
@@ -41,8 +37,8 @@ class Analysis:
     name: str
     partial: Callable[[RecordBlock], pd.DataFrame]
     merge: Callable[[Sequence[pd.DataFrame]], pd.DataFrame]
-    finish: Callable[[pd.DataFrame, RecordedRun], NamedTables]
-    reads_records: Callable[[RecordedRun], bool] | None = None
+    finish: Callable[[pd.DataFrame, AnalysedRun], NamedTables]
+    reads_records: Callable[[AnalysedRun], bool] | None = None
     """Whether the tables of a run depend on its records. None: they always do."""
     reads_cells: bool = False
     """Whether blocks may come from a summary: they have no times, and a row may stand for several calls."""
@@ -56,13 +52,13 @@ class RunAnalysis(NamedTuple):
     """An analysis that is not a fold: `finish` computes its tables from the run alone."""
 
     name: str
-    finish: Callable[[RecordedRun], NamedTables]
+    finish: Callable[[AnalysedRun], NamedTables]
 
 
 AnyAnalysis: TypeAlias = Analysis | RunAnalysis
 
 
-def fold(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
+def fold(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
     """Compute the tables of analyses with distinct names in one pass over a run's records, with its executor."""
     stored = _stored_tables(run, analyses)
     merged = _merged_tables(run, [analysis for analysis in analyses if analysis.name not in stored])
@@ -76,14 +72,14 @@ def fold(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
     return {name: table for analysis in analyses for name, table in finished(analysis).items()}
 
 
-def merged_table(run: RecordedRun, analysis: Analysis) -> pd.DataFrame:
+def merged_table(run: AnalysedRun, analysis: Analysis) -> pd.DataFrame:
     """Return the merged table of an analysis, with labels, as its `finish` receives it."""
     stored = _stored_tables(run, [analysis]).get(analysis.name, {})
     merged = stored if MERGED in stored else {MERGED: _merged_tables(run, [analysis]).get(analysis.name)}
     return _labelled(analysis, merged[MERGED], run)
 
 
-def _merged_tables(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
+def _merged_tables(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
     """Return the merged tables of the analyses that read the records of this run."""
     folds = [analysis for analysis in analyses if isinstance(analysis, Analysis)]
     read = {fold.name: fold for fold in folds if fold.reads_records is None or fold.reads_records(run)}
@@ -95,7 +91,7 @@ def _merged_tables(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> NamedTa
     return merged
 
 
-def tables_to_store(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> Iterator[tuple[str, NamedTables]]:
+def tables_to_store(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> Iterator[tuple[str, NamedTables]]:
     """Yield, by analysis, what `fold` reads in place of a packed log's records: the merged table, or all tables."""
     merged = _merged_tables(run, analyses)
     for analysis in analyses:
@@ -105,29 +101,14 @@ def tables_to_store(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> Iterat
             yield analysis.name, analysis.finish(run)
 
 
-_STORED: Final[WeakKeyDictionary[RecordedRun, StoredTables | None]] = WeakKeyDictionary()
-
-
-def _stored_tables(run: RecordedRun, analyses: Sequence[AnyAnalysis]) -> dict[str, NamedTables]:
+def _stored_tables(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> dict[str, NamedTables]:
     """Return the stored tables of a packed log by analysis."""
-    if run not in _STORED:
-        _STORED[run] = open_stored(run.log, code_digest)
-    stored = _STORED[run]
+    stored = run.stored_tables
     tables = {analysis.name: stored.read(analysis.name) for analysis in analyses} if stored else {}
     return {name: by_name for name, by_name in tables.items() if by_name}
 
 
-@functools.cache
-def code_digest() -> str:
-    """Return a digest of commtrace's code, which identifies tables computed by other code."""
-    digest = hashlib.sha256(commtrace.__version__.encode())
-    for folder in (Path(commtrace.__file__).parent, Path(__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _summary_partials(analyses: Mapping[str, Analysis], run: RecordedRun) -> dict[str, list[pd.DataFrame]]:
+def _summary_partials(analyses: Mapping[str, Analysis], run: AnalysedRun) -> dict[str, list[pd.DataFrame]]:
     """Return the partial tables of a run's summaries, by the name of the analysis."""
     tables: dict[str, list[pd.DataFrame]] = defaultdict(list)
     for ids, process in zip(run.labels.processes, run.processes, strict=True):
@@ -166,7 +147,7 @@ def _merged(folds: Mapping[str, _Fold], tables: Sequence[NamedTables]) -> NamedT
     return {name: fold.merge([by_name[name] for by_name in tables]) for name, fold in folds.items()}
 
 
-def _labelled(analysis: Analysis, table: pd.DataFrame | None, run: RecordedRun) -> pd.DataFrame:
+def _labelled(analysis: Analysis, table: pd.DataFrame | None, run: AnalysedRun) -> pd.DataFrame:
     """Return the merged table, with labels or categoricals in place of the numbers in LABEL_COLUMNS."""
     if table is None:
         table = analysis.merge([analysis.partial(EMPTY_BLOCK)])

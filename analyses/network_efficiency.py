@@ -3,7 +3,7 @@
 A **transfer time** is the time that the last rank spends in an operation, and so the shortest of all ranks' times: the
 other ranks also wait for the last one. This holds for operations that no rank can leave before all ranks have entered
 (SYNCHRONIZING), and needs no common clock. The transfer time is known if every rank of the group recorded an exact end
-(`call_times.exact_ends`), and if no other call of these ranks overlapped the operation and shared the network with it.
+(`durations.exact_ends`), and if no other call of these ranks overlapped the operation and shared the network with it.
 Other operations have an expected time, but no efficiency.
 
 To keep the table small, only the first 512 operations of each group count, and 256 for every later doubling.
@@ -18,13 +18,12 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.durations import transfer_begin
+from commtrace.durations import arrivals, exact_ends
 from commtrace.formatting import is_known, parse_ranks
 from commtrace.network.networks import Network
 from commtrace.operations import MESSAGES, operations_where
 from commtrace.reading.recorded_run import RecordedRun
 
-from .call_times import exact_ends
 from .fold_engine import Analysis, NamedTables
 from .grouping import Array, group_rows, merge_sums, rows_of
 from .record_blocks import RecordBlock
@@ -72,7 +71,7 @@ def _operations(block: RecordBlock) -> pd.DataFrame:
     synchronizing = np.isin(block.labels.text("op", block["kind"]).astype(str), SYNCHRONIZING)
     several = block.labels.group_sizes(block["group"]) > 1
     at = np.flatnonzero(synchronizing & is_sampled(block["seq"]) & several)
-    begin, end = transfer_begin(block), block["t_end"]
+    begin, end = arrivals(block), block["t_end"]
     exact = exact_ends(block) & (begin > 0) & (end > begin) & ~_overlapped(block, begin, end)
     return _table(
         block,

@@ -23,18 +23,18 @@ from typing import IO, Any, Final, TypeAlias
 import numpy as np
 
 from commtrace.analyses import protobuf_columns as protobuf
-from commtrace.analyses.across_ranks.clocks import clocks_of, to_one_clock, wall_clock_offsets
+from commtrace.analyses.across_ranks.call_times import COLUMNS as TIME_COLUMNS
+from commtrace.analyses.across_ranks.call_times import CallTimes
+from commtrace.analyses.across_ranks.clocks import to_one_clock, wall_clock_offsets
 from commtrace.analyses.across_ranks.matching import NOT_MATCHED, MatchedCalls, host_numbers, match_calls
-from commtrace.analyses.across_ranks.waits import COLUMNS as WAIT_COLUMNS
-from commtrace.analyses.across_ranks.waits import Waits, waits_of
-from commtrace.analyses.call_times import exact_ends
+from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.grouping import Array, group_rows
 from commtrace.analyses.protobuf_columns import Column, constant, varint, where
 from commtrace.analyses.record_blocks import EVALUATION
+from commtrace.durations import exact_ends
 from commtrace.errors import LogError, MissingLibraryError
 from commtrace.formatting import format_ranks
 from commtrace.output_files import atomic_write
-from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import Flag, Phase
 
 _FIELDS: Final = (
@@ -57,7 +57,7 @@ _Lanes: TypeAlias = dict[int, Array]
 
 
 def export_perfetto(
-    run: RecordedRun,
+    run: AnalysedRun,
     out: Path,
     *,
     force: bool = False,
@@ -86,8 +86,8 @@ def export_perfetto(
     messages = _perfetto_messages()
     columns = [*_FIELDS, *_LABELS, "op", "phase"]
     run.require_events("single calls")
-    calls = match_calls(run, columns, None if steps is None else np.array(steps, np.int64), derived=WAIT_COLUMNS)
-    waits = waits_of(calls, clocks_of(run))
+    calls = match_calls(run, columns, None if steps is None else np.array(steps, np.int64), derived=TIME_COLUMNS)
+    waits = CallTimes.of(calls, run.clocks)
     times = _Times(run, calls)
     rank_of = np.array([process.rank for process in run.processes], np.int64)
     wanted = times.known & ((calls["flags"] & int(Flag.CAPTURED)) == 0)
@@ -103,9 +103,9 @@ def export_perfetto(
 class _Times:
     """Times of calls in ns since the first call of the run, each of shape (calls,)."""
 
-    def __init__(self, run: RecordedRun, calls: MatchedCalls) -> None:
+    def __init__(self, run: AnalysedRun, calls: MatchedCalls) -> None:
         process = calls["process"]
-        times, known = to_one_clock(run, process, calls["t_begin"])
+        times, known = to_one_clock(run, run.clocks, process, calls["t_begin"])
         self.known, shift = known & (calls["t_begin"] > 0), times - calls["t_begin"]
         at = np.flatnonzero(self.known)
         first = self.first_unix_ns = 0
@@ -128,7 +128,7 @@ class _Writer:
     """Writer of one trace: first all tracks, with the counters, then the spans of the calls, a block at a time."""
 
     def __init__(
-        self, messages: Any, file: IO[bytes], calls: MatchedCalls, times: _Times, waits: Waits, wanted: Array
+        self, messages: Any, file: IO[bytes], calls: MatchedCalls, times: _Times, waits: CallTimes, wanted: Array
     ) -> None:
         self._messages, self._event = messages, messages.TrackEvent
         self._file, self._calls, self._times, self._wanted = file, calls, times, wanted
@@ -147,7 +147,7 @@ class _Writer:
         self._last = self._last_calls()
         self._exact = exact_ends(calls)
 
-    def write(self, run: RecordedRun) -> None:
+    def write(self, run: AnalysedRun) -> None:
         times_of_day = ((6, 0), (1, self._times.first_unix_ns))  # the trace's own clock, and the time of day
         self._write_packet(
             sequence_flags=self._messages.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED,

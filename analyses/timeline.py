@@ -16,9 +16,9 @@ import numpy as np
 import pandas as pd
 
 from commtrace.durations import durations
-from commtrace.reading.recorded_run import RecordedRun
 
 from .across_ranks.clocks import to_one_clock
+from .analysed_run import AnalysedRun
 from .fold_engine import Analysis, NamedTables
 from .grouping import concat_tables
 from .record_blocks import RecordBlock, steps_of
@@ -78,7 +78,7 @@ def _merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return _kept(concat_tables(tables))
 
 
-def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
+def _finish(table: pd.DataFrame, run: AnalysedRun) -> NamedTables:
     table = table.loc[table["step"] > _NO_CANDIDATE]
     calls = _on_one_clock(table.loc[table["step"] == _step(table)], run)
     by_process = calls.groupby("process")["process"]
@@ -103,11 +103,11 @@ def _step(table: pd.DataFrame) -> int:
     return int(by_step.index[next(choice for choice in choices if choice.any())].max())
 
 
-def _on_one_clock(calls: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
+def _on_one_clock(calls: pd.DataFrame, run: AnalysedRun) -> pd.DataFrame:
     """Return the calls whose times are known on one clock, with `begin` on that clock."""
     if run.simulated:
         return calls.head(0).assign(begin=0)
-    begin, known = to_one_clock(run, calls["process"].to_numpy(), calls["t_begin"].to_numpy())
+    begin, known = to_one_clock(run, run.clocks, calls["process"].to_numpy(), calls["t_begin"].to_numpy())
     return calls.assign(begin=begin).loc[known]
 
 

@@ -32,12 +32,12 @@ print(time.perf_counter() - begun)
 GROUPINGS = """
 import sys, time
 import pyarrow.parquet
-from commtrace.analyses import call_times, coverage, message_sizes, steps, volume
+from commtrace.analyses import host_times, coverage, message_sizes, steps, volume
 from commtrace.analyses.fold_engine import fold
 from commtrace.run import open_run
 analyses = *volume.ANALYSES, volume.BY_RANK, steps.ANALYSIS, message_sizes.ANALYSIS, coverage.ANALYSIS
 begun = time.perf_counter()
-tables = fold(open_run(sys.argv[1]), (*analyses, call_times.ANALYSIS))
+tables = fold(open_run(sys.argv[1]), (*analyses, host_times.ANALYSIS))
 print(time.perf_counter() - begun)
 assert all(len(tables[name]) for name in ("volume_by_site", "message_sizes", "host_time", "ranks"))
 """

@@ -20,6 +20,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 _HOST_CLOCKS: Final = (int(Clock.WAIT), int(Clock.FUTURE))
 _NO_OWN_TIME: Final = int(Flag.CAPTURED | Flag.SIMULATED)
+_NO_EXACT_END: Final = int(Flag.CAPTURED | Flag.SIMULATED | Flag.COALESCED | Flag.SPARSE | Flag.UNEVEN | Flag.OBJECT)
 
 
 class _Fields(Protocol):
@@ -39,9 +40,9 @@ def durations(measure: str, records: _Fields) -> Array:
     return _between(records["t_begin"], records["t_end"], records)
 
 
-def transfer_times(records: _Fields) -> Array:
-    """Return the time from `transfer_begin` to the end of each record in ns, int64, -1 if it is not known."""
-    return _between(transfer_begin(records), records["t_end"], records)
+def flight_times(records: _Fields) -> Array:
+    """Return the time from arrival to the end of each record in ns, int64, -1 if it is not known."""
+    return _between(arrivals(records), records["t_end"], records)
 
 
 def has_own_times(records: _Fields) -> Array:
@@ -54,9 +55,23 @@ def wait_begin(records: _Fields) -> Array:
     return np.where(np.isin(records["clock"], _HOST_CLOCKS), records["t_wait"], 0)
 
 
-def transfer_begin(records: _Fields) -> Array:
-    """Return when the transfer of each record began on the device in ns; if not known, when the call began."""
-    return np.where(records["t_start"] > 0, records["t_start"], records["t_begin"])
+def arrivals(records: _Fields) -> Array:
+    """Return when each call became active, ns, shape (n,): when it began, on a device after earlier work."""
+    return np.maximum(records["t_begin"], records["t_start"])
+
+
+def exact_ends(records: _Fields) -> Array:
+    """Return whether each record's end is the end of the transfer, not a later observation, bool, shape (n,).
+
+    An end is exact if the call, a completion callback or the device observed it. An end observed by a wait is exact
+    only if the program did not request a handle, because such a call waits at once. Calls of coalesced batches and
+    captured graphs have no exact end.
+    """
+    clock = records["clock"]
+    exact = np.isin(clock, (int(Clock.RETURN), int(Clock.FUTURE)))
+    exact |= (clock == int(Clock.WAIT)) & ((records["flags"] & int(Flag.ASYNC)) == 0)
+    exact |= (clock == int(Clock.DEVICE)) & (records["t_start"] > 0)
+    return np.asarray(exact & ((records["flags"] & _NO_EXACT_END) == 0) & (records["batch"] == 0))
 
 
 def _between(begin: Array, end: Array, records: _Fields) -> Array:

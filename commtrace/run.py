@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from commtrace.analyses import analyse, detail
+from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.errors import NoSuchFigureError, NoSuchTableError
 from commtrace.reading.executors import AnyExecutor, as_executor
 from commtrace.reading.log import open_log
@@ -22,10 +23,8 @@ from commtrace.reading.recorded_run import RecordedRun
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from commtrace.analyses.across_ranks.clocks import Clocks
 
-
-class Run(RecordedRun):
+class Run(AnalysedRun):
     """One run of a program: what its ranks recorded, and the tables and figures of the analyses.
 
     Example:
@@ -45,16 +44,6 @@ class Run(RecordedRun):
     def _figure_tables(self) -> dict[str, pd.DataFrame]:
         return {}
 
-    @property
-    def clocks(self) -> Clocks:
-        """The clocks of the run's hosts relative to one of them, as bounds derived from the run's calls.
-
-        `clocks.aligned` has a function of time for each host; `table("clocks")` has the numbers.
-        """
-        from commtrace.analyses.across_ranks.clocks import clocks_of
-
-        return clocks_of(self)
-
     def tables(self, executor: AnyExecutor = None) -> dict[str, pd.DataFrame]:
         """Return the tables of every analysis by name, as `commtrace report --json` shows them.
 
@@ -65,7 +54,7 @@ class Run(RecordedRun):
         Returns:
             Tables by name; `describe_table` describes their columns and units.
         """
-        return self._tables if executor is None else analyse(RecordedRun(self.log, as_executor(executor)))
+        return self._tables if executor is None else analyse(AnalysedRun(self.log, as_executor(executor)))
 
     def table(self, name: str) -> pd.DataFrame:
         """Return one table.

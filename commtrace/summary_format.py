@@ -46,11 +46,11 @@ STEPS: Final = np.dtype(
 TIMES_KEY: Final = np.dtype(
     [
         ("kind", "<u2"),
-        ("measure", "u1"),  # index into `durations.MEASURES`, or TRANSFER
-        ("clock", "u1"),  # for TRANSFER, else 0
+        ("measure", "u1"),  # index into `durations.MEASURES`, or IN_FLIGHT
+        ("clock", "u1"),  # for IN_FLIGHT, else 0
         ("group", "<u4"),
         ("site", "<u4"),
-        ("bucket", "<i4"),  # from `buckets`; 0 for TRANSFER
+        ("bucket", "<i4"),  # from `buckets`; 0 for IN_FLIGHT
     ]
 )
 TIMES: Final = np.dtype(
@@ -60,7 +60,7 @@ TIMES: Final = np.dtype(
         ("calls", "<u4"),
         ("ns", "<i8"),  # sum
         ("max_ns", "<i8"),
-        ("payload", "<i8"),  # sum for TRANSFER, else 0
+        ("payload", "<i8"),  # sum for IN_FLIGHT, else 0
     ]
 )
 TABLES: Final = {"cells": CELLS, "steps": STEPS, "times": TIMES}
@@ -69,8 +69,8 @@ TO_SELF: Final = 1
 """Bit of a cell: the rank itself is the peer or root of its calls."""
 SUMS: Final = 2
 """Bit of a cell: payloads of its calls differ within one power of two; `payload` and `local` are sums."""
-TRANSFER: Final = len(MEASURES)
-"""Measure of `durations.transfer_times`, for calls that have a payload and are in no batch."""
+IN_FLIGHT: Final = len(MEASURES)
+"""Measure of `durations.flight_times`, for calls that have a payload and are in no batch."""
 UNKNOWN_BUCKET: Final = -2
 ZERO_BUCKET: Final = -1
 

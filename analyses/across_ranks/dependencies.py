@@ -39,11 +39,6 @@ _UNEVEN_VARIANTS: Final = ("v", "w")
 """Last letters of MPI's all_to_alls whose shares may be empty; the recorder does not flag them."""
 
 
-def arrivals(block: RecordBlock) -> Array:
-    """Return when each call became active, ns, shape (n,): on a device, after earlier work."""
-    return np.maximum(block["t_begin"], block["t_start"])
-
-
 def completions(run: RecordedRun) -> Callable[[RecordBlock], Array]:
     """Return a function of a block that returns when each call had certainly ended.
 

@@ -25,13 +25,13 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import pandas as pd
 
+from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
 from commtrace.analyses.grouping import Array, group_rows, rows_of
 from commtrace.analyses.table_specs import TABLES
 from commtrace.formatting import format_ranks
-from commtrace.reading.recorded_run import RecordedRun
 
-from .step_paths import StepPaths, critical_path, step_paths, step_time_parts
+from .step_paths import StepPaths, critical_path, step_time_parts
 
 MIN_SHARE: Final = 0.05
 MIN_SHARE_ONCE: Final = 0.2
@@ -118,7 +118,7 @@ def _total(paths: StepPaths, parts: list[Computation]) -> Computation:
     return Computation("", *sums)
 
 
-def delays(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
+def delays(run: AnalysedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
     """Return the table `delays`: significant delays, the largest first."""
     step_ns, ranks = paths.step_ns(), [*_ranks(run, paths).values()]
     total = _total(paths, parts)
@@ -175,12 +175,12 @@ def _recurrence(steps: Array) -> str:
     return f"every {distances[0]} steps" if len(distances) > 1 and (distances == distances[0]).all() else "irregular"
 
 
-def _ranks(run: RecordedRun, paths: StepPaths) -> dict[int, int]:
+def _ranks(run: AnalysedRun, paths: StepPaths) -> dict[int, int]:
     """Return the rank of each process of the paths, by its index in the log."""
     return {process: run.processes[process].rank for process in paths.processes.tolist()}
 
 
-def delay_by_rank_and_step(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
+def delay_by_rank_and_step(run: AnalysedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
     """Return the table `delay_by_rank_and_step`: the excess of each rank, over all phases."""
     delay = np.rint(_total(paths, parts).excess).astype(np.int64)
     ranks = [*_ranks(run, paths).values()]
@@ -188,7 +188,7 @@ def delay_by_rank_and_step(run: RecordedRun, paths: StepPaths, parts: list[Compu
     return pd.DataFrame({"rank": np.repeat(ranks, len(paths.steps)), "step": steps, "delay_ns": delay.ravel()})
 
 
-def stragglers(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
+def stragglers(run: AnalysedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
     """Return the table `stragglers`: a row per rank."""
     waits, ranks = _waits(paths), _ranks(run, paths)
     all_steps_ns = float(paths.step_ns().sum())
@@ -224,18 +224,18 @@ def _waits(paths: StepPaths) -> pd.DataFrame:
     """
     begin, end = int(paths.ends[:, 0].min()), int(paths.ends[:, -1].max())
     tables = []
-    for process, line in paths.timelines.items():
-        at = np.flatnonzero((line.release > line.begin) & (line.last_process != process))
+    for process, line in paths.blocked.timelines.items():
+        first, release = line.waiting.T
+        at = np.flatnonzero((release > first) & (line.last_process != process))
         at = at[(line.begin[at] >= begin) & (line.end[at] <= end)]
-        release = np.minimum(line.release[at], line.end[at])
         tables.append(
             pd.DataFrame(
                 {
                     "process": process,
                     "owner": line.last_process[at],
                     "instance": paths.calls["instance"][line.call[at]],
-                    "release": release,
-                    "ns": release - line.begin[at],
+                    "release": release[at],
+                    "ns": (release - first)[at],
                 }
             )
         )
@@ -272,24 +272,24 @@ def _origins(paths: StepPaths, parts: list[Computation], waits: pd.DataFrame) ->
     return origins
 
 
-def _path_tables(tables: Mapping[str, _PathTable], run: RecordedRun) -> NamedTables:
+def _path_tables(tables: Mapping[str, _PathTable], run: AnalysedRun) -> NamedTables:
     """Return tables computed from the paths of the steps; empty tables for a run without paths."""
-    paths = step_paths(run)
+    paths = run.step_paths
     if paths is None:
         return {name: pd.DataFrame(columns=TABLES[name].column_names) for name in tables}
     parts = computation(paths)
     return {name: table(run, paths, parts) for name, table in tables.items()}
 
 
-def _step_time_parts(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
+def _step_time_parts(run: AnalysedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
     return step_time_parts(paths)
 
 
-def _critical_path(run: RecordedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
+def _critical_path(run: AnalysedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
     return critical_path(run, paths)
 
 
-_PathTable: TypeAlias = Callable[[RecordedRun, StepPaths, list[Computation]], pd.DataFrame]
+_PathTable: TypeAlias = Callable[[AnalysedRun, StepPaths, list[Computation]], pd.DataFrame]
 _TABLES: Final[Mapping[str, _PathTable]] = {
     "step_time_parts": _step_time_parts, "critical_path": _critical_path, "stragglers": stragglers, "delays": delays,
 }  # fmt: skip

@@ -9,12 +9,12 @@ from typing import Final
 
 import pandas as pd
 
+from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.fold_engine import NamedTables
 from commtrace.errors import CommtraceError, LogError
 from commtrace.formatting import format_plural, parse_ranks
 from commtrace.job_facts import known
 from commtrace.job_row import JobRow, ModelSettings
-from commtrace.reading.recorded_run import RecordedRun
 from commtrace.theory import NotPredictedError, predict
 
 from .fits import fit_runs
@@ -23,7 +23,7 @@ from .step_times import StepTimes, step_times
 MEANS: Final = ["step_ns", "blocked_ns", "late_ns", "in_flight_ns", "calls", "payload_bytes", "wire_bytes"]
 
 
-def scaling(runs: Mapping[str, RecordedRun], tokens: Sequence[int] | None = None) -> NamedTables:
+def scaling(runs: Mapping[str, AnalysedRun], tokens: Sequence[int] | None = None) -> NamedTables:
     """Return the tables of these runs.
 
     Args:
@@ -74,7 +74,7 @@ def scaling(runs: Mapping[str, RecordedRun], tokens: Sequence[int] | None = None
     }
 
 
-def _tokens_by_run(runs: Mapping[str, RecordedRun], tokens: Sequence[int] | None) -> dict[str, int | None]:
+def _tokens_by_run(runs: Mapping[str, AnalysedRun], tokens: Sequence[int] | None) -> dict[str, int | None]:
     if not tokens:
         return {name: tokens_per_step(run) for name, run in runs.items()}
     if len(tokens) not in (1, len(runs)):
@@ -82,7 +82,7 @@ def _tokens_by_run(runs: Mapping[str, RecordedRun], tokens: Sequence[int] | None
     return dict(zip(runs, tokens if len(tokens) > 1 else [*tokens] * len(runs), strict=True))
 
 
-def tokens_per_step(run: RecordedRun) -> int | None:
+def tokens_per_step(run: AnalysedRun) -> int | None:
     """Return the tokens of a step of the whole job, None if the captured job does not have its model's shape."""
     job = JobRow.read(run.job or {})
     return known(lambda: _tokens_of_batch(job.model) * _data_replicas(run, job)) or None
@@ -92,7 +92,7 @@ def _tokens_of_batch(model: ModelSettings) -> int:
     return model.train_micro_batch_size_per_gpu * model.seq_length * model.gradient_accumulation_steps
 
 
-def _data_replicas(run: RecordedRun, job: JobRow) -> int:
+def _data_replicas(run: AnalysedRun, job: JobRow) -> int:
     """Return how many ranks have their own samples.
 
     The data-parallel size of DDP and DeepSpeed includes ranks that share sequences in a ring.
@@ -109,7 +109,7 @@ def _data_replicas(run: RecordedRun, job: JobRow) -> int:
     return min(replicas, run.world_size // sharing)
 
 
-def _row(name: str, run: RecordedRun, times: StepTimes, ranks: pd.DataFrame, tokens: int | None) -> dict[str, object]:
+def _row(name: str, run: AnalysedRun, times: StepTimes, ranks: pd.DataFrame, tokens: int | None) -> dict[str, object]:
     means = ranks[[*MEANS, "compute_ns"]].mean()
     slowest = float(ranks["step_ns"].max())
     compute = None if times.on_device else float(means["compute_ns"])
@@ -132,7 +132,7 @@ def _row(name: str, run: RecordedRun, times: StepTimes, ranks: pd.DataFrame, tok
     }
 
 
-def _expected(run: RecordedRun) -> dict[str, object]:
+def _expected(run: AnalysedRun) -> dict[str, object]:
     jobs = next((process.tables.jobs for process in run.processes if process.tables.jobs), {})
     try:
         if len(jobs) != 1:
@@ -145,7 +145,7 @@ def _expected(run: RecordedRun) -> dict[str, object]:
     return {"closed_form_bytes": round(form), "expected_wire_bytes": round(expected)}
 
 
-def shared_cores(run: RecordedRun) -> str:
+def shared_cores(run: AnalysedRun) -> str:
     """Return "4 ranks on 2 cores" if ranks of a host share cores; "" if none do, or if their cores are not known."""
     ranks_by_host: dict[str, Counter[str]] = defaultdict(Counter)
     for process in run.processes:

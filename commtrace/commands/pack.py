@@ -30,7 +30,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Pack the log, and print damage in it to stderr."""
     from commtrace.analyses import tables_to_store
-    from commtrace.analyses.fold_engine import code_digest
+    from commtrace.analyses.analysed_run import code_digest
     from commtrace.formatting import format_bytes, format_plural
     from commtrace.reading.executors import open_executor
     from commtrace.reading.log_notes import print_notes

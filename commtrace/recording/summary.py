@@ -17,18 +17,18 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from commtrace.durations import MEASURES, durations, transfer_times
+from commtrace.durations import MEASURES, durations, flight_times
 from commtrace.schema import Flag, Records
 from commtrace.summary_format import (
     CELL_KEY,
     CELLS,
+    IN_FLIGHT,
     STEPS,
     SUMS,
     TABLES,
     TIMES,
     TIMES_KEY,
     TO_SELF,
-    TRANSFER,
     Rows,
     buckets,
     size_class,
@@ -116,21 +116,21 @@ class Summary:
 
     def _add_times(self, records: Records) -> None:
         not_batched = (records["batch"] == 0) & ((records["flags"] & int(Flag.COALESCED)) == 0)
-        transfers = transfer_times(records)
-        used = not_batched & (transfers > 0) & (records["payload"] > 0)
-        times = [*(durations(name, records) for name in MEASURES), transfers[used]]
+        flights = flight_times(records)
+        used = not_batched & (flights > 0) & (records["payload"] > 0)
+        times = [*(durations(name, records) for name in MEASURES), flights[used]]
         ns = np.concatenate(times)
         rows = np.zeros(len(ns), TIMES)
         rows["measure"] = np.repeat(np.arange(len(times)), [len(part) for part in times])
-        is_transfer = rows["measure"] == TRANSFER
+        is_flight = rows["measure"] == IN_FLIGHT
         for name in self._times_by:
             rows[name] = np.concatenate([records[name]] * len(MEASURES) + [records[name][used]])
         for name in ("clock", "group"):  # bandwidth needs the size of the group
-            rows[name][is_transfer] = records[name][used]
-        rows["bucket"] = np.where(is_transfer, 0, buckets(ns))
+            rows[name][is_flight] = records[name][used]
+        rows["bucket"] = np.where(is_flight, 0, buckets(ns))
         rows["calls"] = 1
         rows["ns"] = rows["max_ns"] = np.maximum(ns, 0)
-        rows["payload"][is_transfer] = records["payload"][used]
+        rows["payload"][is_flight] = records["payload"][used]
         self._new_times.append(rows)
         self._new_times_count += len(rows)
         if self._new_times_count >= MERGED_TIMES:
@@ -141,7 +141,7 @@ class Summary:
         self._new_times, self._new_times_count = [], 0
         while len(self._times) > self._max_times and len(self._times_by) > 1:
             column = self._times_by.pop()
-            self._times[column][(self._times["measure"] != TRANSFER) | (column == "site")] = 0
+            self._times[column][(self._times["measure"] != IN_FLIGHT) | (column == "site")] = 0
             self._times = _merge([self._times])
 
     # ---- steps -----------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def assert_bounds_hold(run: Run, folder: Path, hosts: list[Host]) -> None:
     half = json.loads((folder / "half-round-trip.json").read_text())
     reference = clocks.reference
     for rank, host in enumerate(hosts):
-        clock, row = clocks.aligned[rank], clocks.table.iloc[rank]
+        clock, row = clocks.aligned[rank], run.table("clocks").iloc[rank]
         if rank == reference:
             continue
         assert clock is not None
@@ -160,7 +160,7 @@ def test_drift_is_known_after_ten_seconds(library: Path, tmp_path: Path) -> None
     hosts = [host(library, 2, CLOCK_PPM=100)]
     run = record(tmp_path, "gloo", 1, hosts, seconds=12)
     assert_bounds_hold(run, tmp_path, hosts)
-    clock = run.clocks.table.loc[1]
+    clock = run.table("clocks").loc[1]
     microseconds = clock["half_width_ns"] / 1000
     assert clock["drift_half_width_ppm"] <= 2 * microseconds / 10  # the offset's error at both ends, over 10 s
 

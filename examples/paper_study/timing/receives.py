@@ -24,7 +24,8 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.scaling.step_times import blocked_intervals, covered_ns
+from commtrace.analyses.across_ranks.blocked_time import covered_ns
+from commtrace.analyses.grouping import Array
 
 HANDSHAKE, METADATA, HIDDEN_STATES, MASK, GRADIENTS = "handshake", "metadata", "hidden states", "mask", "gradients"
 START, FIRST, FIRST_STEP, LATER_FIRST, LATER = "start", "first", "first step", "later first", "later"
@@ -49,8 +50,8 @@ def receives(calls: pd.DataFrame) -> pd.DataFrame:
     received["what"] = receive_kinds(received)
     received["when"] = receive_moments(received)
     received["receive_ns"] = received["blocked_until"] - received["t_begin"]
-    known = received["last_begin"] > 0
-    waited = received[["blocked_until", "last_begin"]].min(axis=1).clip(lower=received["t_begin"])
+    known = received["release"] > 0
+    waited = received[["blocked_until", "release"]].min(axis=1)
     received["late_ns"] = (waited - received["t_begin"]).where(known)
     received["transfer_ns"] = (received["blocked_until"] - waited).where(known)
     received["sender_in_calls_ns"] = _in_calls(calls, received, waited).where(known)
@@ -84,9 +85,15 @@ def _in_calls(calls: pd.DataFrame, received: pd.DataFrame, waited: pd.Series[Any
     """Return the ns of [t_begin, waited] in which the sender was in calls of its own."""
     result = pd.Series(0, index=received.index, dtype=np.int64)
     for sender, part in received.groupby("peer"):
-        its = blocked_intervals(calls.loc[calls["rank"] == sender])
+        its = _blocked(calls.loc[calls["rank"] == sender])
         result[part.index] = covered_ns(its, part["t_begin"].to_numpy(), waited[part.index].to_numpy())
     return result
+
+
+def _blocked(calls: pd.DataFrame) -> Array:
+    """Return intervals in which calls blocked the program, ns, shape (n, 2); they may overlap."""
+    waited = calls.loc[calls["t_wait"] > 0]
+    return np.concatenate([calls[["t_begin", "t_return"]].to_numpy(), waited[["t_wait", "t_end"]].to_numpy()])
 
 
 def forwards(calls: pd.DataFrame) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 `time_steps`, a row per run, rank and step (not the first, nor the last, which has no end):
 
     scheme, hidden, seq_length, ranks, repeat, rank, step
-    step_ns            from the rank's first call of the step to its first call of the next
+    step_ns            from the end of the rank's last call of the step before to that of its own last call
     computing_ns       no call of the rank is in flight
     overlapped_ns      it computes while a call is in flight
     communicating_ns   it is blocked in a call that all ranks have entered: exposed communication
@@ -24,7 +24,7 @@ is blocked in calls; for the first three also `_least` and `_most` over the repe
 `busbw_gb_per_s` with `_least` and `_most`: bytes / transfer time, from the arrival of the last rank.
 
 `time_operations`, a row per point and operation: `standing_ns` of a rank and step in the repeat with the median step:
-in_call + waiting of `commtrace.analyses.call_times`.
+in which its calls block it (`commtrace.analyses.across_ranks.blocked_time`).
 
 `time_first_steps`, a row per point and operation: values of a rank in the first step, and medians over the later steps
 (of both, medians over repeats): `calls`, `standing_ns`, `late_ns`, `transfer_ns`, with `first_` and `later_`.
@@ -237,21 +237,19 @@ def _first_steps(results: Sequence[Result]) -> pd.DataFrame:
 def standing(calls: pd.DataFrame) -> pd.DataFrame:
     """Return `op`, `step`, `calls` (1), and these times of each call in ns.
 
-    standing_ns    time in which it blocked its rank: in_call + waiting of `commtrace.analyses.call_times`
-    late_ns        its part before the last rank arrived; missing if unknown
-    transfer_ns    from the arrival of the last rank to the end; missing unless both are known exactly
+    standing_ns    time in which it blocked its rank (`commtrace.analyses.across_ranks.blocked_time`)
+    late_ns        its part in which the rank waits for others; missing if unknown
+    transfer_ns    from the release of the call to its end; missing unless both are known exactly
     """
-    begin, back, waits = calls["t_begin"], calls["t_return"], calls["t_wait"]
-    waited = (calls["t_end"] - waits).where(waits > 0, 0).clip(lower=0)
-    known = calls["last_begin"] > 0
-    held_back = np.minimum(calls["blocked_until"], calls["last_begin"])
-    late = (np.minimum(held_back, back) - begin).clip(lower=0) + (held_back - waits).where(waits > 0, 0).clip(lower=0)
-    arrived = np.maximum(calls["last_begin"], begin)
-    return calls[["op", "step"]].assign(
-        calls=1,
-        standing_ns=(back - begin).clip(lower=0) + waited,
-        late_ns=late.where(known),
-        transfer_ns=(calls["t_end"] - arrived).clip(lower=0).where(known & calls["exact"]),
+    return pd.DataFrame(
+        {
+            "op": calls["op"],
+            "step": calls["step"],
+            "calls": 1,
+            "standing_ns": calls["blocked_ns"],
+            "late_ns": calls["waiting_ns"],
+            "transfer_ns": calls["transfer_ns"].where(calls["exact"]),
+        }
     )
 
 
@@ -311,8 +309,7 @@ def message_times(runs: Sequence[tuple[Messages, Run]]) -> pd.DataFrame:
     parts = [pd.DataFrame(columns=["connections", "repeat", "what", "payload_bytes", "transfer_ns"])]
     for of, run in runs:
         calls = timed_calls(run)
-        received = calls.loc[(calls["op"] == "recv") & calls["tag"].isin([*TAGS]) & (calls["last_begin"] > 0)]
-        arrived = np.maximum(received["last_begin"], received["t_begin"])
+        received = calls.loc[(calls["op"] == "recv") & calls["tag"].isin([*TAGS]) & (calls["release"] > 0)]
         parts.append(
             pd.DataFrame(
                 {
@@ -320,7 +317,7 @@ def message_times(runs: Sequence[tuple[Messages, Run]]) -> pd.DataFrame:
                     "repeat": of.repeat,
                     "what": received["tag"].map(TAGS),
                     "payload_bytes": received["payload"],
-                    "transfer_ns": (received["blocked_until"] - arrived).clip(lower=0),
+                    "transfer_ns": (received["blocked_until"] - received["release"]).clip(lower=0),
                 }
             )
         )

@@ -71,7 +71,7 @@ def data_parallel(
     """Write a log whose steps have an asynchronous and a blocking all_reduce, and return its directory.
 
     In us after the start of a step, the asynchronous one lasts from 100 (rank 1: 150) to 400, the blocking one from
-    600 (700) to 800, or 1100 in the first step. Computation follows until the end of the period.
+    600 (700) to 800, or 1100 in the first step. Computation follows; a period is from the end of a step to the next.
     """
     log = LogFactory(folder / "log")
     for rank in ranks:
@@ -79,7 +79,7 @@ def data_parallel(
         writer.add("job", id=1, source="ddp", data_parallel_size=2, model=MODEL)
         rows = []
         for step in range(steps):
-            begin = 1_000 + step * period
+            begin = 1_000 + step * period + (300 if step else 0)
             offsets = (100, 600, 800) if rank == 0 else (150, 700, 800)
             overlapped, blocking, end = (begin + offset for offset in offsets)
             end += 300 if step == 0 else 0
@@ -184,7 +184,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def test_parts_of_a_step_are_those_of_the_log(results: list[Any]) -> None:
     steps: Any = tables_of(results)["time_steps"].query("scheme == 'DDP' and repeat == 2")
     assert sorted(steps["step"].unique()) == [1, 2, 3]
-    for rank, computing, overlapped, communicating, waiting in ((0, 1_500, 298, 100, 102), (1, 1_650, 248, 102, 0)):
+    for rank, computing, overlapped, communicating, waiting in ((0, 1_500, 298, 102, 100), (1, 1_650, 248, 102, 0)):
         rank_steps = steps.loc[steps["rank"] == rank]
         assert len(rank_steps) == 3
         assert rank_steps["step_ns"].eq(2_000 * US).all()
@@ -202,10 +202,10 @@ def test_a_point_is_its_median_run_and_the_spread(results: list[Any]) -> None:
     assert row["tokens_per_s"] == pytest.approx(256 / 2_200e-6)
     assert row["tokens_per_s_most"] == pytest.approx(256 / 2_000e-6)
     assert row["computing_ns"] == (1_500 + 1_650) / 2 * US + 200 * US
-    assert row["waiting_ns"] == 51 * US
-    assert row["in_calls_share"] == pytest.approx((101 + 51) / 2_200)
+    assert row["waiting_ns"] == 50 * US
+    assert row["in_calls_share"] == pytest.approx((102 + 50) / 2_200)
     shares = step_shares(tables["time_points"]).query("scheme == 'DDP'").iloc[0]
-    assert shares["waiting_share"] == pytest.approx(51 / 2_200)
+    assert shares["waiting_share"] == pytest.approx(50 / 2_200)
     # 72 L h^2 (1 + s / 6h + V / 12Lh) flops per token, half of them on each rank.
     flops = 72 * 4 * 256**2 * (1 + 128 / (6 * 256) + 256 / (12 * 4 * 256))
     assert row["gflop_per_s"] == pytest.approx(128 * flops / 2_200e-6 / 1e9)
@@ -238,7 +238,7 @@ def test_the_first_step_is_held_against_later_ones(results: list[Any]) -> None:
     row = tables["time_first_steps"].query("scheme == 'DDP'").iloc[0]
     assert (row["first_calls"], row["later_calls"]) == (2, 2)
     assert (row["first_standing_ns"], row["later_standing_ns"]) == (452 * US, 152 * US)
-    assert (row["first_late_ns"], row["later_late_ns"]) == (51 * US, 51 * US)
+    assert (row["first_late_ns"], row["later_late_ns"]) == (50 * US, 50 * US)
     assert (row["first_transfer_ns"], row["later_transfer_ns"]) == (650 * US, 350 * US)
     (claim,) = time_claims.cold_operations(tables["time_first_steps"], "")
     assert claim.verdict == CONTRADICTED

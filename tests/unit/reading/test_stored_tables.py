@@ -12,11 +12,11 @@ import pytest
 import recorded_schemes
 from packed_logs import pack, results
 
-import commtrace.analyses.fold_engine
+import commtrace.analyses.analysed_run
 from commtrace.analyses import analyse, tables_to_store
+from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.cli import main
 from commtrace.reading.packed_log import PROCESSES, PartFile
-from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.stored_tables import STORED
 from commtrace.run import open_run
 
@@ -73,7 +73,7 @@ def test_stored_tables_replace_records(tmp_path: Path, reads: list[Path], capsys
     assert reads == []
     run = open_run(packed)
     filtered = replace(run.log, processes=run.log.processes[1:])
-    tables = analyse(RecordedRun(filtered))
+    tables = analyse(AnalysedRun(filtered))
     assert reads
     assert tables["volume_by_operation"]["calls"].sum() < analyse(run)["volume_by_operation"]["calls"].sum()
     assert STORED in capsys.readouterr().err
@@ -128,7 +128,7 @@ def test_tables_of_other_code_do_not_count(
 ) -> None:
     damaged_logs.unpack(tmp_path)
     packed = pack(tmp_path / "ddp")
-    monkeypatch.setattr(commtrace.analyses.fold_engine, "code_digest", lambda: "other")
+    monkeypatch.setattr(commtrace.analyses.analysed_run, "code_digest", lambda: "other")
     capsys.readouterr()
     assert main(["report", str(packed)]) == 0
     (line,) = (line for line in capsys.readouterr().err.splitlines() if STORED in line)

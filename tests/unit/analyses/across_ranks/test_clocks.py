@@ -13,7 +13,7 @@ from simulated_ranks import Schedule, random_schedule
 from commtrace.analyses.across_ranks.aligned_clock import clock_within
 from commtrace.analyses.across_ranks.clocks import Clocks
 from commtrace.analyses.across_ranks.corridors import Bounds, find_jumps, lines_within
-from commtrace.run import open_run
+from commtrace.run import Run, open_run
 
 STEPPED_AT_THE_EDGE = 163, 166, 182
 """Seeds with a clock step after which, or before which, all bounds are of one kind: upper or lower."""
@@ -24,9 +24,13 @@ SEEDS = [
 ]
 
 
-def clocks_of_schedule(schedule: Schedule, folder: Path) -> Clocks:
+def run_of(schedule: Schedule, folder: Path) -> Run:
     schedule.write(folder)
-    return open_run(folder).clocks
+    return open_run(folder)
+
+
+def clocks_of_schedule(schedule: Schedule, folder: Path) -> Clocks:
+    return run_of(schedule, folder).clocks
 
 
 def assert_bounds_hold(schedule: Schedule, clocks: Clocks) -> None:
@@ -68,7 +72,7 @@ def test_hosts_that_share_no_group_are_aligned_along_a_path(hosts: int, tmp_path
 
 def test_offset_and_drift_of_ten_seconds(tmp_path: Path) -> None:
     schedule = random_schedule(np.random.default_rng(3), hosts=2, ranks=2, operations=1000)
-    run_table = clocks_of_schedule(schedule, tmp_path).table
+    run_table = run_of(schedule, tmp_path).table("clocks")
     row = run_table.iloc[1]
     rates = [clock.drift for clock in schedule.clocks]
     drift = ((1 + rates[1]) / (1 + rates[0]) - 1) * 1e6
@@ -83,7 +87,7 @@ def test_a_step_is_found_where_it_was(seed: int, tmp_path: Path) -> None:
     schedule = random_schedule(np.random.default_rng(seed), hosts=2, ranks=2, operations=400, stepped=True)
     (host,) = (host for host, clock in enumerate(schedule.clocks) if clock.steps)
     ((stepped_at, stepped_by),) = schedule.clocks[host].steps
-    steps = clocks_of_schedule(schedule, tmp_path).step_table
+    steps = run_of(schedule, tmp_path).table("clock_steps")
     assert len(steps) == 1
     row, sign = steps.iloc[0], 1 if host == 1 else -1
     before, after = schedule.clocks[0].read(np.array([stepped_at - 1, stepped_at]))
@@ -106,20 +110,22 @@ def test_bounds_of_one_kind_after_the_other_hold_nowhere() -> None:
 def test_hosts_without_common_calls_have_no_bounds(tmp_path: Path) -> None:
     schedule = random_schedule(np.random.default_rng(0), hosts=2, ranks=2, operations=10)
     schedule.calls = [call for call in schedule.calls if call[0] == 0]
-    clocks = clocks_of_schedule(schedule, tmp_path)
+    run = run_of(schedule, tmp_path)
+    clocks = run.clocks
     assert clocks.aligned[1] is None
-    assert clocks.table.iloc[1][["offset_ns", "drift_ppm", "half_width_ns"]].isna().all()
+    assert run.table("clocks").iloc[1][["offset_ns", "drift_ppm", "half_width_ns"]].isna().all()
     assert clocks.to_reference(np.array([0, 1]), np.array([5, 5])) is None
 
 
 def test_one_host_is_its_own_reference(tmp_path: Path) -> None:
     training(tmp_path)
-    clocks = open_run(tmp_path).clocks
+    run = open_run(tmp_path)
+    clocks = run.clocks
     readings = np.array([5, 10**15])
     times = clocks.to_reference(np.array([0, 1]), readings)
     assert times is not None
     assert times.tolist() == readings.tolist()
-    assert clocks.table["half_width_ns"].tolist() == [0]
+    assert run.table("clocks")["half_width_ns"].tolist() == [0]
 
 
 def bounds(at: list[float], value: list[float], upper: list[bool]) -> Bounds:

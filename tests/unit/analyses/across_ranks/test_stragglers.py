@@ -11,7 +11,6 @@ from simulated_steps import MS, PROGRAMS, Delay, Simulation, none
 
 from commtrace import cli
 from commtrace.analyses.across_ranks import stragglers
-from commtrace.analyses.across_ranks.step_paths import step_paths
 from commtrace.analyses.fold_engine import NamedTables, fold
 from commtrace.analyses.report.findings import delay_sentences
 from commtrace.run import Run, open_run
@@ -46,7 +45,7 @@ def late(rank: int, phase: Phase, ns: int, steps: set[int] | None = None) -> Del
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_pieces_of_a_path_add_up_to_the_step_and_so_do_its_parts(tmp_path: Path, program: str, ranks: int) -> None:
     run = run_of(tmp_path, program, ranks, delay=late(1, Phase.BACKWARD, 7 * MS, {5, 6}))
-    paths = step_paths(run)
+    paths = run.step_paths
     assert paths is not None
     assert paths.steps.tolist() == list(range(1, STEPS - 1))
     for step, ns in enumerate(paths.step_ns().tolist()):
@@ -142,7 +141,7 @@ def test_a_single_hiccup_of_another_rank_does_not_hide_a_delay_that_comes_back(t
 
 def test_runs_without_measured_steps_have_empty_tables(tmp_path: Path) -> None:
     run = run_of(tmp_path, "sharded", 2, steps=2)
-    assert step_paths(run) is None
+    assert run.step_paths is None
     for name in ("delays", "stragglers", "critical_path", "step_time_parts", "delay_by_rank_and_step"):
         assert len(run.table(name)) == 0
 
@@ -172,5 +171,5 @@ def test_steps_without_a_duration_have_no_paths(tmp_path: Path) -> None:
     for rank in range(2):
         process = LogFactory(tmp_path).process(rank, pid=4711 + rank).known()
         process.write(record(step=step, seq=step, t_begin=1 + step) for step in range(9)).end()
-    assert step_paths(open_run(tmp_path)) is None
+    assert open_run(tmp_path).step_paths is None
     assert cli.main(["report", str(tmp_path), "--json"]) == 0

@@ -9,16 +9,17 @@ import pytest
 from factory import ALL_REDUCE, WORLD, LogFactory, record
 from simulated_ranks import OPERATIONS, Schedule, random_schedule
 
+from commtrace.analyses.across_ranks.call_times import COLUMNS, CallTimes
 from commtrace.analyses.across_ranks.matching import match_calls
-from commtrace.analyses.across_ranks.waits import COLUMNS, Waits, sampled_waiting, wait_tables, waits_of
+from commtrace.analyses.across_ranks.waits import sampled_waiting, wait_tables
 from commtrace.run import Run, open_run
 from commtrace.schema import Clock
 
 SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(6, 100))]
 
 
-def split(run: Run) -> Waits:
-    return waits_of(match_calls(run, [], derived=COLUMNS), run.clocks)
+def split(run: Run) -> CallTimes:
+    return CallTimes.of(match_calls(run, [], derived=COLUMNS), run.clocks)
 
 
 def true_waits(schedule: Schedule) -> list[int | None]:

@@ -8,11 +8,11 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.durations import MEASURES, durations, transfer_times
-from commtrace.reading.labels import Fields, RunLabels
+from commtrace.durations import MEASURES, durations, flight_times
+from commtrace.reading.labels import RunLabels
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import Clock, Flag
-from commtrace.summary_format import TRANSFER, UNKNOWN_BUCKET
+from commtrace.summary_format import IN_FLIGHT, UNKNOWN_BUCKET
 from commtrace.volume import busbw_factor
 
 from .fold_engine import Analysis, NamedTables
@@ -33,26 +33,10 @@ _ENDS: Final = sorted({*END_SEEN_BY.values(), "unknown"})
 _END_OF_CLOCK: Final = np.array([_ENDS.index(END_SEEN_BY.get(clock, "unknown")) for clock in Clock])
 """Position in _ENDS of each value of `Clock`."""
 
-_NO_EXACT_END: Final = int(Flag.CAPTURED | Flag.SIMULATED | Flag.COALESCED | Flag.SPARSE | Flag.UNEVEN | Flag.OBJECT)
-
 # Durations share a histogram bin if, as floating-point numbers, they have the same exponent and the same first seven
 # bits of the fraction. They differ by at most 1/128, so their mean is within 1 % of each.
 _DROPPED_BITS: Final = 52 - 7
 _UNKNOWN_BIN, _ZERO_BIN = -2, -1
-
-
-def exact_ends(block: Fields) -> Array:
-    """Return whether each record's end is the end of the transfer, not a later observation, bool, shape (n,).
-
-    An end is exact if the call, a completion callback or the device observed it. An end observed by a wait is exact
-    only if the program did not request a handle, because such a call waits at once. Calls of coalesced batches and
-    captured graphs have no exact end.
-    """
-    clock = block["clock"]
-    exact = np.isin(clock, (int(Clock.RETURN), int(Clock.FUTURE)))
-    exact |= (clock == int(Clock.WAIT)) & ((block["flags"] & int(Flag.ASYNC)) == 0)
-    exact |= (clock == int(Clock.DEVICE)) & (block["t_start"] > 0)
-    return np.asarray(exact & ((block["flags"] & _NO_EXACT_END) == 0) & (block["batch"] == 0))
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
@@ -61,7 +45,7 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
 
 def _partial_of_histograms(block: HistogramBlock) -> pd.DataFrame:
     """Return the table of `_partial`, with the calls of a bucket in the bin of their mean."""
-    selected = block.rows["measure"] != TRANSFER
+    selected = block.rows["measure"] != IN_FLIGHT
     rows = {name: column[selected] for name, column in block.rows.items()}
     is_unknown = rows["bucket"] == UNKNOWN_BUCKET
     return pd.DataFrame(
@@ -136,7 +120,7 @@ ANALYSIS: Final = Analysis("times", _partial, _MERGE, _finish, times_partial=_pa
 
 
 def _bandwidth_partial(block: RecordBlock) -> pd.DataFrame:
-    times = transfer_times(block)
+    times = flight_times(block)
     not_batched = (block["batch"] == 0) & ((block["flags"] & int(Flag.COALESCED)) == 0)
     used = (times > 0) & (block["payload"] > 0) & not_batched
     fields = {name: block[name] for name in ("kind", "group", "clock", "payload")}
@@ -144,7 +128,7 @@ def _bandwidth_partial(block: RecordBlock) -> pd.DataFrame:
 
 
 def _bandwidth_of_histograms(block: HistogramBlock) -> pd.DataFrame:
-    return _bandwidth_sums(block.labels, block.rows, block.rows["measure"] == TRANSFER)
+    return _bandwidth_sums(block.labels, block.rows, block.rows["measure"] == IN_FLIGHT)
 
 
 def _bandwidth_sums(labels: RunLabels, columns: Mapping[str, Array], used: Array) -> pd.DataFrame:

@@ -1,0 +1,147 @@
+"""Alignment of the clocks of a run's hosts, from bounds that follow from the recorded calls alone.
+
+An operation that waits for a call cannot end before that call has begun (`dependencies`). Let f be
+a host's clock as a function of the reference's. A call that began at `begin` on one host, and a
+call that waited for it and ended at `end` on the other, then give
+
+    begin <= f(end)      if the reference waited        a lower bound of f
+    f(begin) <= end      if the host waited             an upper bound of f
+
+An end observed late gives a wider, but still valid, bound; `aligned_clock` makes a clock of the
+bounds. Hosts that share no operation with the reference are bounded through hosts that are already
+aligned: their calls of an operation give a time before which it had not begun everywhere, and one
+after which it had. Device times are used as the recorder mapped them to the host's clock, with the
+error added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from commtrace.analyses.grouping import Array, positions_by_value
+from commtrace.durations import arrivals
+from commtrace.reading.recorded_run import RecordedRun
+
+from .aligned_clock import AlignedClock, clock_within, reference_clock
+from .clocks import Clocks
+from .corridors import Bounds
+from .dependencies import SOURCE, TARGET, agree, completions, dependencies, operations
+from .matching import NOT_MATCHED, MatchedCalls, host_numbers, match_calls
+
+MAX_CALLS: Final = 12_000_000
+"""Calls that are matched at a time; of a longer log, every n-th operation is used."""
+
+_MARGIN_NS: Final = 1_000_000_000
+_MAX_SWEEPS: Final = 64
+_NEVER, _ALWAYS = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+
+
+def align_clocks(run: RecordedRun) -> Clocks:
+    """Return the clocks of a run's hosts. Nothing is read for a run on one host."""
+    hosts, host_of_process = host_numbers(run)
+    if len(hosts) < 2 or run.simulated:
+        return Clocks(hosts, host_of_process, 0, [reference_clock(0, 0), *(None for _ in hosts[1:])])
+    records = sum(segment.count for process in run.processes for segment in process.segments)
+    columns = {
+        "arrival": arrivals, "completion": completions(run), "depends": dependencies, "operation": operations,
+    }  # fmt: skip
+    calls = match_calls(run, [], derived=columns, part=(0, -(-records // MAX_CALLS) or 1))
+    return _Aligner(calls, hosts, host_of_process).align()
+
+
+class _Aligner:
+    """Alignment of one host after the other, with bounds on the moment of each operation.
+
+    The moment of an operation is any at which all its sources have begun and no target has ended.
+    `began` is the latest time, on the reference's clock, at which a source had certainly not begun;
+    `ended` is the earliest at which a target had certainly ended.
+    """
+
+    def __init__(self, calls: MatchedCalls, hosts: Sequence[str], host_of_process: Array) -> None:
+        self.calls, self.hosts, self.host_of_process = calls, hosts, host_of_process
+        self.began, self.ended = np.full(len(calls.channel), _ALWAYS), np.full(len(calls.channel), _NEVER)
+        self._agree = agree(calls)
+        self._processes = positions_by_value(host_of_process)
+
+    def align(self) -> Clocks:
+        reference = self._reference()
+        aligned: list[AlignedClock | None] = [None] * len(self.hosts)
+        clock = aligned[reference] = reference_clock(*self._span(reference))
+        self._update_moments(reference, clock)
+        others = [host for host in range(len(self.hosts)) if host != reference]
+        known = np.zeros(len(self.hosts), np.int64)
+        for _ in range(_MAX_SWEEPS):
+            before = known.copy()
+            for host in others:
+                rows = self._known_rows(host)
+                count = sum(map(len, rows))
+                fitted = self._fit(host, *rows) if count > known[host] else None
+                if fitted is not None:
+                    known[host], aligned[host] = count, fitted
+                    self._update_moments(host, fitted)
+            if (known == before).all():
+                break
+        return Clocks(self.hosts, self.host_of_process, reference, aligned)
+
+    def _reference(self) -> int:
+        """Return the first host with the most calls in operations of several hosts."""
+        calls = self.calls
+        at = calls.matched
+        host = self.host_of_process[calls["process"][at]]
+        instance = calls["instance"][at]
+        of_instance = np.zeros(len(calls.channel), np.int64)
+        of_instance[instance] = host
+        several = np.zeros(len(calls.channel), bool)
+        several[instance[of_instance[instance] != host]] = True
+        return int(np.bincount(host[several[instance]], minlength=len(self.hosts)).argmax())
+
+    def _rows(self, host: int) -> Array:
+        """Return the indices of the usable calls of a host."""
+        rows = np.concatenate([self.calls.of_process(number) for number in self._processes[host]])
+        rows = rows[(self.calls["instance"][rows] != NOT_MATCHED) & (self.calls["arrival"][rows] > 0)]
+        return np.asarray(rows[self._agree[self.calls["instance"][rows]]])
+
+    def _sources_and_targets(self, host: int) -> tuple[Array, Array]:
+        rows = self._rows(host)
+        depends, ended = self.calls["depends"][rows], self.calls["completion"][rows] > 0
+        return rows[(depends & SOURCE) > 0], rows[((depends & TARGET) > 0) & ended]
+
+    def _span(self, host: int) -> tuple[int, int]:
+        rows = self._rows(host)
+        if not len(rows):
+            return 0, 0
+        begin, end = self.calls["arrival"][rows], self.calls["completion"][rows]
+        return int(begin.min()), int(max(begin.max(), end.max()))
+
+    def _update_moments(self, host: int, clock: AlignedClock) -> None:
+        """Update the bounds on moments from the calls of an aligned host while its bounds hold."""
+        (sources, targets), instance = self._sources_and_targets(host), self.calls["instance"]
+        for name, at, moments, bound, side in (
+            ("arrival", sources, self.began, np.maximum, 0),
+            ("completion", targets, self.ended, np.minimum, 1),
+        ):
+            interval = clock.to_reference(self.calls[name][at])
+            holds = (interval[0] >= clock.used_at[0]) & (interval[1] <= clock.used_at[1])
+            bound.at(moments, instance[at[holds]], interval[side][holds])
+
+    def _known_rows(self, host: int) -> tuple[Array, Array]:
+        """Return the indices of a host's sources and targets that have a bounded moment."""
+        (sources, targets), instance = self._sources_and_targets(host), self.calls["instance"]
+        return sources[self.ended[instance[sources]] != _NEVER], targets[self.began[instance[targets]] != _ALWAYS]
+
+    def _fit(self, host: int, sources: Array, targets: Array) -> AlignedClock | None:
+        if not len(sources) or not len(targets):
+            return None
+        calls = self.calls
+        at = np.concatenate([self.ended[calls["instance"][sources]], self.began[calls["instance"][targets]]])
+        value = np.concatenate([calls["arrival"][sources], calls["completion"][targets]]) - at
+        upper = np.arange(len(at)) >= len(sources)
+        order = np.argsort(at, kind="stable")
+        origin, base = int(at[order[0]]), int(value[0])
+        bounds = Bounds((at[order] - origin).astype(np.float64), (value[order] - base).astype(np.float64), upper[order])
+        used = len(sources) + len(targets) - len(np.intersect1d(sources, targets, assume_unique=True))
+        begin, end = (time - base - origin for time in self._span(host))
+        return clock_within(bounds, origin, base, (begin - _MARGIN_NS, end + _MARGIN_NS), used)
