@@ -51,8 +51,9 @@ COMPARISON_TABLES: Final = (
 )  # fmt: skip
 
 _STEP_TIMES: Final = (
-    duration("blocked_ns", "in communication", "Part of the step in which calls block a thread of the program."),
-    duration("late_ns", "waiting for late ranks", "Part of blocked_ns before the last rank of the call begins it."),
+    duration("blocked_ns", "in communication", "Part of the step in which calls block the rank."),
+    duration("late_ns", "waiting for late ranks",
+        "Part of blocked_ns before the last rank that the call depends on arrives."),
     duration("in_flight_ns", "in flight", "Part of the step in which a call is in progress, even in the background.",
         optional=True),
 )  # fmt: skip
@@ -65,7 +66,9 @@ _STEP_VOLUMES: Final = (
 _COMPUTE: Final = duration("compute_ns", "computation",
     "Step time minus blocked_ns; missing if ends were observed on a device.")  # fmt: skip
 _STEP_NS: Final = duration(
-    "step_ns", "step time", "Duration of a training step of the slowest rank, mean over the steps."
+    "step_ns",
+    "step time",
+    "From the end of the last call of the previous step to that of the step; mean of the slowest rank's steps.",
 )
 _SPEEDUP: Final = (
     column("ratio", lambda value: f"{value:.2f}x" if is_known(value) else "-", "speedup", "speedup",
@@ -89,7 +92,7 @@ SCALING_TABLES: Final = (
         bytes_column("closed_form_bytes", "closed form", "Wire bytes of the lowest rank by the closed form."),
         bytes_column("expected_wire_bytes", "expected", "Wire bytes of the lowest rank that theory expects."),
         ratio("communication_per_compute", "comm/compute", "blocked_ns / compute_ns."),
-        share("late_known", "late known", "Share of the time in calls whose late rank is known."),
+        share("late_known", "late known", "Share of blocked_ns of which it is known whether it is late_ns."),
         text_column("shared_cores", "", 'Such as "4 ranks on 2 cores" if ranks of a host share cores, else "".'),
     ), {
         "speedup": "run ranks hosts steps step_ns speedup efficiency tokens_per_s",

@@ -18,9 +18,9 @@ STEP_TIME_TABLES: Final = (
         "A row per chosen step, part and dimension; all parts except the last add up to the step.", (
         _CHOSEN, _NUMBER,
         text_column("part", "part",
-            '"computation": no call blocks the rank; "waiting": it is blocked, and another rank has not begun the '
-            'call; "exposed communication": it is blocked otherwise; "hidden communication": operations in flight '
-            "that do not block it, which costs no time."),
+            '"computation": no call blocks the rank; "waiting": it is blocked, and the last rank that the call '
+            'depends on has not arrived; "exposed communication": it is blocked otherwise; "hidden communication": '
+            "operations in flight that do not block it, which costs no time."),
         shared.ROLE,
         duration("ns", "time", "Mean over the ranks."),
         share("share", "share", "Share of the step."),
