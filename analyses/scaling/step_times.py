@@ -82,7 +82,8 @@ def step_times(run: AnalysedRun) -> StepTimes:
     steps = _choose_steps(recorded, run) if marked else np.array([_UNMARKED])
     if not len(steps):
         raise LogError(f"{run.log.path}: no training step completed on every rank; record at least three in a row")
-    blocked = _read(run, np.union1d(steps, steps - 1) if marked else steps)
+    # A step begins at the end of the one before it, and the next one shows which operations it waits for in its end.
+    blocked = _read(run, np.unique([steps - 1, steps, steps + 1]) if marked else steps)
     table = pd.concat(_step_rows(run, blocked, steps, marked=marked), ignore_index=True)
     if not table["step_ns"].max() > 0:
         raise LogError(f"{run.log.path}: its steps have no duration, so its times are damaged")
