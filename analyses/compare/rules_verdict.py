@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.fold_engine import merged_table
 from commtrace.analyses.grouping import Array, group_rows, rows_of
 from commtrace.formatting import MAX_SINGLE, format_missing, format_ranks, merge_texts
@@ -77,7 +78,7 @@ def judge_by_rules(
 
 
 def check_by_rules(
-    run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = (), own: Sequence[str] = (), **options: Any
+    run: AnalysedRun, jobs: Sequence[Mapping[str, Any]] = (), own: Sequence[str] = (), **options: Any
 ) -> tuple[Verdict, RuleComparison]:
     """Compare a run with the calls that rules expect.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ class RandomLog:
         kind = random.choice(
             ["return", "wait", "async", "future", "unseen", "failed"], p=[0.4, 0.15, 0.25, 0.1, 0.08, 0.02]
         )
-        call = {
+        call: dict[str, Any] = {
             "op": op,
             "payload": 0 if op == "barrier" else 4096,
             "local": 64 * (op != "barrier"),
@@ -133,7 +134,7 @@ class RandomLog:
                                   world_size=len(self.host_of), mono_ns=self.offset[host] + 1)  # fmt: skip
             for number, op in enumerate(OPS, 20):
                 process.add("kinds", id=number, op=op, variant=op, api="torch", dtype="float32", reduce_op=None)
-            groups = {10 + number: ranks for number, ranks in enumerate(self.groups)}
+            groups: dict[int, Sequence[int]] = {10 + number: ranks for number, ranks in enumerate(self.groups)}
             process.known(groups, {number: ROLES[number % len(ROLES)] for number in groups})
             process.write(
                 record(**{name: value for name, value in call.items() if name not in ("op", "group")},

@@ -119,6 +119,6 @@ def measured_steps(calls: list[Call], ranks: int) -> list[int]:
     return [step for step in common[:-1] if step - 1 in common and not {step, step - 1} & evaluated]
 
 
-def within(begin: int, end: int, pieces: list[tuple[int, int, int, Call]], first: int, last: int) -> int:
-    """Return the part of pieces in an interval; `first` and `last` select the times of each piece."""
-    return sum(max(0, min(piece[last], end) - max(piece[first], begin)) for piece in pieces)  # type: ignore[call-overload]
+def within(begin: int, end: int, intervals: list[tuple[int, int]]) -> int:
+    """Return the part of intervals that lies in another one."""
+    return sum(max(0, min(last, end) - max(first, begin)) for first, last in intervals)

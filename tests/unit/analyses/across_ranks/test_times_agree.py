@@ -82,13 +82,18 @@ class Reference:
         for step in measured_steps(self.calls, self.ranks):
             for rank, pieces in self.pieces.items():
                 begin, end = (self.end(rank, number) for number in (step - 1, step))
-                blocked, late = within(begin, end, pieces, 0, 2), within(begin, end, pieces, 0, 1)
-                rows[rank, step] = end - begin, blocked, late
+                rows[rank, step] = end - begin, *blocked_and_late(begin, end, pieces)
         return rows
 
     def end(self, rank: int, step: int) -> int:
         """Return when the last call of a rank's step or of the step before it stopped blocking it, on one clock."""
         return max(last for _, _, last, call in self.pieces[rank] if call["step"] in (step, step - 1))
+
+
+def blocked_and_late(begin: int, end: int, pieces: list[tuple[int, int, int, Call]]) -> tuple[int, int]:
+    """Return the blocked and the waiting time of a rank in an interval."""
+    blocked = within(begin, end, [(first, last) for first, _, last, _ in pieces])
+    return blocked, within(begin, end, [(first, released) for first, released, _, _ in pieces])
 
 
 def run_of(log: RandomLog, folder: Path) -> Run:
@@ -149,7 +154,8 @@ def assert_steps_agree(run: Run, reference: Reference) -> None:
         of_step = all_parts.loc[all_parts["which"] == which]
         parts = Counter(of_step.groupby("part")["ns"].sum().to_dict())
         pieces = reference.pieces.values()
-        late, blocked = (sum(within(begin, end, own, 0, last) for own in pieces) for last in (1, 2))
+        sums = [blocked_and_late(begin, end, own) for own in pieces]
+        blocked, late = (sum(column) for column in zip(*sums, strict=True))
         assert parts["waiting"] * len(pieces) == pytest.approx(late, abs=1e-3)
         assert parts["exposed communication"] * len(pieces) == pytest.approx(blocked - late, abs=1e-3)
         assert parts["computation"] + parts["waiting"] + parts["exposed communication"] == pytest.approx(end - begin)
