@@ -1,9 +1,9 @@
-"""Analyses of a run, one module each. Each returns tidy tables; `table_specs` describes them.
+"""Analyses of a run, one module each: descriptions of its tables, their computation, and the section that shows them.
 
 An analysis is a fold over the records (`fold_engine`): `partial` reduces a block of records to a small table, `merge`
 combines such tables into one, and `finish` returns the final tables. Logs may therefore be larger than memory, and
-processes or a cluster can share the work. To add an analysis, write a module with an `Analysis` and append it to
-`analysis_catalog.ANALYSES`.
+processes or a cluster can share the work. To add an analysis, write a module with a `TableSpec`, an `Analysis` and a
+`Section` (`sections`), and append the section to `analysis_catalog.SECTIONS`.
 
 Definitions that hold in every table:
 
@@ -47,9 +47,9 @@ def analyse(
     from .compare import reconciliation
     from .fold_engine import fold
 
-    comparison = reconciliation.ANALYSIS if include_matching_steps else reconciliation.DIFFERENCES
-    optional = (*(ACROSS_RANKS if across_ranks else ()), *(DETAILS.values() if details else ()))
-    return fold(run, (*ANALYSES, comparison, *optional))
+    brief = {} if include_matching_steps else {reconciliation.ANALYSIS.name: reconciliation.DIFFERENCES}
+    analyses = [brief.get(analysis.name, analysis) for analysis in ANALYSES]
+    return fold(run, (*analyses, *(ACROSS_RANKS if across_ranks else ()), *(DETAILS.values() if details else ())))
 
 
 def detail(run: AnalysedRun, name: str) -> pd.DataFrame | None:
@@ -69,8 +69,7 @@ def tables_to_store(run: RecordedRun) -> Iterator[tuple[str, dict[str, pd.DataFr
     from .across_ranks import stuck_calls
     from .analysed_run import AnalysedRun
     from .analysis_catalog import ANALYSES, DETAILS
-    from .compare import reconciliation
 
     analyses = [analysis for analysis in ANALYSES if analysis is not stuck_calls.ANALYSIS]
-    all_analyses = [*analyses, reconciliation.ANALYSIS, *DETAILS.values()]
+    all_analyses = [*analyses, *DETAILS.values()]
     return fold_engine.tables_to_store(AnalysedRun(run.log, run.executor), all_analyses)

@@ -1,34 +1,79 @@
-"""Analyses that a report runs besides `reconciliation`, in the order of their tables. Append one to add it."""
+"""All sections of reports, in their order, and from them all analyses and tables. Add a section here."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from . import coverage, host_times, message_sizes, steps, timeline, tracing_cost, volume
-from .across_ranks import clock_tables, stragglers, stuck_calls, waits
+from . import host_times, log_section, message_sizes, steps, volume
+from .across_ranks import rank_sections
 from .fold_engine import AnyAnalysis
+from .report import expected_text
+from .sections import Block, Listing, Report, Section
+from .table_specs import COMPARISON_TABLES, DIFFERENCE_TABLES, SCALING_TABLES
+from .table_specs.spec import TableSpec
 
-ANALYSES: Final[tuple[AnyAnalysis, ...]] = (
-    stuck_calls.ANALYSIS,
-    coverage.ANALYSIS,
-    tracing_cost.ANALYSIS,
-    *volume.ANALYSES,
-    volume.WHOLE_JOB,
-    steps.ANALYSIS,
-    message_sizes.ANALYSIS,
-    host_times.ANALYSIS,
-    host_times.BANDWIDTH,
-    volume.BY_RANK,
-    clock_tables.ANALYSIS,
-    waits.SAMPLE,
-    stragglers.ANALYSIS,
+
+def _findings(report: Report) -> Iterator[Block]:
+    if texts := [text for section in SECTIONS for text in section.findings(report.tables)]:
+        yield Listing(texts)
+
+
+FINDINGS: Final = Section("findings", "Findings", blocks=_findings)
+
+SECTIONS: Final[tuple[Section, ...]] = (
+    FINDINGS,
+    rank_sections.STUCK_SECTION,
+    expected_text.THEORY_SECTION,
+    volume.OPERATIONS_SECTION,
+    volume.WHOLE_JOB_SECTION,
+    volume.DIMENSIONS_SECTION,
+    volume.PHASES_SECTION,
+    steps.STEPS_SECTION,
+    volume.SITES_SECTION,
+    message_sizes.SIZES_SECTION,
+    host_times.TIMES_SECTION,
+    host_times.BANDWIDTH_SECTION,
+    rank_sections.WAITING_SECTION,
+    rank_sections.CLOCKS_SECTION,
+    volume.RANKS_SECTION,
+    rank_sections.STEP_TIME_SECTION,
+    expected_text.NETWORK_SECTION,
+    log_section.LOG_SECTION,
 )
+"""The sections of the report of one run, in its order."""
 
-ACROSS_RANKS: Final[tuple[AnyAnalysis, ...]] = (waits.ANALYSIS,)
+ANALYSES: Final[tuple[AnyAnalysis, ...]] = tuple(analysis for section in SECTIONS for analysis in section.analyses)
+"""What every report computes."""
+
+ACROSS_RANKS: Final[tuple[AnyAnalysis, ...]] = tuple(
+    analysis for section in SECTIONS for analysis in section.on_request
+)
 """Analyses that match all calls of all ranks. They take as long as all others, so text reports omit them by default."""
 
 DETAILS: Final[dict[str, AnyAnalysis]] = {
-    analysis.name: analysis
-    for analysis in (steps.BY_OPERATION, timeline.ANALYSIS, message_sizes.OVER_TIME, stragglers.BY_RANK_AND_STEP)
+    spec.name: analysis for section in SECTIONS for spec, analysis in section.details
 }
 """Analyses that figures need and no report prints, by the name of their only table."""
+
+TABLE_GROUPS: Final[Mapping[str, tuple[TableSpec, ...]]] = {
+    "report": tuple(spec for section in SECTIONS for spec in section.tables if not section.option),
+    "figures": tuple(spec for section in SECTIONS for spec, _ in section.details),
+    "network": tuple(spec for section in SECTIONS for spec in section.tables if section.option == "--network"),
+    "comparison": COMPARISON_TABLES,
+    "differences": DIFFERENCE_TABLES,
+    "scaling": SCALING_TABLES,
+}
+"""The tables of the report of a run (all of them in every JSON report; empty if not applicable), those that only
+figures use, those of `--network`, and those of runs side by side, of `commtrace diff` and of `commtrace scaling`."""
+
+TABLES: Final[Mapping[str, TableSpec]] = {spec.name: spec for specs in TABLE_GROUPS.values() for spec in specs}
+"""Every table by name."""
+
+
+def describe_columns(names: Iterable[str]) -> dict[str, dict[str, dict[str, str]]]:
+    """Return unit and meaning of each column of the named tables, as in the JSON documents."""
+    return {
+        name: {column.name: {"unit": column.unit, "meaning": column.meaning} for column in TABLES[name].columns}
+        for name in names
+    }

@@ -1,4 +1,4 @@
-"""Coverage of the log: its processes, call states, blind spots and problems. See `table_specs` for the columns."""
+"""Coverage of the log: its processes, call states, blind spots and problems."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 import pandas as pd
 
-from commtrace.formatting import format_missing, format_ranks
+from commtrace.formatting import format_count, format_missing, format_ranks
 from commtrace.reading.log_notes import Note
 from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
@@ -18,7 +18,71 @@ from commtrace.schema import WITHOUT_RECORD
 from .fold_engine import Analysis, NamedTables
 from .grouping import merge_sums
 from .record_blocks import RecordBlock, table_by
-from .table_specs import TABLES
+from .table_specs import shared_columns as shared
+from .table_specs.spec import TableSpec, column, count, flag, share, text_column, word_column
+
+_COUNTERS: Final = (
+    count("calls", "calls", "Calls that the hooks counted; missing unless every process wrote its counters."),
+    count("dropped", "", "Calls without a record because the ring buffer was full."),
+    count("removed", "", "Records removed to keep the log below its size limit."),
+    count("lost", "", "Records that could not be written."),
+    count("unrecorded", "", "Calls without a record because a hook failed."),
+    count("hook_errors", "", "Failures of hooks."),
+    count("not_selected", "", "Calls without a record because COMMTRACE_STEPS left out their steps."),
+)  # fmt: skip
+_NOT_FOUND: Final = count("not_found", "",
+    "Further records that processes counted as written but the log lacks.")  # fmt: skip
+_FIRST_ERROR: Final = text_column("first_error", "", "Message of the first hook error; missing if there was none.")
+
+COVERAGE: Final = TableSpec("coverage", "Log coverage", "One row.", (
+    word_column("run", "run", "Identifier of the run."),
+    count("ranks_seen", "recorded ranks", "Ranks that left a log."),
+    count("world_size", "world size", "Ranks of the job; missing if no process recorded it."),
+    shared.ranks_column("ranks_missing", "", 'Ranks that left no log, such as "2-3,7"; "" if there is none.'),
+    shared.ranks_column("ranks_not_selected", "", "Ranks that COMMTRACE_RANKS left out."),
+    text_column("steps_selected", "", 'Steps that COMMTRACE_STEPS selected; "": all.'),
+    count("hosts", "", "Hosts of the recorded ranks."),
+    count("processes", "", "Processes that left a log."),
+    count("without_end", "", "Processes that are alive or ended without closing their log."),
+    count("records", "", "Calls in the log."),
+    *_COUNTERS, _NOT_FOUND,
+    count("simulated", "", "Processes of a dry run, which sends nothing."),
+    _FIRST_ERROR,
+    count("files_cut", "", "Files of the log whose end is missing."),
+    count("files_foreign", "", "Files in the directory that are not of this run."),
+    count("files_unreadable", "", "Files of the log that could not be read."),
+    count("files_missing", "", "Files of the log that are not there."),
+    count("files_garbled", "", "Files of the log with invalid contents."),
+))  # fmt: skip
+STATES: Final = TableSpec("states", "Call states", "A row per state, the most frequent first.", (
+    word_column("state", "state",
+        '"complete": its end is known; "returned": its end was not observed; "unobservable": the recorder cannot '
+        'see its end; "begun": it was in progress when the log ended; "failed": it raised an exception.'),
+    count("calls", "calls", "Calls in this state."),
+    share("share", "share", "Share of all calls."),
+))  # fmt: skip
+PROCESSES: Final = TableSpec("processes", "Processes", "A row per process.", (
+    shared.RANK,
+    word_column("host", "host", "Host name."),
+    column("", str, "pid", "pid", "Process identifier."),
+    word_column("recorder", "recorder", '"native" or "python".'),
+    flag("simulated", "", "Whether it is a process of a dry run."),
+    column("ns", format_count, "started_unix_ns", "started", "Start, since 1970-01-01 UTC."),
+    count("records", "", "Its calls in the log."),
+    *_COUNTERS, _FIRST_ERROR,
+    word_column("end", "end", "How it ended; missing if it is alive or ended without closing its log."),
+    _NOT_FOUND,
+), merge_by="rank")  # fmt: skip
+BLIND_SPOTS: Final = TableSpec("blind_spots", "Blind spots", "A row per blind spot.", (
+    text_column("blind_spot", "blind spot", "What is not observed."),
+    count("processes", "", "Processes that it applies to."),
+))  # fmt: skip
+NOTES: Final = TableSpec("notes", "Log problems", "A row per note.", (
+    word_column("kind", "kind", 'What is wrong: "cut", "foreign", "unreadable", "missing", "garbled" ...'),
+    text_column("path", "path", "File or directory."),
+    text_column("what", "what", "What is wrong with it."),
+    text_column("consequence", "consequence", "What follows for the numbers of the report."),
+))  # fmt: skip
 
 FILE_PROBLEMS: Final = ("cut", "foreign", "unreadable", "missing", "garbled")
 """Kinds of notes on files of the log."""
@@ -45,7 +109,7 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
 def notes_table(notes: Iterable[Note]) -> pd.DataFrame:
     """Return the table `notes`."""
     rows = [(note.kind, str(note.path), note.what, note.consequence) for note in notes]
-    return pd.DataFrame(rows, columns=TABLES["notes"].column_names)
+    return pd.DataFrame(rows, columns=NOTES.column_names)
 
 
 def _states(table: pd.DataFrame) -> pd.DataFrame:
@@ -57,7 +121,7 @@ def _states(table: pd.DataFrame) -> pd.DataFrame:
 def _processes(table: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     records = table.groupby("process")["calls"].sum().to_dict()
     rows = [_process(process, int(records.get(number, 0))) for number, process in enumerate(run.processes)]
-    return pd.DataFrame(rows, columns=TABLES["processes"].column_names).astype(
+    return pd.DataFrame(rows, columns=PROCESSES.column_names).astype(
         dict.fromkeys((*COUNTERS, "not_found", "started_unix_ns"), "Int64")
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import numpy as np
@@ -18,6 +18,7 @@ from commtrace.volume import busbw_factor
 from .fold_engine import Analysis, NamedTables
 from .grouping import Array, group_rows, merge_sums, sum_groups
 from .record_blocks import HistogramBlock, RecordBlock, sums_by
+from .sections import Block, Paragraph, Report, Section, ShownTable
 from .table_specs import TABLES
 
 END_SEEN_BY: Final = {
@@ -170,4 +171,43 @@ BANDWIDTH: Final = Analysis(
     merge_sums("op", "end_seen_by"),
     _bandwidth_finish,
     times_partial=_bandwidth_of_histograms,
+)
+
+
+_MEASURE_TITLES: Final = {
+    "in_call": "Time inside the call, observed on the host",
+    "waiting": "Time waiting for the end, where the program waited and the host observed the end",
+    "to_completion": "Time from the call to its end, where the end is known",
+}
+
+
+def _show_times(report: Report) -> Iterator[Block]:
+    if report.run.simulated:
+        yield Paragraph("Not available: this is a dry run, which sends nothing.")
+        return
+    table = report.tables["host_time"]
+    for measure, title in _MEASURE_TITLES.items():
+        rows = table.loc[table["measure"] == measure]
+        if rows["calls_known"].sum():
+            yield ShownTable(TABLES["host_time"], rows, title)
+        else:
+            yield Paragraph("Not known for any call.", title)
+
+
+def _show_bandwidth(report: Report) -> Iterator[Block]:
+    if report.run.simulated:
+        return
+    table = report.tables["bandwidth"]
+    yield ShownTable(TABLES["bandwidth"], table) if len(table) else Paragraph("Not known for any call.")
+    if table["end_seen_by"].isin(["wait", "poll"]).any():
+        yield Paragraph("Waits and polls may detect completion late, so these bandwidths are lower bounds.")
+
+
+TIMES_SECTION: Final = Section("times", "Times", (TABLES["host_time"],), (ANALYSIS,), blocks=_show_times, default=False)
+BANDWIDTH_SECTION: Final = Section(
+    "bandwidth",
+    "Bandwidth, GB/s (1e9 bytes), over calls with a known end",
+    (TABLES["bandwidth"],),
+    (BANDWIDTH,),
+    blocks=_show_bandwidth,
 )

@@ -1,4 +1,4 @@
-"""Message sizes of each operation: exact, by powers of two, and over time. See `table_specs` for the columns.
+"""Message sizes of each operation: exact, by powers of two, and over time.
 
 `sizes_over_time` has at most MAX_SPANS time spans of equal length. A span is 2**shift ns long and begins at a multiple
 of that, so two neighbours merge into one span of twice the length. Blocks can thus be binned before the length of the
@@ -7,20 +7,43 @@ run is known, and still merge into the same spans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
 import pandas as pd
 
+from commtrace.formatting import format_count
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.volume import size_bins
 
 from .fold_engine import Analysis, NamedTables
 from .grouping import Array, concat_tables, group_rows, merge_sums
 from .record_blocks import RecordBlock, sums_by, table_by
+from .sections import Block, Report, Section, ShownTable, first_of
+from .table_specs import shared_columns as shared
+from .table_specs.spec import TableSpec, column
 
 MAX_SPANS: Final = 160
+MAX_SIZES: Final = 10
+"""Exact sizes that reports show."""
+
+MESSAGE_SIZES: Final = TableSpec("message_sizes", "Exact message sizes",
+    "A row per operation and payload, ascending.", (
+    shared.OP,
+    column("bytes", format_count, "payload_bytes", "bytes of a call", "Payload of one call."),
+    shared.CALLS, shared.SUM,
+))  # fmt: skip
+MESSAGE_SIZE_BINS: Final = TableSpec("message_size_bins", "Message sizes by powers of two",
+    "A row per operation and bin, ascending.", (
+    shared.OP, shared.FROM, shared.BELOW, shared.CALLS, shared.SUM,
+))  # fmt: skip
+SIZES_OVER_TIME: Final = TableSpec("sizes_over_time", "Message sizes over time",
+    "A row per span of time, operation and bin of sizes. Calls of processes without a wall clock are left out.", (
+    column("s", str, "from_s", "from", "Begin of the span, since the run's first call."),
+    column("s", str, "below_s", "below", "End of the span."),
+    shared.OP, shared.FROM, shared.BELOW, shared.CALLS, shared.SUM,
+))  # fmt: skip
 
 _BIN: Final = ["op", "from_bytes", "below_bytes"]
 
@@ -87,3 +110,23 @@ def _finish_over_time(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
 
 
 OVER_TIME: Final = Analysis("sizes_over_time", _partial_over_time, _merge_over_time, _finish_over_time)
+
+
+def _show(report: Report) -> Iterator[Block]:
+    bins = report.tables["message_size_bins"]
+    yield ShownTable(MESSAGE_SIZE_BINS, bins, "Message sizes, by the payload of a call", bars="calls")
+    sizes = report.tables["message_sizes"].sort_values("sum_bytes", ascending=False, kind="stable")
+    shown = sizes.head(MAX_SIZES)
+    by = " by total payload" if len(shown) < len(sizes) else ""
+    yield ShownTable(MESSAGE_SIZES, shown, f"Exact sizes{first_of(len(shown), len(sizes), 'the top')}{by}")
+
+
+SIZES_SECTION: Final = Section(
+    "sizes",
+    "Message sizes",
+    (MESSAGE_SIZES, MESSAGE_SIZE_BINS),
+    (ANALYSIS,),
+    details=((SIZES_OVER_TIME, OVER_TIME),),
+    blocks=_show,
+    default=False,
+)

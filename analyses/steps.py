@@ -1,22 +1,50 @@
-"""Volume of each training step, times of its calls, and the typical step. See `table_specs` for the columns."""
+"""Volume of each training step, times of its calls, and the typical step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 import pandas as pd
 
 from commtrace.durations import MEASURES, durations
+from commtrace.formatting import format_bytes, format_plural, format_share
 from commtrace.reading.recorded_run import RecordedRun
 
+from . import timeline
 from .fold_engine import Analysis, NamedTables
-from .grouping import merge_sums
-from .record_blocks import RecordBlock, mask_unknown_wire, table_by
-from .table_specs import TABLES
+from .grouping import merge_sums, rows_of
+from .record_blocks import EVALUATION, RecordBlock, mask_unknown_wire, table_by
+from .sections import Block, Paragraph, Report, Section, ShownTable, Tables
+from .table_specs import shared_columns as shared
+from .table_specs.spec import TableSpec, bytes_column, count, duration
 
 ALL: Final = "all"
 SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "wire_unknown"]
+
+VOLUME_BY_STEP: Final = TableSpec("volume_by_step", "Volume by step", "A row per step, ascending.", (
+    shared.STEP, shared.CALLS, shared.PAYLOAD, shared.WIRE,
+))  # fmt: skip
+STEADY_STEP: Final = TableSpec("steady_step", "A training step",
+    'A row for "all", then one per operation, by payload. No rows if the log has no training step.', (
+    shared.OP,
+    count("calls_per_rank", "calls", "Calls of the median step, per recorded rank."),
+    bytes_column("payload_bytes_per_rank", "payload", "Payload of the median step, per recorded rank."),
+    bytes_column("wire_bytes_per_rank", "wire (min)", "Wire bytes of the median step, per recorded rank."),
+    bytes_column("payload_bytes_min", "", "Payload of the smallest step, summed over the recorded ranks."),
+    bytes_column("payload_bytes_max", "", "Payload of the largest step, summed over the recorded ranks."),
+    count("steps", "steps", "Training steps in the log."),
+    count("differing_steps", "", "Steps whose calls or payload differ from the median.", optional=True),
+), {"terminal": "op calls_per_rank payload_bytes_per_rank wire_bytes_per_rank differing_steps"})  # fmt: skip
+STEPS_BY_OPERATION: Final = TableSpec("steps_by_operation", "Volume and time of each step",
+    "A row per step and operation.", (
+    shared.STEP, shared.OP, *shared.PER_RANK,
+    duration("in_call_ns_per_rank", "in calls",
+        "Time inside calls, per recorded rank, overlaps counted in full; missing if not known."),
+    duration("waiting_ns_per_rank", "waiting", "Time waiting for ends, per recorded rank."),
+    duration("to_completion_ns_per_rank", "to completion", "Time from calls to their ends, per recorded rank."),
+))  # fmt: skip
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
@@ -32,7 +60,7 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     rows = [
         _steady(str(op), rows, training["step"], ranks_seen(run)) for op, rows in all_and_each.groupby("op", sort=False)
     ]
-    steady = pd.DataFrame(rows, columns=TABLES["steady_step"].column_names)
+    steady = pd.DataFrame(rows, columns=STEADY_STEP.column_names)
     return {
         "volume_by_step": mask_unknown_wire(steps),
         "steady_step": steady.sort_values("payload_bytes_max", ascending=False, kind="stable", ignore_index=True),
@@ -90,4 +118,45 @@ def _finish_by_operation(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
 
 BY_OPERATION: Final = Analysis(
     "steps_by_operation", _partial_by_operation, merge_sums("step", "op"), _finish_by_operation
+)
+
+
+def _show(report: Report) -> Iterator[Block]:
+    steps, steady = report.tables["volume_by_step"], report.tables["steady_step"]
+    if not len(steady):
+        yield Paragraph("The log has no training step: all calls belong to start-up or evaluations.")
+        return
+    number, differing = int(steady["steps"].iloc[0]), int(steady["differing_steps"].max())
+    basis = (
+        f"median of {number:,} steps, {differing:,} of them different"
+        if differing
+        else f"all {number:,} steps identical"
+    )
+    basis = "the only step" if number == 1 else basis
+    yield ShownTable(STEADY_STEP, report.rows(STEADY_STEP), f"A training step, mean per recorded rank: {basis}")
+    for step, name in ((-1, "Start-up, before the first step"), (EVALUATION, "Evaluations, outside of steps")):
+        rows = steps.loc[steps["step"] == step]
+        if len(rows) or step == -1:
+            calls, payload = format_plural(int(rows["calls"].sum()), "call"), format_bytes(rows["payload_bytes"].sum())
+            yield Paragraph(f"{name}: {calls}, payload {payload}, over all ranks.")
+
+
+def _largest_operations(tables: Tables) -> Iterator[str]:
+    steady = tables["steady_step"]
+    total = float(steady.loc[steady["op"] == ALL, "payload_bytes_per_rank"].sum())
+    if total:
+        largest = steady.loc[steady["op"] != ALL].nlargest(3, "payload_bytes_per_rank")
+        shares = [(row.payload_bytes_per_rank / total, row.op) for row in rows_of(largest)]
+        operations = ", ".join(f"{format_share(share)} {op}" for share, op in shares if share >= 0.01)
+        yield f"A training step moves {format_bytes(total)} per rank: {operations}."
+
+
+STEPS_SECTION: Final = Section(
+    "steps",
+    "By step",
+    (STEADY_STEP, VOLUME_BY_STEP),
+    (ANALYSIS,),
+    details=((STEPS_BY_OPERATION, BY_OPERATION), (timeline.TIMELINE, timeline.ANALYSIS)),
+    blocks=_show,
+    findings=_largest_operations,
 )

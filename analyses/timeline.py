@@ -1,4 +1,4 @@
-"""Calls of one training step of each rank, in the order of time. See `table_specs` for the columns.
+"""Calls of one training step of each rank, in the order of time.
 
 Only step 0 and powers of two are candidates, because they are known before the log has been read to its end. The step
 is the last candidate that is complete on every rank shown, which is late enough to be past the warm-up. The table has
@@ -22,9 +22,22 @@ from .analysed_run import AnalysedRun
 from .fold_engine import Analysis, NamedTables
 from .grouping import concat_tables
 from .record_blocks import RecordBlock, steps_of
+from .table_specs import shared_columns as shared
+from .table_specs.spec import TableSpec, bytes_column, duration, flag
 
 FIRST_PROCESSES: Final = 16
 MAX_CALLS: Final = 4096
+
+TIMELINE: Final = TableSpec("timeline", "The calls of one training step",
+    "A row per call, by rank and time, of one step that was complete on every rank shown.", (
+    shared.RANK, shared.STEP, shared.OP, shared.ROLE, shared.PHASE, shared.SITE,
+    bytes_column("payload_bytes", "payload", "Payload of the call."),
+    duration("begin_ns", "start",
+        "Start of the call since the first call, on the hosts' aligned clocks, else their wall clocks."),
+    duration("in_call_ns", "in call", "Time inside the call; missing if not known."),
+    duration("to_completion_ns", "to completion", "Time from the call to its end; missing if not observed."),
+    flag("more_calls", "", "Whether the rank made more calls in this step than the 4,096 that the table keeps."),
+))  # fmt: skip
 
 _CANDIDATE_STEPS: Final = 2
 _NO_CANDIDATE: Final = -1

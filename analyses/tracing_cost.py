@@ -1,4 +1,4 @@
-"""Cost of tracing each process of a run. See `table_specs` for the columns."""
+"""Cost of tracing each process of a run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
+from commtrace.formatting import format_duration, format_small_share
 from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import integer_or_none
@@ -15,7 +16,25 @@ from commtrace.reading.table_reader import integer_or_none
 from .fold_engine import Analysis, NamedTables
 from .grouping import group_rows, merge_sums
 from .record_blocks import RecordBlock
-from .table_specs import TABLES
+from .table_specs import shared_columns as shared
+from .table_specs.spec import TableSpec, column, count, duration
+
+TRACING_COST: Final = TableSpec("tracing_cost", "Tracing cost", "A row per process that wrote its counters.", (
+    shared.RANK,
+    column("", str, "pid", "pid", "Process identifier."),
+    count("calls", "calls", "Calls that were recorded or counted."),
+    duration("mean_ns", "mean", "Processor time of recording one call, mean of samples of this run."),
+    duration("p99_ns", "p99", "Its 99th percentile."),
+    count("first_calls", "first calls", "Calls that looked up a call site, operator or group for the first time."),
+    duration("first_mean_ns", "first mean",
+        "Mean cost of recording one of them; missing if there are none, or in logs of an older commtrace."),
+    duration("steady_mean_ns", "steady mean",
+        "Mean cost of recording one of the other calls, from samples; missing likewise."),
+    duration("calls_ns", "all calls", "mean_ns times calls."),
+    duration("drain_ns", "writing", "Processor time of the thread that writes the log."),
+    duration("span_ns", "run", "Time from the process's first line in the log to its last."),
+    column("fraction", format_small_share, "share", "share", "(calls_ns + drain_ns) / span_ns."),
+), merge_by="rank")  # fmt: skip
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
@@ -36,7 +55,7 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
         for number, process in enumerate(run.processes)
         if process.tables.stats
     ]
-    columns = TABLES["tracing_cost"].column_names
+    columns = TRACING_COST.column_names
     types = dict.fromkeys(columns, "Int64") | {"rank": "int64", "pid": "int64", "share": "float64"}
     return {"tracing_cost": pd.DataFrame(rows, columns=columns).astype(types)}
 
@@ -72,3 +91,30 @@ def _mean(stats: Mapping[str, object], total: str, count: str) -> int | None:
 
 
 ANALYSIS: Final = Analysis("cost", _partial, merge_sums("process", first_ns="min", last_ns="max"), _finish)
+
+
+def cost_per_call(cost: pd.DataFrame) -> str:
+    """Return the cost of recording a call as text, separately for steady and first calls if the log has both."""
+    split = cost.dropna(subset=["first_mean_ns", "steady_mean_ns"])
+    first_calls, steady_calls = split["first_calls"], split["calls"] - split["first_calls"]
+    if not steady_calls.sum():
+        calls = cost["calls"].sum()
+        return f"{format_duration(cost['calls_ns'].sum() / calls if calls else None)} a call"
+    steady = (split["steady_mean_ns"] * steady_calls).sum() / steady_calls.sum()
+    first = (split["first_mean_ns"] * first_calls).sum() / first_calls.sum()
+    return f"{format_duration(steady)} a call (first call of a call site: {format_duration(first)})"
+
+
+def describe_cost(cost: pd.DataFrame, processes: int) -> str:
+    """Return the tracing cost of a run of so many processes as text, from the table `tracing_cost`."""
+    known = cost.dropna(subset=["share"])
+    if not len(known):
+        return "not known"
+    text = f"{cost_per_call(known)}, p99 {format_duration(known['p99_ns'].max())}; with writing to disk "
+    text += f"{format_small_share(known['share'].mean())} of the run's time"
+    if len(known) < processes:
+        text = f"on {len(known):,} of {processes:,} processes: {text}"
+    if len(known) > 1:
+        worst = known.iloc[int(known["share"].to_numpy().argmax())]
+        text += f", at most {format_small_share(worst['share'])} (rank {int(worst['rank'])})"
+    return text

@@ -84,7 +84,7 @@ class Run(AnalysedRun):
         Raises:
             NoSuchTableError: No table has this name.
         """
-        from commtrace.analyses.table_specs import TABLES, describe_columns
+        from commtrace.analyses.analysis_catalog import TABLES, describe_columns
 
         if name not in TABLES:
             raise NoSuchTableError(f"no table is called {name!r}; choose from {', '.join(TABLES)}")

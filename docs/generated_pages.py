@@ -21,7 +21,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from commtrace import settings
-from commtrace.analyses import table_specs
+from commtrace.analyses.analysis_catalog import TABLE_GROUPS
 from commtrace.cli import COMMANDS
 from commtrace.job_facts import MISSING, Facts, fields_of
 from commtrace.job_row import JobRow
@@ -161,28 +161,28 @@ _TABLE_SECTIONS: Final = (
         "Tables of a report",
         "`commtrace report DIR --json`, and `commtrace.open(DIR).table(NAME)`. All of them are in every document; one "
         "that does not apply to a run has no rows.",
-        table_specs.REPORT_TABLES,
+        TABLE_GROUPS["report"],
     ),
     (
         "Tables used only by figures",
         "`commtrace.open(DIR).table(NAME)`; not in the JSON document.",
-        table_specs.FIGURE_TABLES,
+        TABLE_GROUPS["figures"],
     ),
-    ("Tables of a report with a network", "`commtrace report DIR --network NET --json`.", table_specs.NETWORK_TABLES),
+    ("Tables of a report with a network", "`commtrace report DIR --network NET --json`.", TABLE_GROUPS["network"]),
     (
         "Tables of runs side by side",
         "`commtrace report DIR DIR ... --json`, and `commtrace.compare`.",
-        table_specs.COMPARISON_TABLES,
+        TABLE_GROUPS["comparison"],
     ),
     (
         "Tables of the differences of two runs",
         "`commtrace diff A B --json`; `commtrace.open(A).diff(commtrace.open(B))` returns the first.",
-        table_specs.DIFFERENCE_TABLES,
+        TABLE_GROUPS["differences"],
     ),
     (
         "Tables of a scaling comparison",
         "`commtrace scaling DIR DIR ... --json`, and `commtrace.scaling`.",
-        table_specs.SCALING_TABLES,
+        TABLE_GROUPS["scaling"],
     ),
 )
 

@@ -46,9 +46,9 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from commtrace.analyses.analysis_catalog import TABLES, describe_columns
 from commtrace.analyses.compare.verdict import Verdict
 from commtrace.analyses.coverage import notes_table
-from commtrace.analyses.table_specs import TABLES, describe_columns
 from commtrace.analyses.table_specs.equivalent_ranks import ALIKE, ALIKE_MEANING, Different, Distribution, reduce_ranks
 from commtrace.reading.log_notes import Note, merge_notes
 from commtrace.reading.recorded_run import RecordedRun

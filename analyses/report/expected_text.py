@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
 import pandas as pd
-from rich.console import RenderableType
-from rich.text import Text
 
+from commtrace.analyses.compare import reconciliation
+from commtrace.analyses.sections import (
+    Block,
+    Listing,
+    Paragraph,
+    Report,
+    Section,
+    ShownCells,
+    ShownTable,
+    Tables,
+)
+from commtrace.analyses.table_specs import TABLES
 from commtrace.formatting import format_bytes, format_plural, format_share, format_signed, merge_texts
-from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
+from commtrace.text_tables import TextColumn, left_column
 
-from .spec_table import spec_table
-
-MAX_CAUSES: Final = 8
 MAX_SITES: Final = 3
-MAX_ROWS: Final = 20
 
 NETWORK_LEGEND: Final = (
     "Measured: the median transfer time of the timed operations, which is the time that the last rank to arrive spends "
@@ -24,26 +30,25 @@ NETWORK_LEGEND: Final = (
 )
 
 
-def render_theory(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
-    """Yield the theory section, without its heading."""
-    theory = tables["theory"]
+def _show_theory(report: Report) -> Iterator[Block]:
+    theory = report.tables["theory"]
     compared = theory.loc[theory["not_predicted"].isna()]
     reasons = merge_texts(dict.fromkeys(theory["not_predicted"].dropna(), ()))
     if len(reasons):
         others = format_plural(len(theory) - len(compared), "process", "processes")
         title = f"{others} not compared" if len(compared) else "Not compared"
-        yield paragraph(f"{title}: {'; '.join(reasons)}.", width)
+        yield Paragraph(f"{title}: {'; '.join(reasons)}.")
     if not len(compared):
         return
-    yield paragraph(_agreement(compared), width)
+    yield Paragraph(_agreement(compared))
     versions = compared["other_versions"].dropna().unique()
     if len(versions):
-        yield paragraph(f"Rules were written against other versions: {'; '.join(versions)}.", width)
-    yield from _causes(tables["reconciliation"], width)
-    yield from _waterfall(tables["waterfall"], "step of one rank", width)
-    by_role = tables.get("waterfall_by_role")
-    for role, rows in () if by_role is None else by_role.groupby("role", sort=False):
-        yield from _waterfall(rows, f"dimension {role}", width)
+        yield Paragraph(f"Rules were written against other versions: {'; '.join(versions)}.")
+    if causes := _causes(report.tables["reconciliation"]):
+        yield Listing(causes)
+    yield from _waterfall("waterfall", report.tables["waterfall"], "step of one rank")
+    for role, rows in report.tables["waterfall_by_role"].groupby("role", sort=False):
+        yield from _waterfall("waterfall_by_role", rows, f"dimension {role}")
 
 
 def _agreement(compared: pd.DataFrame) -> str:
@@ -59,14 +64,11 @@ def _agreement(compared: pd.DataFrame) -> str:
     return f"{', '.join(compared['scheme'].unique())}: {payload}, matches the expected calls; {deltas}."
 
 
-def _causes(reconciliation: pd.DataFrame, width: int) -> Iterator[RenderableType]:
+def _causes(reconciliation: pd.DataFrame) -> list[str]:
     differing = reconciliation.loc[reconciliation["cause"] != "expected"]
     groups = [(str(cause), rows) for cause, rows in differing.groupby("cause")]
     groups.sort(key=lambda group: int(group[1]["difference_bytes"].abs().sum()), reverse=True)
-    for cause, rows in groups[:MAX_CAUSES]:
-        yield paragraph(_describe_cause(cause, rows), width, first="- ")
-    if len(groups) > MAX_CAUSES:
-        yield paragraph(f"and {len(groups) - MAX_CAUSES:,} more, all in --json", width, first="- ")
+    return [_describe_cause(cause, rows) for cause, rows in groups]
 
 
 def _describe_cause(cause: str, rows: pd.DataFrame) -> str:
@@ -85,7 +87,7 @@ def _describe_cause(cause: str, rows: pd.DataFrame) -> str:
     return f"{cause}: {ops}: {', '.join(calls)}, {payload} of payload, {where}{places}"
 
 
-def _waterfall(rows: pd.DataFrame, head: str, width: int) -> Iterator[RenderableType]:
+def _waterfall(name: str, rows: pd.DataFrame, head: str) -> Iterator[Block]:
     """Yield the waterfall from the closed form to the recorded wire bytes; the bytes of causes have a sign."""
     if not len(rows):
         return
@@ -96,33 +98,59 @@ def _waterfall(rows: pd.DataFrame, head: str, width: int) -> Iterator[Renderable
         share = format_share(size / closed_form if closed_form else None)
         cells.append([str(label), format_bytes(size) if is_total else format_signed(size, format_bytes), share])
     share_column = TextColumn("of closed form", optional=True)
-    yield Text()
-    yield text_table([left_column(head, shortenable=True), TextColumn("wire (min)"), share_column], cells, width)
+    columns = [left_column(head, shortenable=True), TextColumn("wire (min)"), share_column]
+    yield ShownCells(TABLES[name], columns, cells)
 
 
-def network_title(tables: Mapping[str, pd.DataFrame]) -> str:
-    """Return the heading, with the network's name."""
-    return f"Compared with the network {tables['network_used']['name'].iloc[0]}"
+def _closed_form(tables: Tables) -> Iterator[str]:
+    sums = tables["waterfall"].groupby("kind")["bytes"].sum()
+    form, measured = sums.get("closed form", 0), sums.get("measured", 0)
+    if form:
+        yield (
+            f"A rank sends {measured / form:.2f} times what the closed form predicts, {format_bytes(form)} a step"
+            f"{_largest_cause(tables['waterfall'])}."
+        )
 
 
-def network_source(tables: Mapping[str, pd.DataFrame]) -> str:
-    """Return where the network's numbers come from, and how many expected times are extrapolated."""
-    text = f"{tables['network_used']['about'].iloc[0]}."
-    table = tables["network"]
+def _largest_cause(waterfall: pd.DataFrame) -> str:
+    causes = waterfall.loc[waterfall["kind"].isin(["cause", "unexplained"]) & (waterfall["bytes"] != 0)]
+    if not len(causes):
+        return ""
+    cause = causes.iloc[int(causes["bytes"].abs().to_numpy().argmax())]
+    return f"; largest difference: {cause['label']}, {format_signed(cause['bytes'], format_bytes)}"
+
+
+THEORY_SECTION: Final = Section(
+    "theory",
+    "Comparison with theory",
+    tuple(TABLES[name] for name in ("theory", "expected", "reconciliation", "waterfall", "waterfall_by_role")),
+    (reconciliation.ANALYSIS,),
+    blocks=_show_theory,
+    findings=_closed_form,
+)
+
+
+def _show_network(report: Report) -> Iterator[Block]:
+    used, table = report.tables["network_used"], report.tables["network"]
+    text = f"{used['about'].iloc[0]}."
     extrapolated = int((table["how"] == "extrapolated").sum())
     if extrapolated:
         text += f" {extrapolated:,} of {len(table):,} expected times are extrapolated from other groups or payloads."
-    return text
-
-
-def render_network(tables: Mapping[str, pd.DataFrame], width: int) -> Iterator[RenderableType]:
-    """Yield the network section, without its heading."""
-    table = tables["network"]
-    yield paragraph(network_source(tables), width)
-    shown = table.head(MAX_ROWS)
-    yield spec_table("network", shown, width)
+    yield Paragraph(text, f"Compared with the network {used['name'].iloc[0]}")
+    shown = table.head(report.max_rows)
+    yield ShownTable(TABLES["network"], shown)
     if len(shown) < len(table):
-        yield paragraph(f"The top {len(shown)} of {len(table):,} rows by total expected time.", width)
-    yield paragraph(NETWORK_LEGEND, width)
-    for reason, rows in shown.dropna(subset="why_not").groupby("why_not", sort=False):
-        yield paragraph(f"{', '.join(rows['op'].unique())}: {reason}.", width, first="- ")
+        yield Paragraph(f"The top {len(shown)} of {len(table):,} rows by total expected time.")
+    yield Paragraph(NETWORK_LEGEND)
+    reasons = shown.dropna(subset="why_not").groupby("why_not", sort=False)
+    if len(reasons):
+        yield Listing([f"{', '.join(rows['op'].unique())}: {reason}." for reason, rows in reasons])
+
+
+NETWORK_SECTION: Final = Section(
+    "network",
+    "Compared with a network",
+    (TABLES["network"], TABLES["network_used"]),
+    option="--network",
+    blocks=_show_network,
+)

@@ -9,9 +9,12 @@ import pandas as pd
 from rich.console import RenderableType
 from rich.text import Text
 
+from commtrace.analyses.analysis_catalog import SECTIONS, TABLES
 from commtrace.analyses.grouping import rows_of
+from commtrace.analyses.sections import Tables
 from commtrace.analyses.side_by_side import FULL_RUN, TRAINING_STEP
 from commtrace.formatting import format_bytes
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
 
 from .spec_table import spec_table
@@ -25,6 +28,16 @@ _SCALING_TABLES: Final = (
 )
 
 
+def warnings_of_runs(runs: Mapping[str, RecordedRun], tables: Mapping[str, Tables]) -> list[str]:
+    """Return the warnings of several runs, each after the name of its run."""
+    return [
+        f"{name}: {text}"
+        for name, run in runs.items()
+        for section in SECTIONS
+        for text in section.warnings(run, tables[name])
+    ]
+
+
 def render_side_by_side(
     tables: Mapping[str, pd.DataFrame], width: int, *, warnings: Sequence[str] = ()
 ) -> Iterator[RenderableType]:
@@ -35,7 +48,7 @@ def render_side_by_side(
     predicted = tables["runs_predicted"].set_index("run")["predicted_bytes"]
     yield heading("A training step of each run, mean per recorded rank")
     predictions = [(TextColumn("predicted"), [format_bytes(predicted[run]) for run in runs["run"]])]
-    yield spec_table("runs", runs, width, extra_columns=predictions)
+    yield spec_table(TABLES["runs"], runs, width, extra_columns=predictions)
     for part, title in (
         (TRAINING_STEP, "Payload of a training step"),
         (FULL_RUN, "Payload of the whole run, start-up included"),
@@ -71,7 +84,7 @@ def render_scaling(
     for name, view, title in _SCALING_TABLES:
         if len(tables[name]):
             yield title
-            yield spec_table(name, tables[name], width, view=view)
+            yield spec_table(TABLES[name], tables[name], width, view=view)
             yield ""
     for sentence in sentences:
         yield paragraph(sentence, width, first="- ")

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pandas as pd
 from rich.table import Table
 
-from commtrace.analyses.table_specs import TABLES
 from commtrace.analyses.table_specs.equivalent_ranks import text_rows
+from commtrace.analyses.table_specs.spec import TableSpec
 from commtrace.text_tables import TextColumn, text_table
 
 
 def spec_table(
-    name: str,
+    spec: TableSpec,
     table: pd.DataFrame,
     width: int,
     *,
@@ -24,8 +24,10 @@ def spec_table(
 
     `extra_columns` have a cell per row, and go to the right, before columns that may be left out.
     """
-    specs, rows = text_rows(TABLES[name], view, table)
-    columns = [TextColumn(spec.head, spec.kind == "number", spec.shortenable, spec.optional) for spec in specs]
+    shown, rows = text_rows(spec, view, table)
+    columns = [
+        TextColumn(column.head, column.kind == "number", column.shortenable, column.optional) for column in shown
+    ]
     end = len(columns)
     while columns[end - 1].optional:
         end -= 1

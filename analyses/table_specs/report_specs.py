@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from commtrace.formatting import format_bandwidth, format_count, format_moment, format_small_share, is_known
+from commtrace.formatting import format_bandwidth, format_count, format_moment, is_known
 
 from . import shared_columns as shared
-from .spec import TableSpec, bytes_column, column, count, duration, flag, ratio, share, text_column, word_column
-from .step_time_specs import STEP_TIME_FIGURE_TABLES, STEP_TIME_TABLES
+from .spec import TableSpec, bytes_column, column, count, duration, share, text_column, word_column
+from .step_time_specs import STEP_TIME_TABLES
 
 _BY_PAYLOAD: Final = "A row per {}, the largest payload first."
 
@@ -46,118 +46,6 @@ REPORT_TABLES: Final = (
             "runs, or died, on another host."),
         column("ns", format_moment, "alive_ns", "last seen", "When the process was last known to be alive."),
     ), merge_by="rank"),
-    TableSpec("coverage", "Log coverage", "One row.", (
-        word_column("run", "run", "Identifier of the run."),
-        count("ranks_seen", "recorded ranks", "Ranks that left a log."),
-        count("world_size", "world size", "Ranks of the job; missing if no process recorded it."),
-        shared.ranks_column("ranks_missing", "", 'Ranks that left no log, such as "2-3,7"; "" if there is none.'),
-        shared.ranks_column("ranks_not_selected", "", "Ranks that COMMTRACE_RANKS left out."),
-        text_column("steps_selected", "", 'Steps that COMMTRACE_STEPS selected; "": all.'),
-        count("hosts", "", "Hosts of the recorded ranks."),
-        count("processes", "", "Processes that left a log."),
-        count("without_end", "", "Processes that are alive or ended without closing their log."),
-        count("records", "", "Calls in the log."),
-        *shared.COUNTERS, shared.NOT_SELECTED, shared.NOT_FOUND,
-        count("simulated", "", "Processes of a dry run, which sends nothing."),
-        shared.FIRST_ERROR,
-        count("files_cut", "", "Files of the log whose end is missing."),
-        count("files_foreign", "", "Files in the directory that are not of this run."),
-        count("files_unreadable", "", "Files of the log that could not be read."),
-        count("files_missing", "", "Files of the log that are not there."),
-        count("files_garbled", "", "Files of the log with invalid contents."),
-    )),
-    TableSpec("states", "Call states", "A row per state, the most frequent first.", (
-        word_column("state", "state",
-            '"complete": its end is known; "returned": its end was not observed; "unobservable": the recorder cannot '
-            'see its end; "begun": it was in progress when the log ended; "failed": it raised an exception.'),
-        count("calls", "calls", "Calls in this state."),
-        share("share", "share", "Share of all calls."),
-    )),
-    TableSpec("processes", "Processes", "A row per process.", (
-        shared.RANK,
-        word_column("host", "host", "Host name."),
-        column("", str, "pid", "pid", "Process identifier."),
-        word_column("recorder", "recorder", '"native" or "python".'),
-        flag("simulated", "", "Whether it is a process of a dry run."),
-        column("ns", format_count, "started_unix_ns", "started", "Start, since 1970-01-01 UTC."),
-        count("records", "", "Its calls in the log."),
-        *shared.COUNTERS, shared.NOT_SELECTED, shared.FIRST_ERROR,
-        word_column("end", "end", "How it ended; missing if it is alive or ended without closing its log."),
-        shared.NOT_FOUND,
-    ), merge_by="rank"),
-    TableSpec("blind_spots", "Blind spots", "A row per blind spot.", (
-        text_column("blind_spot", "blind spot", "What is not observed."),
-        count("processes", "", "Processes that it applies to."),
-    )),
-    TableSpec("notes", "Log problems", "A row per note.", (
-        word_column("kind", "kind", 'What is wrong: "cut", "foreign", "unreadable", "missing", "garbled" ...'),
-        text_column("path", "path", "File or directory."),
-        text_column("what", "what", "What is wrong with it."),
-        text_column("consequence", "consequence", "What follows for the numbers of the report."),
-    )),
-    TableSpec("tracing_cost", "Tracing cost", "A row per process that wrote its counters.", (
-        shared.RANK,
-        column("", str, "pid", "pid", "Process identifier."),
-        count("calls", "calls", "Calls that were recorded or counted."),
-        duration("mean_ns", "mean", "Processor time of recording one call, mean of samples of this run."),
-        duration("p99_ns", "p99", "Its 99th percentile."),
-        count("first_calls", "first calls", "Calls that looked up a call site, operator or group for the first time."),
-        duration("first_mean_ns", "first mean",
-            "Mean cost of recording one of them; missing if there are none, or in logs of an older commtrace."),
-        duration("steady_mean_ns", "steady mean",
-            "Mean cost of recording one of the other calls, from samples; missing likewise."),
-        duration("calls_ns", "all calls", "mean_ns times calls."),
-        duration("drain_ns", "writing", "Processor time of the thread that writes the log."),
-        duration("span_ns", "run", "Time from the process's first line in the log to its last."),
-        column("fraction", format_small_share, "share", "share", "(calls_ns + drain_ns) / span_ns."),
-    ), merge_by="rank"),
-    TableSpec("volume_by_operation", "Volume by operation", _BY_PAYLOAD.format("operation"), (
-        shared.OP, *shared.VOLUME,
-    )),
-    TableSpec("volume_by_role", "Volume by parallel dimension", _BY_PAYLOAD.format("dimension"), (
-        shared.ROLE, *shared.VOLUME,
-    )),
-    TableSpec("volume_by_role_and_operation", "Volume by parallel dimension and operation",
-        _BY_PAYLOAD.format("dimension and operation"), (
-        shared.ROLE, shared.OP, *shared.VOLUME,
-    )),
-    TableSpec("volume_by_phase", "Volume by phase", _BY_PAYLOAD.format("phase"), (shared.PHASE, *shared.VOLUME)),
-    TableSpec("volume_by_site", "Volume by call site", _BY_PAYLOAD.format("call site and operation"), (
-        shared.SITE, shared.OP, shared.CALLS, shared.PAYLOAD,
-        replace(shared.WIRE, optional=True),
-        replace(shared.PAYLOAD_SHARE, head="share"),
-    )),
-    TableSpec("whole_job", "Volume of the whole job, of a dry run",
-        "A row per part and operation. Calls of a rank that ran count for all ranks that it represents. No rows "
-        "unless the ranks that ran represent all ranks of the job.", (
-        word_column("part", "part", '"start-up", "training steps" or "evaluations".'),
-        shared.OP,
-        count("calls", "calls", "Calls of all ranks of the job."),
-        bytes_column("payload_bytes", "payload", "Their payload."),
-        bytes_column("wire_bytes", "wire (min)", "Wire bytes of all ranks."),
-    )),
-    TableSpec("volume_by_step", "Volume by step", "A row per step, ascending.", (
-        shared.STEP, shared.CALLS, shared.PAYLOAD, shared.WIRE,
-    )),
-    TableSpec("steady_step", "A training step",
-        'A row for "all", then one per operation, by payload. No rows if the log has no training step.', (
-        shared.OP,
-        count("calls_per_rank", "calls", "Calls of the median step, per recorded rank."),
-        bytes_column("payload_bytes_per_rank", "payload", "Payload of the median step, per recorded rank."),
-        bytes_column("wire_bytes_per_rank", "wire (min)", "Wire bytes of the median step, per recorded rank."),
-        bytes_column("payload_bytes_min", "", "Payload of the smallest step, summed over the recorded ranks."),
-        bytes_column("payload_bytes_max", "", "Payload of the largest step, summed over the recorded ranks."),
-        count("steps", "steps", "Training steps in the log."),
-        count("differing_steps", "", "Steps whose calls or payload differ from the median.", optional=True),
-    ), {"terminal": "op calls_per_rank payload_bytes_per_rank wire_bytes_per_rank differing_steps"}),
-    TableSpec("message_sizes", "Exact message sizes", "A row per operation and payload, ascending.", (
-        shared.OP,
-        column("bytes", format_count, "payload_bytes", "bytes of a call", "Payload of one call."),
-        shared.CALLS, shared.SUM,
-    )),
-    TableSpec("message_size_bins", "Message sizes by powers of two", "A row per operation and bin, ascending.", (
-        shared.OP, shared.FROM, shared.BELOW, shared.CALLS, shared.SUM,
-    )),
     TableSpec("host_time", "Times of calls, observed on the host", "A row per operation and measure.", (
         shared.OP,
         word_column("measure", "measure",
@@ -183,15 +71,6 @@ REPORT_TABLES: Final = (
         column("GB/s", format_bandwidth, "busbw_gb_per_s", "busbw",
             "algbw times nccl-tests' factor of each call's group; missing for operations without a factor."),
     )),
-    TableSpec("ranks", "Load balance across ranks", "A row per rank that left a log, ascending.", (
-        shared.RANK,
-        count("calls", "calls", "Its calls."),
-        bytes_column("payload_bytes", "payload", "Its payload."),
-        bytes_column("wire_bytes", "wire (min)", "Wire bytes."),
-        count("training_calls", "", "Its calls in training steps."),
-        bytes_column("training_payload_bytes", "in training steps", "Its payload in training steps."),
-        ratio("payload_of_median", "x median", "training_payload_bytes / that of the median rank."),
-    ), {"terminal": "rank calls payload_bytes wire_bytes training_payload_bytes payload_of_median"}, merge_by="rank"),
     TableSpec("clocks", "Clocks of the hosts",
         "A row per host (per boot of it). Bounds follow from the calls of the log; a host that they do not bound "
         "has missing values.", (
@@ -288,34 +167,6 @@ REPORT_TABLES: Final = (
     ), {"page": "role label bytes"}),
 )  # fmt: skip
 """Tables in every JSON report; empty if not applicable."""
-
-FIGURE_TABLES: Final = (
-    TableSpec("steps_by_operation", "Volume and time of each step", "A row per step and operation.", (
-        shared.STEP, shared.OP, *shared.PER_RANK,
-        duration("in_call_ns_per_rank", "in calls",
-            "Time inside calls, per recorded rank, overlaps counted in full; missing if not known."),
-        duration("waiting_ns_per_rank", "waiting", "Time waiting for ends, per recorded rank."),
-        duration("to_completion_ns_per_rank", "to completion", "Time from calls to their ends, per recorded rank."),
-    )),
-    TableSpec("timeline", "The calls of one training step",
-        "A row per call, by rank and time, of one step that was complete on every rank shown.", (
-        shared.RANK, shared.STEP, shared.OP, shared.ROLE, shared.PHASE, shared.SITE,
-        bytes_column("payload_bytes", "payload", "Payload of the call."),
-        duration("begin_ns", "start",
-            "Start of the call since the first call, on the hosts' aligned clocks, else their wall clocks."),
-        duration("in_call_ns", "in call", "Time inside the call; missing if not known."),
-        duration("to_completion_ns", "to completion", "Time from the call to its end; missing if not observed."),
-        flag("more_calls", "", "Whether the rank made more calls in this step than the 4,096 that the table keeps."),
-    )),
-    TableSpec("sizes_over_time", "Message sizes over time",
-        "A row per span of time, operation and bin of sizes. Calls of processes without a wall clock are left out.", (
-        column("s", str, "from_s", "from", "Begin of the span, since the run's first call."),
-        column("s", str, "below_s", "below", "End of the span."),
-        shared.OP, shared.FROM, shared.BELOW, shared.CALLS, shared.SUM,
-    )),
-    *STEP_TIME_FIGURE_TABLES,
-)  # fmt: skip
-"""Tables used only by figures."""
 
 NETWORK_TABLES: Final = (
     TableSpec("network", "Against a network",

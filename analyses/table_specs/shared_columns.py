@@ -51,14 +51,6 @@ FROM: Final = column("bytes", _bin_bound, "from_bytes", "from",
 BELOW: Final = column("bytes", _bin_bound, "below_bytes", "below", "Upper bound of the bin, exclusive.")
 SUM: Final = bytes_column("sum_bytes", "sum", "Sum of the calls' payloads.")
 RUN: Final = word_column("run", "run", "Name of the run: the last parts of its path.", shortenable=True)
-COUNTERS: Final = (
-    count("calls", "calls", "Calls that the hooks counted; missing unless every process wrote its counters."),
-    count("dropped", "", "Calls without a record because the ring buffer was full."),
-    count("removed", "", "Records removed to keep the log below its size limit."),
-    count("lost", "", "Records that could not be written."),
-    count("unrecorded", "", "Calls without a record because a hook failed."),
-    count("hook_errors", "", "Failures of hooks."),
-)  # fmt: skip
 WAITS: Final = (
     count("calls", "calls", "Calls whose wait is known.", measured=True),
     count("calls_unknown", "not known", "Calls whose wait is not known.", measured=True),
@@ -75,10 +67,6 @@ BUS_BANDWIDTHS: Final = (
         "Bus bytes / duration of the calls with exact ends; missing for operations without a factor."),
     column("GB/s", format_bandwidth, "transfer_busbw_gb_per_s", "in transfer", "The same over transfer_ns alone."),
 )  # fmt: skip
-NOT_SELECTED: Final = count("not_selected", "", "Calls without a record because COMMTRACE_STEPS left out their steps.")
-NOT_FOUND: Final = count("not_found", "",
-    "Further records that processes counted as written but the log lacks.")  # fmt: skip
-FIRST_ERROR: Final = text_column("first_error", "", "Message of the first hook error; missing if there was none.")
 WATERFALL: Final = (
     text_column("label", "cause", "Closed form, cause of a difference from it, or the recorded bytes.",
         shortenable=True),

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commtrace.analyses.report import NOT_SHOWN, SECTIONS
 from commtrace.errors import CommtraceError
 from commtrace.output_files import atomic_write
 
@@ -35,8 +34,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add_formats(parser)
     add_shared(parser, "--network", purpose="compare call times with those expected on a network")
     parser.add_argument("--sections", metavar="NAME,...", type=section_names,
-        help=f"sections of the text report to show: all, or some of {', '.join(SECTIONS)} (default: all "
-        f"except {', '.join(NOT_SHOWN)})")  # fmt: skip
+        help="sections of the text report to show, such as theory,steps; all: every section (default: "
+        "those that the last line of the report does not list)")  # fmt: skip
     parser.add_argument("--sites", metavar="N", type=non_negative_integer,
         help="number of call sites to show; 0: all (default: 10; 40 in HTML)")  # fmt: skip
     add_shared(parser, "--per-rank", "--dask", "--width")
@@ -44,8 +43,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, or write the page."""
+    from commtrace.analyses.analysis_catalog import SECTIONS
     from commtrace.analyses.report import document, several_runs_text, terminal
-    from commtrace.analyses.report.findings import warnings_of_runs
     from commtrace.analyses.side_by_side import compare, short_names
     from commtrace.reading.executors import open_executor
     from commtrace.run import open_run
@@ -58,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         from commtrace.analyses.report.html import page_contents  # raises if a library is not installed
     details = arguments.html is not None and not several
-    full = not several and (arguments.json or details or "waiting" in (arguments.sections or ()))
+    chosen = [section for section in SECTIONS if section.name in (arguments.sections or ())]
+    full = not several and (arguments.json or details or any(section.on_request for section in chosen))
     include_matching_steps = several or arguments.json or details
     with open_executor(arguments.dask) as executor:
         runs = {
@@ -77,13 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
         }
     width, per_rank = arguments.width, arguments.per_rank
     if several:
+        compared, warnings = compare(runs, tables), several_runs_text.warnings_of_runs(runs, tables)
         if arguments.html is not None:
-            write_page(arguments, page_contents.page_of_runs(runs, tables), f"{len(runs)} runs")
+            write_page(arguments, page_contents.page_of_runs([*runs], compared, warnings), f"{len(runs)} runs")
         elif arguments.json:
-            print(document.comparison_to_json(compare(runs, tables)))
+            print(document.comparison_to_json(compared))
         else:
-            warnings = warnings_of_runs(runs, tables)
-            print_text(several_runs_text.render_side_by_side(compare(runs, tables), width, warnings=warnings), width)
+            print_text(several_runs_text.render_side_by_side(compared, width, warnings=warnings), width)
         return 0
     ((name, run),) = runs.items()
     sites = {} if arguments.sites is None else {"sites": arguments.sites}
@@ -100,13 +100,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def section_names(text: str) -> tuple[str, ...]:
     """Parse names of sections, separated by commas; "all" selects all of them."""
-    names = SECTIONS if text == "all" else tuple(text.split(","))
+    from commtrace.analyses.analysis_catalog import SECTIONS
+
+    known = [section.name for section in SECTIONS]
+    names = known if text == "all" else text.split(",")
     for name in names:
-        if name not in SECTIONS:
-            raise argparse.ArgumentTypeError(
-                f"no section is called {name!r}; give all, or some of {', '.join(SECTIONS)}"
-            )
-    return names
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"no section is called {name!r}; give all, or some of {', '.join(known)}")
+    return tuple(names)
 
 
 def write_page(arguments: argparse.Namespace, page: str, shown: str) -> None:

@@ -113,9 +113,11 @@ def page(study: Study) -> str:
             subtitle=f"The experiments of {PAPER}, repeated and compared with theory.",
             tiles=[*_tiles(study)],
             warnings=[*failed, *([f"not done: {shorten(not_done)}"] if not_done else []), *warnings],
-            facts=[*_facts(study)],
-            sections=[verdicts, *(_section(number, section) for number, section in enumerate(study.all_sections))],
-            facts_title="Experiments and their costs",
+            sections=[
+                verdicts,
+                *(_section(number, section) for number, section in enumerate(study.all_sections)),
+                PageSection("log", "Experiments and their costs", "", facts=[*_facts(study)]),
+            ],
         )
     )
 

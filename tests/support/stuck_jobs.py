@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from commtrace.analyses.table_specs import TABLES
+from commtrace.analyses.analysis_catalog import TABLES
 from commtrace.errors import LogError
 from commtrace.run import open_run
 

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeGuard
 
 import pandas as pd
 
 from commtrace.analyses import figures
+from commtrace.analyses.analysis_catalog import FINDINGS, SECTIONS, TABLES
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.job_summary import summarize_job
-from commtrace.analyses.report import findings
-from commtrace.analyses.report.expected_text import NETWORK_LEGEND, network_source, network_title
-from commtrace.analyses.side_by_side import compare
+from commtrace.analyses.sections import (
+    Block,
+    Facts,
+    Listing,
+    Paragraph,
+    Report,
+    Section,
+    ShownCells,
+    ShownTable,
+    Tables,
+)
 from commtrace.analyses.steps import ALL
-from commtrace.analyses.table_specs import TABLES
-from commtrace.analyses.table_specs.equivalent_ranks import reduce_ranks, text_rows
+from commtrace.analyses.table_specs.equivalent_ranks import text_rows
+from commtrace.analyses.table_specs.spec import TableSpec
+from commtrace.analyses.tracing_cost import cost_per_call
 from commtrace.formatting import format_bytes, format_count, format_plural, format_share, format_small_share, is_known
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.run import Run
@@ -30,9 +40,7 @@ MAX_ROWS: Final = 60
 """Rows of any other table that the page shows."""
 
 
-def page_of_run(
-    name: str, run: RecordedRun, tables: Mapping[str, pd.DataFrame], *, sites: int = MAX_SITES, per_rank: bool = False
-) -> str:
+def page_of_run(name: str, run: RecordedRun, tables: Tables, *, sites: int = MAX_SITES, per_rank: bool = False) -> str:
     """Return the page of one run.
 
     Args:
@@ -42,56 +50,72 @@ def page_of_run(
         sites: Maximum number of call sites; 0: all.
         per_rank: Show the first rows of tables of many ranks, instead of classes of equivalent ranks.
     """
-    sections = [_figure_section(name, figure, tables) for name, figure in figures.FIGURES.items()]
-    sections += _across_ranks(tables, per_rank=per_rank)
-    if "network" in tables:
-        shown = tables["network"].head(MAX_ROWS)
-        text = f"{network_source(tables)} {NETWORK_LEGEND}"
-        sections.append(_table_section("network", network_title(tables), text, "network", shown))
+    report = Report(run, tables, sites, MAX_ROWS, per_rank)
+    alarms = [text for section in SECTIONS for text in section.alarms(tables)]
+    warnings = [text for section in SECTIONS for text in section.warnings(run, tables)]
     return render(
         Page(
             title=name,
             subtitle=summarize_job(run) or "what was trained was not captured",
             tiles=[*_tiles(tables)],
-            findings=[*findings.findings(tables)],
-            warnings=[*findings.diagnosis(tables), *findings.warnings(run, tables)],
-            facts=[("run", run.id), *findings.facts(run, tables).items()],
-            lists=[*findings.log_lists(run, tables).items()],
-            sections=[*sections, _call_sites(tables["volume_by_site"], sites)],
+            findings=[text for section in SECTIONS for text in section.findings(tables)],
+            warnings=[*alarms, *warnings],
+            sections=[
+                page_section
+                for section in SECTIONS
+                if section is not FINDINGS
+                for page_section in _page_sections(section, report)
+            ],
         )
     )
 
 
-_ACROSS_RANKS: Final = {
-    "stuck": ("Calls that do not end", ("stuck_calls", "stuck_ranks"),
-        "The calls in which the job hangs, or died, and where each of their ranks is."),
-    "waiting": ("Waiting, and step times across ranks",
-        ("step_time_parts", "stragglers", "delays", "wait_patterns", "waits_by_operation", "waits_by_rank"),
-        "A call waits until the last rank that it depends on has begun it; the rest is its transfer."),
-    "clocks": ("Clocks of the hosts", ("clocks", "clock_steps"),
-        "Bounds on each host's clock relative to the reference's, from the calls alone."),
-}  # fmt: skip
-"""Sections of tables that compare ranks: title, tables, what to look for."""
+def _page_sections(section: Section, report: Report) -> Iterator[PageSection]:
+    """Yield the figures of a section, each with its heading; the first has the texts and tables of the section."""
+    drawn = {name: figure for name, figure in figures.FIGURES.items() if figure.table in _names(section)}
+    tables = {figure.table for figure in drawn.values() if figure.view}
+    blocks = [block for block in section.shown(report) if not (_is_table(block) and block.spec.name in tables)]
+    if not drawn:
+        if blocks:
+            yield _with_blocks(PageSection(section.name, section.title, section.look_for), blocks)
+        return
+    first, *others = (_figure_section(name, figure, report.tables) for name, figure in drawn.items())
+    yield _with_blocks(first, blocks)
+    yield from others
 
 
-def _across_ranks(tables: Mapping[str, pd.DataFrame], *, per_rank: bool) -> Iterator[PageSection]:
-    """Yield the sections of _ACROSS_RANKS that have rows; clocks only if there are several hosts."""
-    for name, (title, names, text) in _ACROSS_RANKS.items():
-        shown = [table for table in names if table in tables and len(tables[table])]
-        if shown and (name != "clocks" or len(tables["clocks"]) > 1):
-            rows = {table: tables[table] if per_rank else reduce_ranks(TABLES[table], tables[table]) for table in shown}
-            folded = [(TABLES[table].title, _spec_table(table, rows[table].head(MAX_ROWS))) for table in shown]
-            yield PageSection(name, title, text, tables=folded)
+def _names(section: Section) -> set[str]:
+    return {spec.name for spec in section.specs}
 
 
-def _call_sites(table: pd.DataFrame, sites: int) -> PageSection:
-    shown = table.head(sites) if sites else table
-    more = f", the first {len(shown)} of {len(table):,}" if len(shown) < len(table) else ""
-    text = "Lines of code that made the calls, outside of the wrappers of torch and DeepSpeed. Sums over the ranks."
-    return _table_section("sites", f"Call sites{more}", text, "volume_by_site", shown, absent="The log has no calls.")
+def _is_table(block: Block) -> TypeGuard[ShownTable | ShownCells]:
+    return isinstance(block, ShownTable | ShownCells)
 
 
-def _tiles(tables: Mapping[str, pd.DataFrame]) -> Iterator[Tile]:
+def _with_blocks(section: PageSection, blocks: Sequence[Block]) -> PageSection:
+    """Return a section of the page with further contents. Its only table is not folded."""
+    tables = [(block.title or block.spec.title, _page_table(block)) for block in blocks if _is_table(block)]
+    notes = [block.text for block in blocks if isinstance(block, Paragraph)]
+    if len(tables) == 1 and not section.tables and not section.drawings:
+        tables = [("", tables[0][1])]
+        notes = [f"{block.title}." for block in blocks if _is_table(block) and block.title] + notes
+    return replace(
+        section,
+        notes=[*section.notes, *notes],
+        tables=[*section.tables, *tables],
+        facts=[fact for block in blocks if isinstance(block, Facts) for fact in block.texts.items()],
+        lists=[(block.title, block.texts) for block in blocks if isinstance(block, Listing)],
+    )
+
+
+def _page_table(block: ShownTable | ShownCells) -> PageTable:
+    if isinstance(block, ShownTable):
+        return _spec_table(block.spec, block.rows)
+    kinds = ["number" if column.number else "text" for column in block.columns]
+    return PageTable([column.head for column in block.columns], kinds, block.cells)
+
+
+def _tiles(tables: Tables) -> Iterator[Tile]:
     """Yield the key numbers of a run."""
     coverage = tables["coverage"].iloc[0]
     seen, world_size = int(coverage["ranks_seen"]), coverage["world_size"]
@@ -114,32 +138,31 @@ def _tiles(tables: Mapping[str, pd.DataFrame]) -> Iterator[Tile]:
     if coverage["simulated"]:
         yield Tile("times", "none", "simulated: nothing was sent")
     elif len(cost):
-        note = f"of the run's time; {findings.cost_per_call(cost)}"
+        note = f"of the run's time; {cost_per_call(cost)}"
         yield Tile("tracing cost", format_small_share(cost["share"].mean()), note)
     else:
         yield Tile("tracing cost", "not known")
 
 
-def page_of_runs(runs: Mapping[str, Run], tables: Mapping[str, dict[str, pd.DataFrame]]) -> str:
-    """Return the page of runs side by side, from the runs and their tables, both by the names that the page shows."""
-    compared = compare(runs, tables)
+def page_of_runs(names: Sequence[str], tables: Tables, warnings: Sequence[str]) -> str:
+    """Return the page of runs side by side, from their names and the tables of `commtrace.analyses.side_by_side`."""
     text = (
         "A training step of each run, per rank. Wire bytes are the fewest bytes that a rank can send for the payload."
     )
-    overview = _table_section("runs", "The runs", text, "runs", compared["runs"])
-    sections = [_figure_section(name, figure, compared) for name, figure in figures.COMPARISONS.items()]
+    overview = _table_section("runs", "The runs", text, "runs", tables["runs"])
+    sections = [_figure_section(name, figure, tables) for name, figure in figures.COMPARISONS.items()]
+    facts = [(str(row.run), f"{row.path}, run {row.id}") for row in rows_of(tables["runs"])]
     return render(
         Page(
-            title=", ".join(runs),
-            subtitle=f"{format_plural(len(runs), 'run')} side by side",
-            warnings=findings.warnings_of_runs(runs, tables),
-            facts=[(str(row.run), f"{row.path}, run {row.id}") for row in rows_of(compared["runs"])],
-            sections=[overview, *sections],
+            title=", ".join(names),
+            subtitle=f"{format_plural(len(names), 'run')} side by side",
+            warnings=warnings,
+            sections=[overview, *sections, PageSection("log", "The logs", "", facts=facts)],
         )
     )
 
 
-def page_of_scaling(runs: Mapping[str, Run], tables: Mapping[str, pd.DataFrame], sentences: Sequence[str]) -> str:
+def page_of_scaling(runs: Mapping[str, Run], tables: Tables, sentences: Sequence[str]) -> str:
     """Return the page of runs by number of ranks, from the tables of `commtrace.analyses.scaling` and the findings."""
     ranks = tables["scaling"]["ranks"]
     text = "Means over the ranks. Expected bytes and the closed form are of the lowest rank, if the job has rules."
@@ -149,13 +172,13 @@ def page_of_scaling(runs: Mapping[str, Run], tables: Mapping[str, pd.DataFrame],
     name, title = "scaling_projection", "The model, and more ranks"
     model = _table_section("model", title, text, name, tables[name], "model", absent=absent)
     sections = [_figure_section(name, figure, tables) for name, figure in figures.SCALING.items()]
+    facts = [(name, f"{run.log.path}, run {run.id}") for name, run in runs.items()]
     return render(
         Page(
             title=", ".join(runs),
             subtitle=f"scaling from {ranks.min():,} to {ranks.max():,} ranks",
             findings=sentences,
-            facts=[(name, f"{run.log.path}, run {run.id}") for name, run in runs.items()],
-            sections=[*sections, volumes, model],
+            sections=[*sections, volumes, model, PageSection("log", "The logs", "", facts=facts)],
         )
     )
 
@@ -166,12 +189,12 @@ def _table_section(
     """Return the section of a table. `absent`: why there are no rows, if there are none."""
     if absent and not len(rows):
         return PageSection(name, title, text, absent=absent)
-    return PageSection(name, title, text, tables=[("", _spec_table(table, rows, view))])
+    return PageSection(name, title, text, tables=[("", _spec_table(TABLES[table], rows, view))])
 
 
-def _spec_table(name: str, table: pd.DataFrame, view: str = "page") -> PageTable:
-    """Return a table of strings, by its description in `commtrace.analyses.table_specs`."""
-    columns, rows = text_rows(TABLES[name], view, table)
+def _spec_table(spec: TableSpec, table: pd.DataFrame, view: str = "page") -> PageTable:
+    """Return a table of strings, by its description."""
+    columns, rows = text_rows(spec, view, table)
     heads, kinds = [column.head for column in columns], [column.kind for column in columns]
     return PageTable(heads, kinds, [[_indented(cell) for cell in row] for row in rows])
 
@@ -181,7 +204,7 @@ def _indented(text: str) -> str:
     return text if not text.startswith(" ") else "\N{NO-BREAK SPACE}" * (len(text) - len(text.lstrip())) + text.lstrip()
 
 
-def _figure_section(name: str, figure: figures.Figure, tables: Mapping[str, pd.DataFrame]) -> PageSection:
+def _figure_section(name: str, figure: figures.Figure, tables: Tables) -> PageSection:
     """Return the section of a figure, or the reason why it cannot be drawn."""
     table = tables.get(figure.table)
     if table is None or not figure.has_data(table):
@@ -197,11 +220,11 @@ def _figure_section(name: str, figure: figures.Figure, tables: Mapping[str, pd.D
         figure.title,
         figure.look_for,
         drawings=[replace(drawing(name, figure.draw(table)), title="")],
-        tables=[(title, _spec_table(figure.table, shown, figure.view))] if figure.view and len(shown) else [],
+        tables=[(title, _spec_table(TABLES[figure.table], shown, figure.view))] if figure.view and len(shown) else [],
     )
 
 
-def _why_not_predicted(table: str, tables: Mapping[str, pd.DataFrame]) -> str:
+def _why_not_predicted(table: str, tables: Tables) -> str:
     """Return why a run is not compared with theory, if `table` is a table of that comparison."""
     theory = tables.get("theory")
     if theory is None or table not in ("waterfall", "reconciliation"):

@@ -56,34 +56,37 @@ class PageSection:
         name: Its anchor.
         title: Its heading.
         text: What to look for.
+        notes: Paragraphs below it.
         absent: Why there is no figure or table.
         drawings: Figures.
         tables: Titles and tables. A table is folded behind its title; one whose title is "" is not folded.
         commands: Shell commands that make the section's data.
+        facts: Texts by name.
+        lists: Titles and lists of texts; a title may be "".
     """
 
     name: str
     title: str
     text: str
+    notes: Sequence[str] = ()
     absent: str = ""
     drawings: Sequence[Drawing] = ()
     tables: Sequence[tuple[str, PageTable]] = ()
     commands: Sequence[str] = ()
+    facts: Sequence[tuple[str, str]] = ()
+    lists: Sequence[tuple[str, Sequence[str]]] = ()
 
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that the template shows. The last section has `facts_title`, by default "The log" or "The logs"."""
+    """Everything that the template shows."""
 
     title: str
     subtitle: str
-    facts: Sequence[tuple[str, str]]
     sections: Sequence[PageSection]
     tiles: Sequence[Tile] = ()
     findings: Sequence[str] = ()
     warnings: Sequence[str] = ()
-    lists: Sequence[tuple[str, Sequence[str]]] = ()
-    facts_title: str = ""
 
 
 def drawing(name: str, figure: Any) -> Drawing:

@@ -20,7 +20,6 @@ from commtrace.analyses.compare import reconciliation
 from commtrace.analyses.fold_engine import Analysis, fold
 from commtrace.analyses.grouping import group_rows, positions_by_value, sum_groups
 from commtrace.analyses.record_blocks import EMPTY_BLOCK, RecordBlock
-from commtrace.analyses.volume import KEYS
 from commtrace.run import Run, open_run
 
 ALL = [*ANALYSES, reconciliation.ANALYSIS, *DETAILS.values()]
@@ -134,7 +133,11 @@ def test_blocks_that_span_processes_have_the_labels_of_each(tmp_path: Path) -> N
     events = run.events()
     assert {"unknown", ""} < set(events["site"])
     for name, keys in (
-        *KEYS.items(),
+        ("volume_by_operation", ("op",)),
+        ("volume_by_role", ("role",)),
+        ("volume_by_role_and_operation", ("role", "op")),
+        ("volume_by_phase", ("phase",)),
+        ("volume_by_site", ("site", "op")),
         ("states", ("state",)),
         ("ranks", ("rank",)),
         ("message_sizes", ("op", "payload_bytes")),

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commtrace.analyses import analyse
+from commtrace.analyses.analysis_catalog import SECTIONS, TABLE_GROUPS, TABLES
 from commtrace.analyses.compare.rules_verdict import describe_losses
 from commtrace.analyses.compare.verdict_text import shortened_lines
 from commtrace.analyses.figures import delays
 from commtrace.analyses.fold_engine import NamedTables
-from commtrace.analyses.report import SECTIONS, terminal
+from commtrace.analyses.report import terminal
 from commtrace.analyses.report.document import report_to_json
 from commtrace.analyses.report.html.page_contents import page_of_run
-from commtrace.analyses.table_specs import FIGURE_TABLES, TABLES
 from commtrace.analyses.table_specs.equivalent_ranks import (
     MAX_CLASSES,
     MAX_OUTLIERS,
@@ -65,7 +65,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, NamedTables]:
 
 def text_of(run: Run, tables: NamedTables, **options: Any) -> list[str]:
     """Return the lines of the report with all sections."""
-    renderables = terminal.render(run, tables, 120, sections=SECTIONS, **options)
+    renderables = terminal.render(run, tables, 120, sections=[section.name for section in SECTIONS], **options)
     return [line for renderable in renderables for line in rendered_lines(renderable, 120)]
 
 
@@ -79,7 +79,7 @@ def test_the_size_of_a_report_does_not_grow_with_alike_ranks(tmp_path: Path) -> 
     pages = [len(page_of_run("it", *report)) for report in (few, many)]
     assert abs(pages[1] - pages[0]) < 50_000
     for _, tables in (few, many):
-        for spec in FIGURE_TABLES:
+        for spec in TABLE_GROUPS["figures"]:
             del tables[spec.name]
     assert len(text_of(*many)) == len(text_of(*few))
     reports = [json.loads(report_to_json(*report)) for report in (few, many)]

@@ -12,6 +12,7 @@ from factory import LogFactory, training
 from networks import ideal, results
 
 from commtrace.analyses import analyse
+from commtrace.analyses.analysis_catalog import TABLES
 from commtrace.analyses.compare.call_differences import compare_calls
 from commtrace.analyses.compare.recorded_calls import read_calls
 from commtrace.analyses.fold_engine import fold
@@ -19,7 +20,6 @@ from commtrace.analyses.network_efficiency import network_analysis
 from commtrace.analyses.report.document import comparison_to_json, report_to_json, scaling_to_json
 from commtrace.analyses.scaling import scaling
 from commtrace.analyses.side_by_side import compare
-from commtrace.analyses.table_specs import TABLES
 from commtrace.analyses.table_specs.spec import formatted_rows
 from commtrace.errors import NoSuchTableError
 from commtrace.network.networks import MeasuredNetwork

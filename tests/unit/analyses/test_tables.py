@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from factory import ALL_GATHER, ALL_REDUCE, ALONE, BARRIER, PAIR, RECV, SEND, WORLD, LogFactory, record, training
 
-from commtrace.analyses.report.findings import cost_per_call
+from commtrace.analyses.tracing_cost import cost_per_call
 from commtrace.run import Run, open_run
 from commtrace.schema import Clock, Flag, Phase, State
 

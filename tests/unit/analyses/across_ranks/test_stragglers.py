@@ -11,8 +11,8 @@ from simulated_steps import MS, PROGRAMS, Delay, Simulation, none
 
 from commtrace import cli
 from commtrace.analyses.across_ranks import stragglers
+from commtrace.analyses.across_ranks.rank_sections import delay_sentences
 from commtrace.analyses.fold_engine import NamedTables, fold
-from commtrace.analyses.report.findings import delay_sentences
 from commtrace.run import Run, open_run
 from commtrace.schema import Phase
 

@@ -27,9 +27,9 @@ from expected_runs import (
 from factory import LogFactory, record
 from matched_calls import counted_calls, unmatched_calls
 
+from commtrace.analyses.analysis_catalog import TABLES
 from commtrace.analyses.compare.causes import CAUSES, UNEXPLAINED
 from commtrace.analyses.compare.counted_calls import DETAILED_STEPS
-from commtrace.analyses.table_specs import TABLES
 from commtrace.run import Run, open_run
 from commtrace.schema import Phase, Records
 from commtrace.theory import ExpectedCall

@@ -21,6 +21,8 @@ pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
 from commtrace.analyses import analyse, figures
 from commtrace.analyses.report.html.page_contents import page_of_run, page_of_runs
+from commtrace.analyses.report.several_runs_text import warnings_of_runs
+from commtrace.analyses.side_by_side import compare
 from commtrace.cli import main
 from commtrace.run import open_run
 
@@ -69,7 +71,7 @@ def page_of_two(directory: Path) -> str:
     runs = {name: open_run(directory / name) for name in ("one", "two")}
     tables = {name: analyse(run) for name, run in runs.items()}
     tables["two"] |= theory_tables()
-    return page_of_runs(runs, tables)
+    return page_of_runs([*runs], compare(runs, tables), warnings_of_runs(runs, tables))
 
 
 def hostile(directory: Path) -> None:
@@ -277,7 +279,7 @@ def test_every_figure_is_drawn_and_nothing_is_asked_for(width: int, colours: str
     assert visit.messages == []
     assert visit.requests == [(tmp_path / "page.html").as_uri()]
     drawn = {figure["name"]: figure["marks"] for figure in visit.page.evaluate(DRAWN)}
-    assert list(drawn) == list(figures.FIGURES)
+    assert sorted(drawn) == sorted(figures.FIGURES)
     assert min(drawn.values()) > 0
     assert visit.page.evaluate(CLASHES) == []
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
@@ -382,5 +384,5 @@ def test_without_scripts_the_tables_are_there(browser: Any, tmp_path: Path) -> N
     training(tmp_path / "log")
     page = open_page(browser, page_of(tmp_path / "log"), tmp_path, java_script_enabled=False).page
     assert "The figures need JavaScript" in page.inner_text("main")
-    assert page.locator("#sites tbody tr").count() == 3
+    assert page.locator("#call-sites tbody tr").count() == 3
     page.context.close()
