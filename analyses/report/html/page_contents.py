@@ -95,7 +95,7 @@ def _is_table(block: Block) -> TypeGuard[ShownTable | ShownCells]:
 def _with_blocks(section: PageSection, blocks: Sequence[Block]) -> PageSection:
     """Return a section of the page with further contents. Its only table is not folded."""
     tables = [(block.title or block.spec.title, _page_table(block)) for block in blocks if _is_table(block)]
-    notes = [block.text for block in blocks if isinstance(block, Paragraph)]
+    notes = [": ".join(filter(None, (block.title, block.text))) for block in blocks if isinstance(block, Paragraph)]
     if len(tables) == 1 and not section.tables and not section.drawings:
         tables = [("", tables[0][1])]
         notes = [f"{block.title}." for block in blocks if _is_table(block) and block.title] + notes
