@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -99,47 +99,34 @@ class ProcessTables:
 
     def add(self, row: Row) -> None:
         """Add a row that `_parse` returned. Raise KeyError, TypeError or ValueError if it cannot be used."""
-        name = row.pop("table")
-        for key, limit in _LIMITS.get(name, {}).items():
+        row_type = _ROW_TYPES.get(row.pop("table"))
+        if row_type is None:
+            return
+        for key, limit in row_type.limits.items():
             if row.get(key) is not None and _natural(row[key]) >= limit:
                 raise ValueError(row[key])
-        if name in ("clock", "salvage", "notices", "writes"):
-            getattr(self, name).append(row)
-        elif name in ("process", "stats", "end"):
-            setattr(self, name, row)
-        elif name == "topology":
-            self.topology = tuple(tuple(_rank_list(group)) for group in row["groups"])
-        elif name == "stands_for":
-            self.stands_for = str(row["ranks"]), _natural(row["count"])
-            if len(parse_ranks(self.stands_for[0])) != self.stands_for[1]:
-                raise ValueError(row["count"])
-        elif name == "job":
-            self.jobs[_id(row.get("id", 0))] = row
-        elif name == "passes":
-            job = self.jobs[_id(row["job"])]
-            job["passes"] = [*job.get("passes", ()), row]  # a new list: equal lines may share their row
-        elif name in _ROWS:
-            getattr(self, name)[_id(row[_ROWS[name][0]])] = row["value"]
-            if name == "groups":
-                self.descriptions[row["id"]] = str(row.get("desc") or "")
+        row_type.keep(self, row)
+
+
+class _RowType(NamedTuple):
+    """What is done with the rows of one table.
+
+    Attributes:
+        keep: Keeps a row. Raises KeyError, TypeError or ValueError if it cannot be used.
+        limits: Numbers of these fields are damage from these limits on. Sums of smaller ones over all processes fit in
+            64 bits.
+        value: Converts a row; the result is cached for equal lines, and is `row["value"]` for `keep`.
+    """
+
+    keep: Callable[[ProcessTables, Row], None]
+    limits: Mapping[str, int] = {}
+    value: Callable[[Row], object] | None = None
 
 
 _MAX_ID: Final = 1 << 32
 _MAX_COUNTER: Final = 1 << 53
 _MAX_TIME: Final = 1 << 58
 _CLOCKS: Final = {"mono_ns": _MAX_TIME, "unix_ns": 1 << 62}
-_LIMITS: Final[dict[str, dict[str, int]]] = {
-    "process": {"rank": MAX_RANKS, "world_size": MAX_RANKS, "pid": _MAX_ID, **_CLOCKS},
-    "clock": _CLOCKS,
-    "end": _CLOCKS,
-    "stats": {
-        **dict.fromkeys(("calls", "dropped", "removed", "lost", "hook_errors", "write_errors"), _MAX_COUNTER),
-        **dict.fromkeys(("cost_samples", "cost_ns", "cost_p99_ns", "first_calls", "first_ns"), _MAX_COUNTER),
-        **dict.fromkeys(("steady_samples", "steady_ns", "drain_cpu_ns", "untimed"), _MAX_COUNTER),
-        "mono_ns": _MAX_TIME,
-    },
-}
-"""Numbers from these on are damage. Sums of smaller ones over all processes fit in 64 bits."""
 
 
 def _natural(value: object, below: int = 1 << 62) -> int:
@@ -177,14 +164,76 @@ def _site(row: Row) -> Site:
     return Site(str(row["file"]), int(row.get("line") or 0), str(row.get("function") or ""), caller)
 
 
-# Tables of rows with ids: (key of the id, function that converts a row).
-_ROWS: Final[dict[str, tuple[str, Callable[[Row], object]]]] = {
-    "kinds": ("id", lambda row: Kind(str(row["op"]), *(str(row.get(name) or "") for name in Kind._fields[1:]))),
-    "groups": ("id", _group),
-    "roles": ("group", lambda row: str(row["role"])),
-    "message_roles": ("group", lambda row: str(row["role"])),
-    "sites": ("id", _site),
+def _kind(row: Row) -> Kind:
+    return Kind(str(row["op"]), *(str(row.get(name) or "") for name in Kind._fields[1:]))
+
+
+def _role(row: Row) -> str:
+    return str(row["role"])
+
+
+def _keep_last(name: str, tables: ProcessTables, row: Row) -> None:
+    setattr(tables, name, row)
+
+
+def _keep_all(name: str, tables: ProcessTables, row: Row) -> None:
+    getattr(tables, name).append(row)
+
+
+def _keep_by(key: str, name: str, tables: ProcessTables, row: Row) -> None:
+    getattr(tables, name)[_id(row[key])] = row["value"]
+
+
+def _keep_group(tables: ProcessTables, row: Row) -> None:
+    _keep_by("id", "groups", tables, row)
+    tables.descriptions[row["id"]] = str(row.get("desc") or "")
+
+
+def _keep_job(tables: ProcessTables, row: Row) -> None:
+    tables.jobs[_id(row.get("id", 0))] = row
+
+
+def _keep_passes(tables: ProcessTables, row: Row) -> None:
+    job = tables.jobs[_id(row["job"])]
+    job["passes"] = [*job.get("passes", ()), row]  # a new list: equal lines may share their row
+
+
+def _keep_topology(tables: ProcessTables, row: Row) -> None:
+    tables.topology = tuple(tuple(_rank_list(group)) for group in row["groups"])
+
+
+def _keep_stands_for(tables: ProcessTables, row: Row) -> None:
+    tables.stands_for = str(row["ranks"]), _natural(row["count"])
+    if len(parse_ranks(tables.stands_for[0])) != tables.stands_for[1]:
+        raise ValueError(row["count"])
+
+
+_PROCESS_LIMITS: Final = {"rank": MAX_RANKS, "world_size": MAX_RANKS, "pid": _MAX_ID, **_CLOCKS}
+_STATS_LIMITS: Final = {
+    **dict.fromkeys(("calls", "dropped", "removed", "lost", "hook_errors", "write_errors"), _MAX_COUNTER),
+    **dict.fromkeys(("cost_samples", "cost_ns", "cost_p99_ns", "first_calls", "first_ns"), _MAX_COUNTER),
+    **dict.fromkeys(("steady_samples", "steady_ns", "drain_cpu_ns", "untimed"), _MAX_COUNTER),
+    "mono_ns": _MAX_TIME,
 }
+_ROW_TYPES: Final[Mapping[str, _RowType]] = {
+    "process": _RowType(partial(_keep_last, "process"), _PROCESS_LIMITS),
+    "stats": _RowType(partial(_keep_last, "stats"), _STATS_LIMITS),
+    "end": _RowType(partial(_keep_last, "end"), _CLOCKS),
+    "clock": _RowType(partial(_keep_all, "clock"), _CLOCKS),
+    "salvage": _RowType(partial(_keep_all, "salvage")),
+    "notices": _RowType(partial(_keep_all, "notices")),
+    "writes": _RowType(partial(_keep_all, "writes")),
+    "kinds": _RowType(partial(_keep_by, "id", "kinds"), value=_kind),
+    "groups": _RowType(_keep_group, value=_group),
+    "roles": _RowType(partial(_keep_by, "group", "roles"), value=_role),
+    "message_roles": _RowType(partial(_keep_by, "group", "message_roles"), value=_role),
+    "sites": _RowType(partial(_keep_by, "id", "sites"), value=_site),
+    "job": _RowType(_keep_job),
+    "passes": _RowType(_keep_passes),
+    "topology": _RowType(_keep_topology),
+    "stands_for": _RowType(_keep_stands_for),
+}
+"""The tables of a process's log by name. Rows of other tables are of a newer commtrace, and left out."""
 
 _ALL_UNKNOWN: Final = "operations, groups and sites of its records are unknown"
 
@@ -251,8 +300,9 @@ def _parse(line: bytes) -> Row:
     row: Row = json.loads(line, parse_float=_finite, parse_constant=_finite)
     if b"\\ud" in line.lower():
         json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair cannot be printed
-    if row["table"] in _ROWS:
-        row["value"] = _ROWS[row["table"]][1](row)
+    row_type = _ROW_TYPES.get(row["table"])
+    if row_type is not None and row_type.value is not None:
+        row["value"] = row_type.value(row)
     return row
 
 
