@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from . import host_times, log_section, message_sizes, steps, volume
+from . import host_times, log_section, message_sizes, side_by_side, steps, volume
 from .across_ranks import rank_sections
 from .fold_engine import AnyAnalysis
 from .report import expected_text
 from .sections import Block, Listing, Report, Section
-from .table_specs import COMPARISON_TABLES, DIFFERENCE_TABLES, SCALING_TABLES
+from .table_specs import DIFFERENCE_TABLES, SCALING_TABLES
 from .table_specs.spec import TableSpec
 
 
@@ -60,7 +60,7 @@ TABLE_GROUPS: Final[Mapping[str, tuple[TableSpec, ...]]] = {
     "report": tuple(spec for section in SECTIONS for spec in section.tables if not section.option),
     "figures": tuple(spec for section in SECTIONS for spec, _ in section.details),
     "network": tuple(spec for section in SECTIONS for spec in section.tables if section.option == "--network"),
-    "comparison": COMPARISON_TABLES,
+    "comparison": side_by_side.TABLES,
     "differences": DIFFERENCE_TABLES,
     "scaling": SCALING_TABLES,
 }

@@ -77,6 +77,7 @@ def facts(run: RecordedRun, tables: Tables) -> dict[str, str]:
     """Return facts about a run and its log by name; facts that do not apply are left out."""
     coverage, began = tables["coverage"].iloc[0], tables["processes"]["started_unix_ns"].min()
     texts = {
+        "run": run.id,
         "job": summarize_job(run),
         "log": str(run.log.path),
         "ranks": _ranks(coverage),

@@ -1,13 +1,15 @@
-"""Runs side by side: calls and volume of a training step of each run. See `table_specs` for the columns."""
+"""Runs side by side: calls and volume of a training step of each run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
 
+from commtrace.formatting import format_small_share
 from commtrace.job_facts import known
 from commtrace.job_row import JobRow
 from commtrace.run import Run
@@ -16,7 +18,50 @@ from .fold_engine import NamedTables
 from .grouping import concat_tables
 from .job_summary import summarize_job
 from .steps import ALL, ranks_seen
-from .table_specs import TABLES
+from .table_specs.shared_columns import OP, PER_RANK, ROLE, RUN
+from .table_specs.spec import TableSpec, bytes_column, column, count, text_column, word_column
+
+RUNS: Final = TableSpec("runs", "Runs side by side", "A row per run, in the given order.", (
+    RUN,
+    text_column("path", "path", "Log directory."),
+    word_column("id", "id", "Identifier of the run."),
+    text_column("job", "job", 'What was trained; "" if it was not captured.'),
+    count("ranks_seen", "ranks", "Ranks that left a log."),
+    count("world_size", "world size", "Ranks of the job; missing if not known."),
+    count("steps", "steps", "Training steps in the log."),
+    *(replace(each, meaning=f"{each.meaning[:-1]}, in a training step.") for each in PER_RANK),
+    count("differing_steps", "", "Steps whose calls or payload differ from the median."),
+    column("fraction", format_small_share, "tracing_share", "tracing cost",
+        "Share of the run's time that tracing cost, mean over the processes.", optional=True),
+), {
+    "terminal": "run ranks_seen steps calls_per_rank payload_bytes_per_rank wire_bytes_per_rank tracing_share",
+    "page": "run job ranks_seen steps calls_per_rank payload_bytes_per_rank wire_bytes_per_rank tracing_share",
+})  # fmt: skip
+RUNS_BY_OPERATION: Final = TableSpec("runs_by_operation", "Operations of runs side by side",
+    "A row per run, part and operation.", (
+    RUN,
+    word_column("part", "part", '"whole run", start-up included, or "training step".'),
+    OP, *PER_RANK,
+))  # fmt: skip
+RUNS_PREDICTED: Final = TableSpec("runs_predicted", "Wire bytes of the closed form, and recorded", "A row per run.", (
+    RUN,
+    bytes_column("predicted_bytes", "predicted", "Wire bytes of a rank's step by the closed form."),
+    bytes_column("measured_bytes", "recorded", "Wire bytes of a rank's step in the log; missing if not predicted."),
+))  # fmt: skip
+RUNS_BY_ROLE: Final = TableSpec("runs_by_role", "Parallel dimensions of runs side by side",
+    "A row per run and dimension, whole runs.", (
+    ROLE, RUN, *PER_RANK[1:],
+))  # fmt: skip
+RUNS_PREDICTED_BY_ROLE: Final = TableSpec("runs_predicted_by_role",
+    "Wire bytes of the closed form, and recorded, by parallel dimension",
+    "A row per run and dimension that has a closed form.", (
+    RUN, ROLE,
+    text_column("form", "form", "The closed form."),
+    bytes_column("predicted_bytes", "predicted",
+        "Wire bytes of a step by the closed form: of one rank, or of all stages of a pipeline."),
+    bytes_column("measured_bytes", "recorded", "Wire bytes of a step in the log, counted likewise."),
+))  # fmt: skip
+TABLES: Final = (RUNS, RUNS_BY_OPERATION, RUNS_PREDICTED, RUNS_BY_ROLE, RUNS_PREDICTED_BY_ROLE)
 
 FULL_RUN, TRAINING_STEP = "whole run", "training step"
 
@@ -42,7 +87,7 @@ def compare(runs: Mapping[str, Run], tables: Mapping[str, NamedTables] | None = 
         "runs_by_operation": pd.concat([_operations(*run_arguments) for run_arguments in arguments], ignore_index=True),
         "runs_predicted": predicted.astype({"predicted_bytes": float, "measured_bytes": float}),
         "runs_by_role": pd.concat([_roles(*run_arguments) for run_arguments in arguments], ignore_index=True),
-        "runs_predicted_by_role": pd.DataFrame(by_role, columns=TABLES["runs_predicted_by_role"].column_names),
+        "runs_predicted_by_role": pd.DataFrame(by_role, columns=RUNS_PREDICTED_BY_ROLE.column_names),
     }
 
 

@@ -30,8 +30,8 @@ from .spec_table import spec_table
 MAX_LIST_ITEMS: Final = 12
 """Number of items shown of a list; the others are counted."""
 
-_IDENTITY: Final = ("job", "log", "ranks")
-"""Facts printed at the top of the report; the others are in section "log"."""
+_IDENTITY: Final = ("run", "job", "log", "ranks")
+"""Facts printed at the top of the report, the first as its title; the others are in section "log"."""
 
 _LABEL_WIDTH: Final = 14
 _BAR_WIDTH: Final = 16
@@ -60,7 +60,7 @@ def render(
     for section in SECTIONS:
         yield from (paragraph(text, width, first="! ", style="bold red") for text in section.alarms(tables))
     run_facts = facts(run, tables)
-    for name in _IDENTITY:
+    for name in _IDENTITY[1:]:
         if name in run_facts:
             yield paragraph(run_facts[name], width, first=name.ljust(_LABEL_WIDTH))
     for section in SECTIONS:

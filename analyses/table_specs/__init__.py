@@ -14,16 +14,16 @@ from collections.abc import Mapping
 from typing import Final
 
 from .report_specs import NETWORK_TABLES, REPORT_TABLES
-from .several_runs_specs import COMPARISON_TABLES, DIFFERENCE_TABLES, SCALING_TABLES
+from .several_runs_specs import DIFFERENCE_TABLES, SCALING_TABLES
 from .spec import TableSpec
 from .step_time_specs import STEP_TIME_FIGURE_TABLES
 
-__all__ = ["COMPARISON_TABLES", "DIFFERENCE_TABLES", "SCALING_TABLES", "TABLES"]
+__all__ = ["DIFFERENCE_TABLES", "SCALING_TABLES", "TABLES"]
 
 TABLES: Final[Mapping[str, TableSpec]] = {
     spec.name: spec
     for specs in (
-        REPORT_TABLES, STEP_TIME_FIGURE_TABLES, NETWORK_TABLES, COMPARISON_TABLES, DIFFERENCE_TABLES, SCALING_TABLES,
+        REPORT_TABLES, STEP_TIME_FIGURE_TABLES, NETWORK_TABLES, DIFFERENCE_TABLES, SCALING_TABLES,
     )
     for spec in specs
 }  # fmt: skip

@@ -24,7 +24,8 @@ import commtrace
 from commtrace.cli import main
 
 directory, folder, table = sys.argv[1:]
-for name, options in (("text", ["--sections", "all"]), ("json", ["--json"]), ("page", ["--html", f"{folder}/page", "--force"])):
+page = ["--html", f"{folder}/page", "--force"]
+for name, options in (("text", ["--sections", "all"]), ("json", ["--json"]), ("page", page)):
     sys.stdout = open(f"{folder}/{name}.out", "w")
     assert main(["report", directory, *options]) == 0
 sys.stdout = sys.__stdout__

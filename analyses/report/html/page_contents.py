@@ -98,7 +98,8 @@ def _with_blocks(section: PageSection, blocks: Sequence[Block]) -> PageSection:
     notes = [": ".join(filter(None, (block.title, block.text))) for block in blocks if isinstance(block, Paragraph)]
     if len(tables) == 1 and not section.tables and not section.drawings:
         tables = [("", tables[0][1])]
-        notes = [f"{block.title}." for block in blocks if _is_table(block) and block.title] + notes
+        titles = (block.title for block in blocks if _is_table(block))
+        notes = [f"{title}." for title in titles if title not in ("", section.title)] + notes
     return replace(
         section,
         notes=[*section.notes, *notes],
