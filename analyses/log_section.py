@@ -27,7 +27,7 @@ from .coverage import BLIND_SPOTS, COVERAGE, FILE_PROBLEMS, NOTES, PROCESSES, ST
 from .dry_run_effects import failures, uncomputed_values, unwritten_files
 from .grouping import rows_of
 from .job_summary import summarize_job
-from .sections import Block, Facts, Listing, Report, Section, Tables
+from .sections import Block, Listing, NamedTexts, Report, Section, Tables
 from .tracing_cost import describe_cost
 
 
@@ -191,7 +191,7 @@ def recorder_line(processes: pd.DataFrame) -> str:
 
 
 def _show(report: Report) -> Iterator[Block]:
-    yield Facts(facts(report.run, report.tables))
+    yield NamedTexts(facts(report.run, report.tables))
     for title, texts in log_lists(report.run, report.tables).items():
         yield Listing(texts, title)
 

@@ -85,14 +85,14 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Facts:
+class NamedTexts:
     """Texts by name."""
 
     texts: Mapping[str, str]
     title: str = ""
 
 
-Block: TypeAlias = Paragraph | ShownTable | ShownCells | Listing | Facts
+Block: TypeAlias = Paragraph | ShownTable | ShownCells | Listing | NamedTexts
 
 
 def _no_sentences(tables: Tables) -> Iterator[str]:

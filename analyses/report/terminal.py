@@ -13,8 +13,8 @@ from commtrace.analyses.analysis_catalog import SECTIONS
 from commtrace.analyses.log_section import facts
 from commtrace.analyses.sections import (
     Block,
-    Facts,
     Listing,
+    NamedTexts,
     Paragraph,
     Report,
     Section,
@@ -31,7 +31,7 @@ MAX_LIST_ITEMS: Final = 12
 """Number of items shown of a list; the others are counted."""
 
 _IDENTITY: Final = ("run", "job", "log", "ranks")
-"""Facts printed at the top of the report, the first as its title; the others are in section "log"."""
+"""NamedTexts printed at the top of the report, the first as its title; the others are in section "log"."""
 
 _LABEL_WIDTH: Final = 14
 _BAR_WIDTH: Final = 16
@@ -116,7 +116,7 @@ def _block(block: Block, width: int) -> Iterator[RenderableType]:
             yield text_table(block.columns, block.cells, width)
         case Listing():
             yield from _items(block.texts, width)
-        case Facts():
+        case NamedTexts():
             for name, text in block.texts.items():
                 if name not in _IDENTITY:
                     yield paragraph(text, width, first=name.ljust(_LABEL_WIDTH))

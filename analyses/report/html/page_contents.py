@@ -14,8 +14,8 @@ from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.job_summary import summarize_job
 from commtrace.analyses.sections import (
     Block,
-    Facts,
     Listing,
+    NamedTexts,
     Paragraph,
     Report,
     Section,
@@ -104,7 +104,7 @@ def _with_blocks(section: PageSection, blocks: Sequence[Block]) -> PageSection:
         section,
         notes=[*section.notes, *notes],
         tables=[*section.tables, *tables],
-        facts=[fact for block in blocks if isinstance(block, Facts) for fact in block.texts.items()],
+        facts=[fact for block in blocks if isinstance(block, NamedTexts) for fact in block.texts.items()],
         lists=[(block.title, block.texts) for block in blocks if isinstance(block, Listing)],
     )
 
