@@ -17,7 +17,7 @@ from commtrace.patching import Wrapper, around
 from commtrace.schema import Phase
 
 # Positions in `Progress.cells`, the same as in struct Progress of hooks/native/progress.h.
-_STEP, _MICRO_BATCH, _MARK, _FINISHED, _BY_PROGRAM = range(5)
+_STEP, _MICRO_BATCH, _MARK, _FINISHED, _BY_PROGRAM, _REDUCES_GRADIENTS = range(6)
 _UNMARKED: Final = -1
 
 
@@ -29,13 +29,13 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.cells: Final = array("i", [0] * 5)
+        self.cells: Final = array("i", [0] * 6)
         self.reset()
 
     def reset(self) -> None:
         """Reset to the state before the first step, without marks."""
         self.marks: list[Phase] = []
-        for cell, value in ((_STEP, -1), (_MICRO_BATCH, -1), (_MARK, _UNMARKED), (_FINISHED, 1), (_BY_PROGRAM, 0)):
+        for cell, value in enumerate((-1, -1, _UNMARKED, 1, 0, 0)):
             self.cells[cell] = value
 
     @property
@@ -51,6 +51,15 @@ class Progress:
     @micro_batch.setter
     def micro_batch(self, number: int) -> None:
         self.cells[_MICRO_BATCH] = number
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether the program has models whose gradients C++ code reduces within autograd: DDP's reducer."""
+        return bool(self.cells[_REDUCES_GRADIENTS])
+
+    @reduces_gradients.setter
+    def reduces_gradients(self, reduces: bool) -> None:
+        self.cells[_REDUCES_GRADIENTS] = reduces
 
     @property
     def between_steps(self) -> bool:

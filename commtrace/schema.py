@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum, IntFlag
+from enum import Enum, IntEnum, IntFlag
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -37,7 +37,7 @@ RECORD: Final = np.dtype(
         ("local", "<i8"),  # bytes of the payload that never leave this rank (its own share or split)
         ("seq", "<u4"),  # n-th collective of the group; point-to-point: n-th of (group, source, destination, tag)
         ("group", "<u4"),  # row of the groups table
-        ("site", "<u4"),  # row of the sites table, 0: not recorded
+        ("site", "<u4"),  # row of the sites table: call site and purpose; 0: not recorded
         ("step", "<i4"),  # training step, -1: before the first one
         ("micro_batch", "<i4"),  # micro-batch within the step, -1: not known
         ("peer", "<i4"),  # global rank of root, source or destination, -1: none
@@ -112,15 +112,44 @@ def flags_label(bits: int) -> str:
     return "|".join(str(flag.name).lower() for flag in Flag if bits & flag.value)
 
 
+class Purpose(Enum):
+    """Why a call was made, as the library that made it knows it. Rows of the sites table have the value."""
+
+    PROGRAM = "the program's own"  # a line of the program made it, and no library knows more
+    PARAMETERS_AT_START = "parameters distributed at start"
+    PARAMETERS_FORWARD = "parameters gathered for forward"
+    PARAMETERS_BACKWARD = "parameters gathered for backward"
+    PARAMETERS_RECOMPUTATION = "parameters gathered for recomputation"
+    PARAMETERS_ON_REQUEST = "parameters gathered on request"
+    GRADIENTS = "gradients reduced"
+    USED_PARAMETERS = "used parameters exchanged"  # DDP with find_unused_parameters
+    GRADIENT_NORM = "gradient norm"
+    BUFFERS = "buffers broadcast"
+    OPTIMIZER = "optimizer step"
+    ACTIVATIONS = "activations"
+    ACTIVATIONS_RECOMPUTED = "activations recomputed"
+    ACTIVATION_GRADIENTS = "activation gradients"
+    TENSORS = "distributed tensors outside of the model"  # full_tensor() or redistribute() by the program
+    LOSS = "loss"
+    PIPELINE_ACTIVATIONS = "pipeline activations"
+    PIPELINE_GRADIENTS = "pipeline gradients"
+    CHECKPOINT_SAVED = "checkpoint saved"
+    CHECKPOINT_LOADED = "checkpoint loaded"
+    STATE_DICT = "state dict"
+    RANDOM_STATE = "random state"
+    OBJECTS = "objects exchanged"
+    MODEL_CHECKED = "model compared between ranks"
+
+
 WITHOUT_RECORD: Final = ("dropped", "removed", "lost", "unrecorded")
 """Counters (table `stats`) of the calls of a process that are missing from its log."""
 
 # Columns of the event table (`Run.events()`, `commtrace export`): public, in this order, under EVENT_TABLE_VERSION.
-EVENT_TABLE_VERSION: Final = 1
+EVENT_TABLE_VERSION: Final = 2
 EVENT_COLUMNS: Final = (
     "rank", "op", "variant", "api", "group", "group_ranks", "group_size", "role", "dtype", "payload_bytes",
     "wire_bytes", "peer", "tag", "seq", "t_begin_ns", "t_return_ns", "t_wait_ns", "t_start_ns", "t_end_ns",
-    "step", "micro_batch", "phase", "site", "state", "flags",
+    "step", "micro_batch", "phase", "site", "state", "flags", "purpose",
 )  # fmt: skip
 
 COPIED_COLUMNS: Final = {

@@ -9,7 +9,7 @@ from commtrace.progress import progress
 from commtrace.recording.recorder import Recorder
 from commtrace.schema import Phase
 
-from . import call_site
+from . import call_site, purposes
 from .call_site import CallSites
 
 _FORWARD, _BACKWARD, _INIT, _OPTIMIZER, _EVALUATION = (
@@ -47,13 +47,17 @@ class CallContext:
     def __init__(self, recorder: Recorder) -> None:
         self.sites: Final = CallSites(recorder.tables)
         self._records_sites = recorder.sites
-        self._last_backward = _NO_TASK, 0  # pass and call site, on a thread without Python frames
+        self._last_backward = _NO_TASK, 0, 0  # pass, purpose and call site, on a thread without Python frames
 
-    def find(self, depth: int) -> tuple[int, int, int]:
+    def find(self, depth: int, reducer: int = 0) -> tuple[int, int, int]:
         """Return the call site, phase and frame properties of the call `depth` frames up.
 
         The first forward or backward pass after a finished step begins the next step, unless it
         belongs to an evaluation.
+
+        Args:
+            depth: Number of frames of the hook itself to skip.
+            reducer: Purpose of the call if C++ code makes it within autograd.
         """
         marks = progress.marks
         task = _graph_task()
@@ -63,7 +67,7 @@ class CallContext:
             phase = int(marks[-1]) if marks else -1
         site = frame_flags = 0
         if phase < 0 or self._records_sites:
-            site, frame_flags = self.sites.find(depth + 1, deep=phase < 0)
+            site, frame_flags = self.sites.find(depth + 1, deep=phase < 0, reducer=reducer)
         if phase < 0:
             if frame_flags & call_site.FORWARD:
                 phase = _FORWARD
@@ -77,13 +81,13 @@ class CallContext:
         if not self._records_sites:
             site = 0
         elif not site and task != _NO_TASK:
-            site = self._site_of_backward(task)
+            site = self._site_of_backward(task, purposes.current() or reducer)
         return site, phase, frame_flags
 
     def _trains(self) -> bool:
         return _is_grad_enabled() or self.sites.in_training()
 
-    def _site_of_backward(self, task: int) -> int:
-        if self._last_backward[0] != task:
-            self._last_backward = task, self.sites.find_backward_site()
-        return self._last_backward[1]
+    def _site_of_backward(self, task: int, purpose: int) -> int:
+        if self._last_backward[:2] != (task, purpose):
+            self._last_backward = task, purpose, self.sites.find_backward_site(purpose)
+        return self._last_backward[2]

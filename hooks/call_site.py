@@ -1,9 +1,12 @@
-"""Call sites: the line of the program that made a call, and properties of the frames above it.
+"""Call sites: the line of the program that made a call and its purpose, and properties of the frames above it.
 
 The call site is the innermost line that is not in a wrapper: DeepSpeed's reducer rather than
 `deepspeed.comm.all_reduce`, the user's `loss.backward()` rather than autograd's. Frames are
 classified once per code object, so a walk is cheap. Where a library makes all calls of an operation
 on one line (Megatron's mappings of tensor parallelism), its caller's line is part of the call site.
+
+The purpose (`purposes`) is part of the row: a line makes calls for few purposes, so a record needs no
+field for it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from typing import Any, Final
 
 import commtrace
 from commtrace.recording.table_writer import TableWriter
+from commtrace.schema import Purpose
+
+from . import purposes
 
 # Properties of a frame, as bits; the same as in hooks/native/frames.h.
 WRAPPER: Final = 1  # passes a call on; not a call site
@@ -27,13 +33,11 @@ HANDLE: Final = 16  # sends or receives a message and returns a handle
 BLOCKING: Final = 32  # sends or receives a message and waits for it
 BACKWARD: Final = 64  # runs autograd
 SHARED: Final = 128  # makes calls for many lines of the program: its caller is part of the site
+DISPATCH: Final = 256  # handles a call that torch's C++ code has made: a dispatch mode, or a kernel of ours
 
 # Path prefixes of wrappers, relative to the packages' root.
 _WRAPPERS: Final = (
     "<eval_with_key>",
-    "commtrace/dryrun/",
-    "commtrace/hooks/",
-    "commtrace/patching.py",
     "contextlib.py",
     "deepspeed/comm/",
     "deepspeed/runtime/compiler.py",
@@ -43,13 +47,11 @@ _WRAPPERS: Final = (
     "functools.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
     "mpi4py/util/",
-    "torch/_compile.py",
     "torch/_dynamo/",
     "torch/_functorch/",
     "torch/_higher_order_ops/",
     "torch/_inductor/",
     "torch/_library/",
-    "torch/_ops.py",
     "torch/_tensor.py",
     "torch/autograd/",
     "torch/distributed/_functional_collectives.py",
@@ -65,7 +67,7 @@ _WRAPPERS: Final = (
     "torch/overrides.py",
     "torch/utils/_contextlib.py",
     "torch/utils/_device.py",
-    "torch/utils/_python_dispatch.py",
+    "torch/utils/checkpoint.py",
     "typing_extensions.py",
 )
 
@@ -74,6 +76,9 @@ _WRAPPER_FUNCTIONS: Final = frozenset(
     {
         ("deepspeed/runtime/comm/coalesced_collectives.py", "_torch_reduce_scatter_fn"),
         ("deepspeed/runtime/zero/partition_parameters.py", "_dist_allgather_fn"),
+        ("torch/distributed/pipelining/schedules.py", "_batch_p2p"),
+        ("torch/distributed/pipelining/schedules.py", "_sorted_batch_p2p"),
+        ("torch/distributed/pipelining/schedules.py", "<listcomp>"),  # in _batch_p2p
     }
 )
 
@@ -91,8 +96,21 @@ _PROPERTIES: Final = {
     ("torch/autograd/graph.py", "_engine_run_backward"): BACKWARD,
 }
 
+# Methods of dispatch modes and tensor subclasses of any library, and files that call them.
+_DISPATCH_FUNCTIONS: Final = ("__torch_dispatch__", "__torch_function__")
+_DISPATCH_FILES: Final = (
+    "commtrace/dryrun/",
+    "commtrace/hooks/",
+    "commtrace/patching.py",
+    "torch/_compile.py",
+    "torch/_ops.py",
+    "torch/utils/_python_dispatch.py",
+)
+
 # Files of SHARED functions, in any folder. `backward` is not SHARED: autograd calls it.
 _SHARED_FILES: Final = ("megatron/mpu/mappings.py", "megatron/core/tensor_parallel/mappings.py")
+
+_PROGRAM: Final = purposes.number(Purpose.PROGRAM)
 
 # Limits memory in programs that create code at run time (exec, torch.fx).
 _MAX_CODES: Final = 50_000
@@ -109,13 +127,14 @@ class CallSites:
         self.cleared: list[Callable[[], object]] = []
         """Listeners, called when code objects are released: their addresses may then be reused."""
 
-    def find(self, depth: int, *, deep: bool) -> tuple[int, int]:
+    def find(self, depth: int, *, deep: bool, reducer: int = 0) -> tuple[int, int]:
         """Find the call site of the call `depth` frames up.
 
         Args:
             depth: Number of frames of the hook itself to skip.
             deep: Continue above the call site, to the first frame that calls a module or steps an
                 optimizer.
+            reducer: Purpose of the call if C++ code makes it within autograd.
 
         Returns:
             The site's row (0: the thread has no Python frame) and the properties of all frames that were walked, as
@@ -126,12 +145,14 @@ class CallSites:
         except ValueError:
             return 0, 0
         kinds = self._kinds
-        frame, frame_flags, kind = innermost, 0, 0
+        frame, frame_flags, kind, first = innermost, 0, 0, DISPATCH
         while frame is not None:
             code = frame.f_code
             known = kinds.get(id(code))
             kind = known[1] if known is not None else self.classify(code)
             frame_flags |= kind
+            if first & DISPATCH:
+                first = kind
             if not kind & WRAPPER:
                 break
             frame = frame.f_back
@@ -139,12 +160,15 @@ class CallSites:
         while caller is not None and (kind := self.classify(caller.f_code)) & (WRAPPER | SHARED):
             frame_flags |= kind
             caller = caller.f_back
+        purpose = purposes.current()
+        if not purpose:
+            purpose = purposes.OBJECTS if frame_flags & OBJECT else reducer if first & BACKWARD else 0
         while deep and frame is not None and not frame_flags & (FORWARD | OPTIMIZER):
             code = frame.f_code
             known = kinds.get(id(code))
             frame_flags |= known[1] if known is not None else self.classify(code)
             frame = frame.f_back
-        return self.number(site_frame, caller), frame_flags
+        return self.number(site_frame, caller, purpose), frame_flags
 
     def in_training(self) -> bool:
         """Return whether the outermost module that is being called is in training mode.
@@ -163,19 +187,19 @@ class CallSites:
             frame = frame.f_back
         return getattr(getattr(module, "module", module), "training", False) is True
 
-    def find_backward_site(self) -> int:
+    def find_backward_site(self, purpose: int) -> int:
         """Return the call site of a call on an autograd thread, which has no Python frame.
 
         It is the line of the thread that waits for autograd.
         """
         own = threading.get_ident()
         for thread, frame in sys._current_frames().items():
-            site, frame_flags = (0, 0) if thread == own else self._site_above(frame)
+            site, frame_flags = (0, 0) if thread == own else self._site_above(frame, purpose)
             if frame_flags & BACKWARD:
                 return site
         return 0
 
-    def _site_above(self, frame: FrameType | None) -> tuple[int, int]:
+    def _site_above(self, frame: FrameType | None, purpose: int) -> tuple[int, int]:
         frame_flags = 0
         while frame is not None:
             kind = self.classify(frame.f_code)
@@ -183,7 +207,7 @@ class CallSites:
             if not kind & WRAPPER:
                 break
             frame = frame.f_back
-        return self.number(frame) if frame_flags & BACKWARD else 0, frame_flags
+        return self.number(frame, None, purpose) if frame_flags & BACKWARD else 0, frame_flags
 
     def classify(self, code: CodeType) -> int:
         """Return the properties of frames of this code, as bits."""
@@ -198,20 +222,24 @@ class CallSites:
             known = self._kinds[id(code)] = code, _classify(code)
         return known[1]
 
-    def number(self, frame: FrameType | None, caller: FrameType | None = None) -> int:
-        """Return the row of a frame's line, with its caller's line if given; 0 without a frame."""
+    def number(self, frame: FrameType | None, caller: FrameType | None = None, purpose: int = 0) -> int:
+        """Return the row of a frame's line, with its caller's line if given, and a purpose; 0 without a frame."""
         if frame is None:
             return 0
-        key: tuple[int, ...] = id(frame.f_code), frame.f_lasti
+        key: tuple[int, ...] = id(frame.f_code), frame.f_lasti, purpose
         if caller is not None:
             key = *key, id(caller.f_code), caller.f_lasti
         number = self._sites.get(key)
         if number is None:
             row = self._line(frame)
-            values = tuple(row.values())
+            values = *row.values(), purpose
             if caller is not None:
                 row["caller"] = self._line(caller)
                 values += tuple(row["caller"].values())
+            if purpose:
+                row["purpose"] = purposes.facts(purpose)
+            elif not _below_packages(row["file"].replace("\\", "/")):
+                row["purpose"] = purposes.facts(_PROGRAM)  # of a library's own line, nothing is known
             # Several instructions of one line are one call site.
             number = self._sites[key] = self._tables.row_id("sites", values, lambda: row)
         return number
@@ -228,6 +256,8 @@ def _classify(code: CodeType) -> int:
     if file.endswith(_SHARED_FILES) and code.co_name != "backward":
         return SHARED
     path = _below_packages(file)
+    if code.co_name in _DISPATCH_FUNCTIONS or path.startswith(_DISPATCH_FILES):
+        return WRAPPER | DISPATCH
     if not path.startswith(_WRAPPERS) and (path, code.co_name) not in _WRAPPER_FUNCTIONS:
         return 0
     return WRAPPER | _PROPERTIES.get((path, code.co_name), 0)

@@ -20,12 +20,14 @@ from commtrace.volume import wire_bytes
 from .group_roles import role_from_description
 from .log import Log
 from .process_reader import Process
-from .table_reader import ProcessTables, RecordedGroup, integer_or_none
+from .table_reader import ProcessTables, RecordedGroup, Site, integer_or_none
 
 Array: TypeAlias = npt.NDArray[Any]
 
 UNKNOWN: Final = "unknown"
 """Label of an id without a row in the tables."""
+NOT_RECORDED: Final = "not recorded"
+"""Purpose of calls of which none was recorded."""
 
 _KIND_LABELS: Final = ("op", "variant", "api", "dtype", "reduce_op")
 # Columns of the event table that are text there and ids in records, with the record field of the id.
@@ -34,6 +36,7 @@ LABEL_COLUMNS: Final = {
     **dict.fromkeys(("group", "group_ranks"), "group"),
     # role: of the group, or of its point-to-point messages (`RunLabels.ids`)
     **{name: name for name in ("role", "site", "phase", "state", "flags")},
+    "purpose": "site",
 }
 
 
@@ -86,6 +89,7 @@ class RunLabels:
             "group_ranks": _by_id(group.ranks_label for group in groups),
             "role": np.array([*role_labels, *message_roles.values()], object),
             "site": _by_id((site.label(self.files) for site in self.sites.values()), first=""),
+            "purpose": _by_id(map(_purpose_label, self.sites.values()), first=NOT_RECORDED),
             "phase": _member_labels(Phase),
             "state": _member_labels(State),
             "flags": np.array([*map(flags_label, range(256))], object),
@@ -204,6 +208,10 @@ def _positions(known: Array, ids: Array) -> Array:
 def _clock_offset(process: Mapping[str, object]) -> int | None:
     unix, mono = (integer_or_none(process.get(name)) for name in ("unix_ns", "mono_ns"))
     return None if unix is None or mono is None else unix - mono
+
+
+def _purpose_label(site: Site) -> str:
+    return NOT_RECORDED if site.purpose is None else site.purpose.name
 
 
 def group_label(group: RecordedGroup) -> str:

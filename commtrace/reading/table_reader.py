@@ -50,13 +50,22 @@ class RecordedGroup:
         return _ranks_label(self.members)
 
 
+class CallPurpose(NamedTuple):
+    """Why calls were made: the name of a `schema.Purpose`, and facts such as the module."""
+
+    name: str
+    facts: tuple[tuple[str, str | int], ...] = ()
+
+
 class Site(NamedTuple):
-    """A call site, with its caller if it is in a helper that many lines call."""
+    """A call site, with its caller if it is in a helper that many lines call, and the purpose of its calls."""
 
     file: str
     line: int
     function: str
     caller: Site | None = None
+    purpose: CallPurpose | None = None
+    """None: not recorded."""
 
     def lines(self) -> Iterator[Site]:
         """Yield the line, then its caller if there is one."""
@@ -161,7 +170,13 @@ def _group(row: Row) -> RecordedGroup:
 
 def _site(row: Row) -> Site:
     caller = _site(row["caller"]) if "caller" in row else None
-    return Site(str(row["file"]), int(row.get("line") or 0), str(row.get("function") or ""), caller)
+    purpose = _purpose(row["purpose"]) if "purpose" in row else None
+    return Site(str(row["file"]), int(row.get("line") or 0), str(row.get("function") or ""), caller, purpose)
+
+
+def _purpose(row: Row) -> CallPurpose:
+    facts = tuple((str(name), value if type(value) is int else str(value)) for name, value in row.items())
+    return CallPurpose(str(row["name"]), tuple(fact for fact in facts if fact[0] != "name"))
 
 
 def _kind(row: Row) -> Kind:

@@ -9,8 +9,9 @@
 namespace commtrace {
 
 // Properties of frames, the bits of hooks/call_site.py.
-enum Seen : uint8_t {
-  kWrapper = 1, kObject = 2, kForward = 4, kOptimizer = 8, kHandle = 16, kBlocking = 32, kShared = 128
+enum Seen : uint16_t {
+  kWrapper = 1, kObject = 2, kForward = 4, kOptimizer = 8, kHandle = 16, kBlocking = 32, kBackward = 64, kShared = 128,
+  kDispatch = 256
 };
 
 // One frame. `where` uniquely identifies the instruction that it executes.

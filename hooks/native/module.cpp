@@ -142,6 +142,7 @@ Plan plan_of(const py::handle& op, int number) {
   plan.output_at = at("output_at"), plan.sample_at = at("sample_at");
   plan.coalesced = flag("coalesced"), plan.blocking = flag("blocking"), plan.message = flag("point_to_point");
   plan.send = operation == "send", plan.barrier = operation == "barrier";
+  plan.all_reduce = operation == "all_reduce";
   return plan;
 }
 
@@ -195,5 +196,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("replace_wait", &replace_wait);
   m.def("note_completed", &note_completed);
   m.def("layout", &layout);
+  m.def("set_purpose", [](uint32_t purpose) { thread_purpose = purpose; });
   m.def("crossing", &crossing, py::call_guard<py::gil_scoped_release>());
 }

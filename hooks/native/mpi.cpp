@@ -155,22 +155,29 @@ PyObject* counter_of(Group& group, int peer, int tag, bool sends) {
 
 // ---- call site and phase ----------------------------------------------------------------------------------------------
 
-// Calls a method of MpiRows with the frame at this depth and its caller's (-1: none). -1 if it raises.
-int64_t look_up(const char* method, int depth, int caller = -1) {
-  state.lookups++;
-  const Ref frame(frame_object(depth)), caller_frame(caller < 0 ? nullptr : frame_object(caller));
-  if (!frame) return -1;
-  const int64_t result =
-      number(PyObject_CallMethod(state.rows, method, caller_frame ? "OO" : "O", frame.get(), caller_frame.get()));
-  if (result < 0) PyErr_Clear();
-  return result;
+// Returns a result of a method of MpiRows; -1 if it raises.
+int64_t looked_up(PyObject* result) {
+  const int64_t value = number(result);
+  if (value < 0) PyErr_Clear();
+  return value;
 }
 
-CallSite find_site(bool deep) {
-  return state.known_sites.find(
-      deep, state.sites, [](int depth) { return look_up("classify", depth); },
-      [](int depth, int caller) { return look_up("site", depth, caller); });
+// Looks up the properties of the frame at this depth.
+int64_t classify(int depth) {
+  state.lookups++;
+  const Ref frame(frame_object(depth));
+  return frame ? looked_up(PyObject_CallMethod(state.rows, "classify", "O", frame.get())) : -1;
 }
+
+// Looks up the row of a call site, given by the depth of its frame and of its caller's (-1: none), and a purpose.
+int64_t site_of(int depth, int caller, uint32_t purpose) {
+  state.lookups++;
+  const Ref frame(frame_object(depth)), outer(caller < 0 ? Py_NewRef(Py_None) : frame_object(caller));
+  if (!frame || !outer) return -1;
+  return looked_up(PyObject_CallMethod(state.rows, "site", "OOI", frame.get(), outer.get(), purpose));
+}
+
+CallSite find_site(bool deep) { return state.known_sites.find(deep, state.sites, {}, classify, site_of); }
 
 // ---- one method -------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ struct Plan {
   Measure measure = nullptr;
   std::array<int, 3> about{-1, -1, -1};  // arguments that `measure` reads
   int group_at = -1, async_at = -1, reduce_op_at = -1, peer_at = -1, tag_at = -1, output_at = 0, sample_at = 0;
-  bool coalesced = false, blocking = false, message = false, send = false, barrier = false;
+  bool coalesced = false, blocking = false, message = false, send = false, barrier = false, all_reduce = false;
 };
 
 inline int64_t nbytes(const at::Tensor& tensor) {

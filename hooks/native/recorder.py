@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from commtrace.errors import CommtraceError
-from commtrace.hooks import recorder_setup
+from commtrace.hooks import purposes, recorder_setup
 from commtrace.hooks.recorder_setup import KernelBackend, count_fault
 from commtrace.hooks.torch import recording_kernels as torch_kernels
 from commtrace.hooks.torch import tracer as torch_tracer
@@ -77,6 +77,7 @@ def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
     if not _operators:
         _operators[:] = operators
         _library.install(operators, functional)
+    _patches.on_undo(purposes.mirror(_library.set_purpose))
     _library.arm(_begin)
     _patches.on_undo(_library.disarm)
 

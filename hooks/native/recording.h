@@ -31,18 +31,18 @@ class CallSites {
  public:
   explicit CallSites(const PythonRows& rows) : rows_(rows) {}
 
-  CallSite find(bool deep, bool numbered) {
+  CallSite find(bool deep, bool numbered, Marks marks) {
     std::optional<py::gil_scoped_acquire> gil;
     if (frames_need_gil()) gil.emplace();
     Cache& cache = cache_of_thread();
     return cache.sites.find(
-        deep, numbered,
+        deep, numbered, marks,
         [&](int depth) {
-          const int64_t kind = look_up("classify", depth);
+          const int64_t kind = classify(depth);
           cache.renew(epoch_.load(std::memory_order_acquire));  // Python may have released code objects
           return kind;
         },
-        [&](int depth, int caller) { return look_up("site", depth, caller); });
+        [&](int depth, int caller, uint32_t purpose) { return number(depth, caller, purpose); });
   }
 
   // Invalidates the caches of all threads: row numbers have changed, or code objects are no longer kept alive.
@@ -67,14 +67,21 @@ class CallSites {
     return *cache;
   }
 
-  // Calls a method of `Rows` with the frame at this depth and its caller's (-1: none). -1 if there is no result.
-  int64_t look_up(const char* method, int depth, int caller = -1) const {
+  // Returns the properties of the frame at this depth; -1: there is no result.
+  int64_t classify(int depth) const {
+    return rows_.look_up(int64_t{-1}, [&](const py::object& rows) -> int64_t {
+      const auto frame = py::reinterpret_steal<py::object>(frame_object(depth));
+      return frame ? rows.attr("classify")(frame).cast<int64_t>() : -1;
+    });
+  }
+
+  // Returns the row of a call site, given by the depth of its frame and of its caller's (-1: none), and a purpose.
+  int64_t number(int depth, int caller, uint32_t purpose) const {
     return rows_.look_up(int64_t{-1}, [&](const py::object& rows) -> int64_t {
       const auto frame = py::reinterpret_steal<py::object>(frame_object(depth));
       if (!frame) return -1;
-      const auto bound = rows.attr(method);
-      if (caller < 0) return bound(frame).cast<int64_t>();
-      return bound(frame, py::reinterpret_steal<py::object>(frame_object(caller))).cast<int64_t>();
+      const py::object outer = caller < 0 ? py::none() : py::reinterpret_steal<py::object>(frame_object(caller));
+      return rows.attr("site")(frame, outer, purpose).cast<int64_t>();
     });
   }
 
@@ -154,7 +161,6 @@ class Recording {
   // Needs the GIL. `ring` points to memory with the layout of commtrace.recording.ring.
   void open(char* ring, size_t dropped_at, size_t records_at, bool sites, bool device_times, Progress* cells) {
     for (auto& kind : kinds_) kind.store(0, std::memory_order_relaxed);
-    backward_.store(~0ULL);
     sites_wanted = sites;
     devices.open(device_times);
     progress = cells;
@@ -191,16 +197,7 @@ class Recording {
     });
   }
 
-  uint32_t site_of_backward(int task) {
-    const uint64_t known = backward_.load(std::memory_order_relaxed);
-    if (static_cast<int>(known >> 32) == task) return known & 0xffffffff;
-    return rows.call(uint32_t{0}, [&, since = now()](const py::object& python_rows) {
-      const auto [site, is_new] = python_rows.attr("site_of_backward")().cast<std::pair<uint32_t, bool>>();
-      if (is_new) note_lookup(since);
-      if (rows.current(python_rows)) backward_.store(static_cast<uint64_t>(task) << 32 | site, std::memory_order_relaxed);
-      return site;
-    });
-  }
+  uint32_t site_of_backward(int task, uint32_t purpose);
 
   // Whether the running forward pass belongs to training.
   bool trains() {
@@ -358,7 +355,6 @@ class Recording {
   std::shared_mutex groups_mutex_;
   std::unordered_map<c10d::ProcessGroup*, Group*> groups_;
   std::array<std::atomic<uint16_t>, kMostPlans * kTypes * kReduceOps> kinds_{};
-  std::atomic<uint64_t> backward_{~0ULL};
 };
 
 // The running recording; null if there is none.
@@ -375,6 +371,10 @@ struct Thread {
     c10d::ProcessGroup* pg = nullptr;
     Group* group = nullptr;
   } groups[16];
+  struct {
+    int task = -1;
+    uint32_t purpose = 0, site = 0;
+  } backward;  // the last backward pass, on a thread without Python frames
 
   static Thread& current(Recording& recording) {
     Thread& thread = current();
@@ -394,6 +394,20 @@ struct Thread {
     return thread;
   }
 };
+
+// The calling thread's mark, a number of hooks/purposes.py. Threads keep theirs between recordings.
+inline thread_local uint32_t thread_purpose = kNoPurpose;
+
+inline uint32_t Recording::site_of_backward(int task, uint32_t purpose) {
+  auto& last = Thread::current(*this).backward;
+  if (last.task == task && last.purpose == purpose) return last.site;
+  return rows.call(uint32_t{0}, [&, since = now()](const py::object& python_rows) {
+    const auto [site, is_new] = python_rows.attr("site_of_backward")(purpose).cast<std::pair<uint32_t, bool>>();
+    if (is_new) note_lookup(since);
+    if (rows.current(python_rows)) last = {task, purpose, site};
+    return site;
+  });
+}
 
 inline void note_lookup(int64_t ns) {
   int64_t& looked_up = Thread::current().looked_up;

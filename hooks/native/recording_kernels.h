@@ -140,13 +140,14 @@ static Group* group_of(Recording& recording, Thread& thread, const c10::IValue& 
 }
 
 // Finds the call site and sets the record's site, phase and step, as CallContext.find does in Python.
-static CallSite call_context(Recording& recording, Record& record) {
+static CallSite call_context(Recording& recording, Record& record, uint32_t reducer) {
   Progress& progress = *recording.progress;
   const int mark = progress.get(progress.mark), task = torch::autograd::get_current_graph_task_id();
   int phase = task == -1 || mark == kInit || mark == kEvaluation ? mark : kBackwardPhase;
   const bool by_frames = phase == kUnmarked;
+  const Marks marks{thread_purpose, reducer};
   CallSite seen;
-  if (by_frames || recording.sites_wanted) seen = recording.callsites.find(by_frames, recording.sites_wanted);
+  if (by_frames || recording.sites_wanted) seen = recording.callsites.find(by_frames, recording.sites_wanted, marks);
   if (by_frames) {
     const int default_phase = progress.get(progress.step) < 0 ? kInit : kOther;
     phase = seen.seen & kForward ? kForwardPhase : seen.seen & kOptimizer ? kOptimizerPhase : default_phase;
@@ -157,12 +158,21 @@ static CallSite call_context(Recording& recording, Record& record) {
     else
       phase = kEvaluation;
   }
-  if (recording.sites_wanted && seen.site == 0 && task != -1) seen.site = recording.site_of_backward(task);
+  if (recording.sites_wanted && seen.site == 0 && task != -1) 
+    seen.site = recording.site_of_backward(task, marks.purpose ? marks.purpose : reducer);
   record.phase = static_cast<uint8_t>(phase);
   record.step = progress.get(progress.step);
   record.micro_batch = progress.get(progress.micro_batch);
   record.site = seen.site;
   return seen;
+}
+
+// The purpose of a call if C++ code makes it within autograd, as _reducer_purpose returns it in Python.
+static uint32_t reducer_purpose(const Recording& recording, const Plan& plan, const at::Tensor* sample, bool functional) {
+  if (!plan.all_reduce || functional || sample == nullptr) return kNoPurpose;
+  if (!recording.progress->get(recording.progress->reduces_gradients)) return kNoPurpose;
+  const c10::ScalarType type = sample->scalar_type();
+  return c10::isFloatingType(type) || c10::isComplexType(type) ? kGradientsReduced : kUsedParameters;
 }
 
 static void set_address(const Plan& plan, Arguments args, Group& group, Record& record) {
@@ -177,7 +187,7 @@ static void set_address(const Plan& plan, Arguments args, Group& group, Record& 
   record.seq = plan.send ? group.message(own, record.peer, record.tag) : group.message(record.peer, own, record.tag);
 }
 
-static bool is_async(const Plan& plan, Arguments args, uint8_t seen, bool functional) {
+static bool is_async(const Plan& plan, Arguments args, uint16_t seen, bool functional) {
   if (!plan.message) return plan.async_at >= 0 && args[plan.async_at].toBool();
   // One operator serves blocking and non-blocking messages; the frames show which of the two a call is.
   return functional || ((seen & kHandle) && !(seen & kBlocking));
@@ -216,8 +226,8 @@ static bool record_call(Call& call, Thread& thread, Arguments args, const at::Te
     return false;
   }
   const Size size = plan.measure(plan, args, group->size, group->rank);
-  const CallSite seen = call_context(recording, record);
   const bool typed = sample != nullptr && !plan.barrier, functional = thread.functional > 0;
+  const CallSite seen = call_context(recording, record, reducer_purpose(recording, plan, sample, functional));
   const auto* reduce_op = plan.reduce_op_at < 0 ? nullptr : unboxed<c10d::ReduceOp>(args[plan.reduce_op_at]);
   record.kind = recording.kind(plan, typed ? static_cast<int>(sample->scalar_type()) : -1,
                                reduce_op == nullptr ? -1 : static_cast<int>(reduce_op->op_));

@@ -61,9 +61,9 @@ class Rows:
         return self.tracer.sites.classify(frame.f_code)
 
     @_default_on_error(0)
-    def site(self, frame: FrameType, caller: FrameType | None = None) -> int:
-        """Return the row of a frame's line, with its caller's line if that is part of the call site."""
-        return self.tracer.sites.number(frame, caller)
+    def site(self, frame: FrameType, caller: FrameType | None, purpose: int) -> int:
+        """Return the row of a frame's line and a purpose, with its caller's line if that is part of the call site."""
+        return self.tracer.sites.number(frame, caller, purpose)
 
     @_default_on_error(False)
     def in_training(self) -> bool:
@@ -71,8 +71,8 @@ class Rows:
         return self.tracer.sites.in_training()
 
     @_default_on_error((0, False))
-    def site_of_backward(self) -> tuple[int, bool]:
+    def site_of_backward(self, purpose: int) -> tuple[int, bool]:
         """Return the site of a call on one of autograd's own threads, and whether it is new."""
         tables = self.tracer.recorder.tables
         lookups = tables.lookups
-        return self.tracer.sites.find_backward_site(), tables.lookups != lookups
+        return self.tracer.sites.find_backward_site(purpose), tables.lookups != lookups

@@ -14,15 +14,21 @@ from typing import Any, Final
 
 import torch
 
+from commtrace.hooks import purposes
 from commtrace.hooks.recorder_setup import count_fault
 from commtrace.job_row import JobRow
 from commtrace.patching import Patches, around
+from commtrace.schema import Purpose
 
 from .captured_jobs import Jobs
 from .fsdp_job import describe, groups_of, roles
 from .passes import Passes
 
 STATES: Final = "torch.distributed.fsdp._fully_shard._fsdp_state"
+
+_PARAMETER_GROUPS: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_GATHERED_FOR: Final = {"FORWARD": Purpose.PARAMETERS_FORWARD, "PRE_BACKWARD": Purpose.PARAMETERS_BACKWARD}
+"""Name of a parameter group's training state -> why it gathers. In other states, the program has called `unshard`."""
 
 _patches = Patches()
 _rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
@@ -41,6 +47,10 @@ def install() -> None:
     _patches.wrap(state, "_lazy_init", _complete)
     _patches.wrap(state, "_register_pre_backward_hook", _end_forward)
     _patches.wrap(state, "_root_post_backward_final_callback", _end_backward)
+    group = getattr(sys.modules.get(_PARAMETER_GROUPS), "FSDPParamGroup", None)
+    if group is not None:
+        _patches.wrap(group, "unshard", purposes.marking_each(_purpose_of_gathering))
+        _patches.wrap(group, "post_backward", purposes.marking_each(_purpose_of_reducing))
     _patches.include(_roots, _passes)
     _patches.on_undo(_rows.clear)
     _patches.on_undo(_forwards.clear)
@@ -93,6 +103,17 @@ def _end_backward(original: Callable[..., None], self: Any, /) -> None:
             _passes.add(root, "backward")
     except Exception:
         count_fault()
+
+
+def _purpose_of_gathering(group: Any, *_: Any, **__: Any) -> int:
+    purpose = _GATHERED_FOR.get(group._training_state.name, Purpose.PARAMETERS_ON_REQUEST)
+    if purpose is Purpose.PARAMETERS_FORWARD and torch._C._current_graph_task_id() >= 0:
+        purpose = Purpose.PARAMETERS_RECOMPUTATION
+    return purposes.number(purpose, module=group._module_fqn or "")
+
+
+def _purpose_of_reducing(group: Any, *_: Any) -> int:
+    return purposes.number(Purpose.GRADIENTS, module=group._module_fqn or "")
 
 
 def _root(state: Any) -> Any:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 
 from commtrace import reduce_ops
-from commtrace.hooks import call_context, call_site
+from commtrace.hooks import call_context, call_site, purposes
 from commtrace.hooks.call_context import CallContext
 from commtrace.hooks.groups import Group
 from commtrace.hooks.recorder_setup import Tracers
@@ -139,7 +139,7 @@ class TorchTracer:
         group = self.groups.get(operator.group(args))
         payload, local, uneven = operator.measure(args, group.size, group.rank)
         peer, tag, seq = self._addressing(operator, args, group)
-        site, phase, frame_flags = self.context.find(2)
+        site, phase, frame_flags = self.context.find(2, _reducer_purpose(operator, tensor))
         batch = self.batches.of(group.number)
         flags = _flags(operator, args, frame_flags) | (_UNEVEN if uneven else 0)
         if batch is not None or operator.coalesced:
@@ -189,6 +189,13 @@ _tracers: Final = Tracers(TorchTracer)
 current: Final = _tracers.current
 ensure_tracer_of: Final = _tracers.ensure
 start_listeners: Final = _tracers.start_listeners
+
+
+def _reducer_purpose(operator: Operator, tensor: torch.Tensor | None) -> int:
+    """Return the purpose of a call if C++ code makes it within autograd; 0: not known."""
+    if not progress.reduces_gradients or tensor is None or operator.op != "all_reduce" or _in_functional():
+        return 0
+    return purposes.GRADIENTS if tensor.is_floating_point() or tensor.is_complex() else purposes.USED_PARAMETERS
 
 
 def _flags(operator: Operator, args: Sequence[Any], frame_flags: int) -> int:

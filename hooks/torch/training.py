@@ -6,21 +6,29 @@ Phases need no hook: autograd shows that a backward pass runs, and the frames ab
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from commtrace.hooks import purposes
 from commtrace.patching import Patches, around
 from commtrace.progress import progress
-from commtrace.schema import Phase
+from commtrace.schema import Phase, Purpose
 
 from .captured_jobs import Jobs
 from .ddp_job import describe
+
+_DDP_FUNCTIONS: Final = {
+    "_verify_param_shape_across_processes": Purpose.MODEL_CHECKED,
+    "_sync_module_states": Purpose.PARAMETERS_AT_START,
+}
+"""Functions that DDP calls when it is made."""
 
 _patches = Patches()
 
@@ -71,6 +79,10 @@ def install() -> None:
     _patches.on_undo(register_optimizer_step_pre_hook(steps.begin).remove)
     _patches.on_undo(register_optimizer_step_post_hook(steps.end).remove)
     _patches.wrap(DistributedDataParallel, "__init__", _init_ddp)
+    _patches.wrap(DistributedDataParallel, "_sync_buffers", purposes.marking(Purpose.BUFFERS))
+    _patches.wrap(DistributedDataParallel, "register_comm_hook", _register_comm_hook)
+    for name, purpose in _DDP_FUNCTIONS.items():
+        _patches.wrap(distributed, name, purposes.marking(purpose))
     _patches.include(_replicas)
 
 
@@ -79,9 +91,22 @@ uninstall = _patches.undo
 
 @around
 def _init_ddp(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
+    progress.reduces_gradients = True
     with progress.marked(Phase.INIT):
         original(self, *args, **kwargs)
     _replicas.add(self)
+
+
+@around
+def _register_comm_hook(original: Callable[..., None], self: Any, /, state: Any, hook: Callable[..., Any]) -> None:
+    """Mark the calls of a hook in Python that reduces a bucket. C++ code makes all other calls of the reducer."""
+
+    @functools.wraps(hook)
+    def marked(state: Any, bucket: Any) -> Any:
+        with purposes.Marked(purposes.number(Purpose.GRADIENTS, bucket=bucket.index())):
+            return hook(state, bucket)
+
+    original(self, state, marked)
 
 
 def _roles(replica: Any) -> Iterator[tuple[Any, str, str]]:

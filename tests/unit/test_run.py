@@ -69,6 +69,7 @@ def test_an_event(tmp_path: Path) -> None:
         "site": "deepspeed/runtime/engine.py:2711 allreduce_bucket",
         "state": "complete",
         "flags": "async|coalesced",
+        "purpose": "not recorded",
     }
 
 

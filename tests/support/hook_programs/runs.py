@@ -84,6 +84,7 @@ class Call:
     file: str
     line: int
     function: str
+    purpose: dict[str, Any]
 
     @property
     def ranks(self) -> list[int]:
@@ -119,6 +120,7 @@ class Log:
             file=site.get("file", ""),
             line=site.get("line", 0),
             function=site.get("function", ""),
+            purpose=site.get("purpose", {}),
         )
 
     def between(self, begin: int, end: int) -> list[Call]:

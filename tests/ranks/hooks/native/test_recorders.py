@@ -18,9 +18,9 @@ from hook_programs.runs import ENGINES, Log, null_work, ran, training
 
 from commtrace.schema import RECORD, Clock, State
 
-PROGRAMS = ("operators", "mixture", "plain", "train", "pipeline", "gpt_neox", "null_work")
-DEFAULT = ("operators", "gpt_neox")
-"""Every operator, and training by DDP and ZeRO."""
+PROGRAMS = ("operators", "mixture", "plain", "purposes", "train", "pipeline", "gpt_neox", "null_work")
+DEFAULT = ("operators", "purposes", "gpt_neox")
+"""Every operator, every purpose, and training by DDP and ZeRO."""
 
 
 def marked(programs: Sequence[str]) -> list[Any]:
@@ -40,6 +40,7 @@ def logs(program: str, recorder: str) -> list[Log]:
         "operators": lambda: ran(program, recorder, ranks=3),
         "mixture": lambda: ran(program, recorder),
         "plain": lambda: ran(program, recorder),
+        "purposes": lambda: ran(program, recorder),
         "pipeline": lambda: ran(program, recorder, deepspeed=True),
         "gpt_neox": lambda: ran(program, recorder, *ENGINES, deepspeed=True),
         "null_work": lambda: null_work(recorder),

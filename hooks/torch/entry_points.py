@@ -1,0 +1,73 @@
+"""Functions of torch whose calls have one purpose, whatever they call: gradient norms, checkpoints, the loss.
+
+Installed, module by module, when one of MODULES is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from commtrace.hooks import purposes
+from commtrace.patching import Patches
+from commtrace.schema import Purpose
+
+_CHECKPOINT: Final = "torch.distributed.checkpoint"
+_NORMS: Final = ("clip_grad_norm_", "clip_grad_norm", "get_total_norm", "clip_grads_with_norm_")
+
+MODULES: Final[Mapping[str, Mapping[str, Purpose]]] = {
+    "torch.nn.utils.clip_grad": dict.fromkeys((*_NORMS, "_get_total_norm"), Purpose.GRADIENT_NORM),
+    f"{_CHECKPOINT}.state_dict": dict.fromkeys(
+        (
+            *("get_model_state_dict", "get_optimizer_state_dict", "get_state_dict"),
+            *("set_model_state_dict", "set_optimizer_state_dict", "set_state_dict"),
+        ),
+        Purpose.STATE_DICT,
+    ),
+    f"{_CHECKPOINT}.state_dict_saver": dict.fromkeys(
+        ("save", "async_save", "save_state_dict", "_save_state_dict"), Purpose.CHECKPOINT_SAVED
+    ),
+    f"{_CHECKPOINT}.state_dict_loader": dict.fromkeys(
+        ("load", "load_state_dict", "_load_state_dict"), Purpose.CHECKPOINT_LOADED
+    ),
+    "torch.distributed.tensor.parallel.loss": dict.fromkeys(
+        ("_log_softmax", "_nll_loss_forward", "_nll_loss_and_log_softmax_backward"), Purpose.LOSS
+    ),
+}
+"""Module -> its functions. A function that this torch does not have is left out."""
+
+_EXPORTING: Final = (_CHECKPOINT, "torch.nn.utils")
+"""Packages that export some of these functions."""
+
+_patches: Final[dict[str, Patches]] = {name: Patches() for name in MODULES}
+
+
+def install() -> None:
+    """Mark the functions of the modules that are imported."""
+    for name, functions in MODULES.items():
+        patches = _patches[name]
+        if name in sys.modules and not patches:
+            for function, purpose in functions.items():
+                _wrap(patches, sys.modules[name], function, purpose)
+
+
+def uninstall() -> None:
+    """Restore everything."""
+    for patches in _patches.values():
+        patches.undo()
+
+
+def _wrap(patches: Patches, home: Any, name: str, purpose: Purpose) -> None:
+    original = vars(home).get(name)
+    if patches.wrap(home, name, purposes.marking(purpose)):
+        replacement = vars(home)[name]
+        _rebind(original, replacement)
+        patches.on_undo(_rebind, replacement, original)  # also where it was bound since: the package is still imported
+
+
+def _rebind(old: Any, new: Any) -> None:
+    """Replace a function in the packages that export it."""
+    for package in [sys.modules[name] for name in _EXPORTING if name in sys.modules]:
+        for name in [name for name, value in vars(package).items() if value is old]:
+            setattr(package, name, new)

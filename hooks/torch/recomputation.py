@@ -1,0 +1,55 @@
+"""Hook for `torch.utils.checkpoint`: calls of a forward pass that is repeated in a backward pass."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from commtrace.hooks.purposes import Recomputing
+from commtrace.patching import Patches, around
+
+MODULE: Final = "torch.utils.checkpoint"
+
+_patches = Patches()
+
+
+@_patches.installer
+def install() -> None:
+    """Hook both implementations, `use_reentrant` or not."""
+    checkpoint = sys.modules[MODULE]  # no import statement: torch is still being imported
+    if hasattr(checkpoint, "_CheckpointFrame"):
+        _patches.wrap(checkpoint._CheckpointFrame, "__init__", _make_frame)
+    if hasattr(checkpoint, "CheckpointFunction"):
+        _patches.replace(checkpoint.CheckpointFunction, "forward", _reentrant_forward)
+
+
+uninstall = _patches.undo
+
+
+@around
+def _make_frame(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    self.recompute_fn = recomputing(self.recompute_fn)
+
+
+def _reentrant_forward(original: Any) -> staticmethod[..., Any]:
+    @functools.wraps(original)
+    def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        result = original.__func__(ctx, run_function, *args)
+        ctx.run_function = recomputing(run_function)
+        return result
+
+    return staticmethod(forward)
+
+
+def recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that marks the calls of a repeated forward pass."""
+
+    @functools.wraps(function)
+    def repeated(*args: Any, **kwargs: Any) -> Any:
+        with Recomputing():
+            return function(*args, **kwargs)
+
+    return repeated

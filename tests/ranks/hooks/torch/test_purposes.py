@@ -1,0 +1,157 @@
+"""The purpose of every call of a program whose purposes are known from its code and torch's documentation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from hook_programs.runs import Ran
+from hook_programs.runs import ran as ran_program
+
+from commtrace.schema import Purpose
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+SEND, RECV = "send", "recv"
+FORWARD, BACKWARD = Purpose.PARAMETERS_FORWARD, Purpose.PARAMETERS_BACKWARD
+START = Purpose.PARAMETERS_AT_START
+P_TO_R = {"from": "P", "to": "R"}
+
+Expected = tuple[str, Purpose, dict[str, Any]]
+
+
+@pytest.fixture
+def ran(recorder: str) -> list[Ran]:
+    return ran_program("purposes", recorder)
+
+
+def calls(ran: Ran, section: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return operation, name of the purpose, and its facts, of the calls of a section."""
+    found = []
+    for call in ran.log.between(*ran.told[section]):
+        facts = {**call.purpose}
+        found.append((call.op, facts.pop("name", ""), facts))
+    return found
+
+
+def named(*expected: Expected) -> list[tuple[str, str, dict[str, Any]]]:
+    return [(op, purpose.value, facts) for op, purpose, facts in expected]
+
+
+def unit(op: str, purpose: Purpose, number: int) -> Expected:
+    return op, purpose, {"module": f"layers.{number}"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ddp(rank: int, ran: list[Ran]) -> None:
+    """The running mean and variance are broadcast together, the number of batches, an integer, alone."""
+    found = calls(ran[rank], "ddp")
+    at_start = [name for _, name, _ in found if name in (Purpose.MODEL_CHECKED.value, START.value)]
+    step = named(
+        ("broadcast", Purpose.BUFFERS, {}),
+        ("broadcast", Purpose.BUFFERS, {}),
+        (ALL_REDUCE, Purpose.GRADIENTS, {}),
+        (ALL_REDUCE, Purpose.USED_PARAMETERS, {}),
+    )
+    assert found[len(at_start) :] == 2 * step
+    assert sorted({*at_start}) == sorted((Purpose.MODEL_CHECKED.value, START.value))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_communication_hook_knows_its_bucket(rank: int, ran: list[Ran]) -> None:
+    found = [call for call in calls(ran[rank], "ddp_with_a_hook") if call[0] == ALL_REDUCE]
+    assert found == named((ALL_REDUCE, Purpose.GRADIENTS, {"bucket": 0}))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fsdp(rank: int, ran: list[Ran]) -> None:
+    assert calls(ran[rank], "fsdp") == named(
+        unit(ALL_GATHER, FORWARD, 0),
+        unit(ALL_GATHER, FORWARD, 1),
+        unit(ALL_GATHER, BACKWARD, 1),
+        unit(ALL_GATHER, BACKWARD, 0),  # prefetched
+        unit(REDUCE_SCATTER, Purpose.GRADIENTS, 1),
+        unit(REDUCE_SCATTER, Purpose.GRADIENTS, 0),
+        unit(ALL_GATHER, Purpose.PARAMETERS_ON_REQUEST, 0),
+        (ALL_REDUCE, Purpose.GRADIENT_NORM, {}),
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fsdp_gathers_for_recomputation(rank: int, ran: list[Ran]) -> None:
+    """The first unit of the backward pass is gathered by its repeated forward pass, the other one is prefetched."""
+    assert calls(ran[rank], "fsdp_recomputed") == named(
+        unit(ALL_GATHER, FORWARD, 0),
+        unit(ALL_GATHER, FORWARD, 1),
+        unit(ALL_GATHER, Purpose.PARAMETERS_RECOMPUTATION, 1),
+        unit(ALL_GATHER, BACKWARD, 0),
+        unit(REDUCE_SCATTER, Purpose.GRADIENTS, 1),
+        unit(REDUCE_SCATTER, Purpose.GRADIENTS, 0),
+    )
+
+
+def down(purpose: Purpose, number: int) -> Expected:
+    return ALL_REDUCE, purpose, {"module": f"layers.{number}.down", **P_TO_R}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tensor_parallelism(rank: int, ran: list[Ran]) -> None:
+    found = calls(ran[rank], "tensors")
+    parameters = [call for call in found if call[1] == START.value]
+    assert {op for op, _, _ in parameters} == {"scatter", "broadcast"}
+    assert len(parameters) == 8  # of two layers: two weights, a sharded bias, a replicated one
+    assert found[8:] == named(
+        down(Purpose.ACTIVATIONS, 0),
+        down(Purpose.ACTIVATIONS, 1),
+        *[(ALL_REDUCE, Purpose.ACTIVATION_GRADIENTS, P_TO_R)] * 2,
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_recomputed_activations_are_no_checkpoint(rank: int, ran: list[Ran]) -> None:
+    gradient = ALL_REDUCE, Purpose.ACTIVATION_GRADIENTS, P_TO_R
+    assert calls(ran[rank], "tensors_recomputed")[8:] == named(
+        down(Purpose.ACTIVATIONS, 0),
+        down(Purpose.ACTIVATIONS, 1),
+        down(Purpose.ACTIVATIONS_RECOMPUTED, 1),
+        gradient,
+        down(Purpose.ACTIVATIONS_RECOMPUTED, 0),
+        gradient,
+    )
+
+
+def message(op: str, purpose: Purpose, stage: int, micro_batch: int) -> Expected:
+    return op, purpose, {"stage": stage, "micro_batch": micro_batch}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_messages_of_a_pipeline(stage: int, ran: list[Ran]) -> None:
+    """Three micro-batches with the schedule 1F1B."""
+    out, back = (SEND, RECV) if stage == 0 else (RECV, SEND)
+    activations, gradients = Purpose.PIPELINE_ACTIVATIONS, Purpose.PIPELINE_GRADIENTS
+    purposes = {activations.value, gradients.value}
+    found = [call for call in calls(ran[stage], "pipeline") if call[1] in purposes]
+    forward = [message(out, activations, stage, number) for number in range(3)]
+    backward = [message(back, gradients, stage, number) for number in range(3)]
+    assert [call for call in found if call[1] == activations.value] == named(*forward)
+    assert [call for call in found if call[1] == gradients.value] == named(*backward)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_checkpoints(rank: int, ran: list[Ran]) -> None:
+    names = [name for _, name, _ in calls(ran[rank], "checkpoints")]
+    in_order = [name for at, name in enumerate(names) if names[at - 1 : at] != [name]]
+    assert in_order == [
+        purpose.value
+        for purpose in (Purpose.STATE_DICT, Purpose.OBJECTS, Purpose.CHECKPOINT_SAVED, Purpose.CHECKPOINT_LOADED)
+    ]
+    assert names.count(Purpose.STATE_DICT.value) == 8  # parameters
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_programs_own_calls(rank: int, ran: list[Ran]) -> None:
+    assert calls(ran[rank], "own") == named(
+        (ALL_REDUCE, Purpose.PROGRAM, {}), (ALL_GATHER, Purpose.TENSORS, {"from": "S(0)", "to": "R"})
+    )

@@ -1,0 +1,148 @@
+"""python purposes.py FOLDER: calls of known purposes on two ranks; writes the times of each section."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 8
+times: dict[str, list[int]] = {}
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+
+
+def section(function: Callable[[], None]) -> None:
+    begin = time.monotonic_ns()
+    function()
+    times[function.__name__] = [begin, time.monotonic_ns()]
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = torch.nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return result
+
+
+class Model(torch.nn.Module):
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def train(model: Callable[..., torch.Tensor]) -> None:
+    model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+
+
+def sharded(reentrant: bool | None = None) -> Model:
+    model = Model(reentrant)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def tensor_parallel(reentrant: bool | None = None) -> Model:
+    model = Model(reentrant)
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+@section
+def ddp() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH))
+    replica = DistributedDataParallel(model, find_unused_parameters=True)
+    for _ in range(2):
+        train(replica)
+
+
+@section
+def ddp_with_a_hook() -> None:
+    replica = DistributedDataParallel(torch.nn.Linear(WIDTH, WIDTH), init_sync=False)
+    replica.register_comm_hook(state=None, hook=allreduce_hook)
+    train(replica)
+
+
+@section
+def fsdp() -> None:
+    model = sharded()
+    train(model)
+    first: Any = model.layers[0]
+    first.unshard()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@section
+def fsdp_recomputed() -> None:
+    train(sharded(reentrant=True))
+
+
+@section
+def tensors() -> None:
+    train(tensor_parallel())
+
+
+@section
+def tensors_recomputed() -> None:
+    train(tensor_parallel(reentrant=True))
+
+
+@section
+def pipeline() -> None:
+    rank = dist.get_rank()
+    stage = PipelineStage(Block(), rank, 2, torch.device("cpu"), input_args=torch.ones(1, WIDTH))
+    stage.group = dist.group.WORLD
+    schedule = Schedule1F1B(stage, 3, loss_fn=lambda output, target: (output - target).sum())
+    if rank == 0:
+        schedule.step(torch.ones(3, WIDTH))
+    else:
+        schedule.step(target=torch.ones(3, WIDTH))
+
+
+@section
+def checkpoints() -> None:
+    model = sharded()
+    get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    folder: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    state_dict_saver.save({"model": model.state_dict()}, checkpoint_id=folder[0])
+    state_dict_loader.load({"model": model.state_dict()}, checkpoint_id=folder[0])
+
+
+@section
+def own() -> None:
+    dist.all_reduce(torch.ones(3))
+    parameter: Any = next(sharded().parameters())
+    parameter.full_tensor()
+
+
+(Path(sys.argv[1]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(times))
+dist.destroy_process_group()
