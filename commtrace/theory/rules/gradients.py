@@ -50,8 +50,9 @@ def parallel_residual_order(job: Job, order: Sequence[ModelTensor]) -> list[Mode
     """Return `order` with attention's bias after the MLP's, if one all_reduce sums both outputs (gpt_j_residual).
 
     Tensor-parallel layers then add both biases after that all_reduce, so that their gradients become ready together.
+    GPT-NeoX adds them before it, each to its own output.
     """
-    if job.tensor == 1 or not job.model.gpt_j_residual:
+    if job.tensor == 1 or job.is_gpt_neox or not job.model.gpt_j_residual:
         return list(order)
     attention = {parameter.name: parameter for parameter in order if parameter.name.endswith(_ATTENTION)}
     result: list[ModelTensor] = []

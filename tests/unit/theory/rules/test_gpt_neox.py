@@ -19,12 +19,14 @@ from broken_rules import break_rule
 from matched_calls import counted_calls, unmatched_calls
 
 from commtrace.analyses.compare.run_calls import EqualCalls
+from commtrace.job_row import JobRow
 from commtrace.theory import ExpectedCall, NotPredictedError, predict
 from commtrace.theory.configs.gpt_neox import planning
 from commtrace.theory.configs.gpt_neox.program_config import ProgramConfig
 from commtrace.theory.configs.job_plan import plan_job
 from commtrace.theory.expected_calls import total_wire_bytes
-from commtrace.theory.job import ModuleNode
+from commtrace.theory.job import Job, ModuleNode
+from commtrace.theory.rules.deepspeed import zero12
 from commtrace.theory.rules.registry import GPT_NEOX, RULES, Rule
 
 TESTS = Path(__file__).parents[3]
@@ -104,6 +106,13 @@ def test_what_has_no_rules_is_not_predicted(name: str, change: dict[str, Any], r
     change = {**change, "model": {**row["model"], **change.get("model", {})}}
     with pytest.raises(NotPredictedError, match=reason):
         predict({**row, **change})
+
+
+def test_every_gradient_of_tensor_parallel_layers_side_by_side_is_reduced() -> None:
+    row = job_row("dp2-zero2", 0)
+    model = {**row["model"], "model_parallel_size": 2, "gpt_j_residual": True}
+    job = Job(JobRow.read({**row, "tensor_parallel_size": 2, "model": model}))
+    assert sorted(zero12.reduction_order(job)) == [*range(len(job.parameters))]
 
 
 def test_the_models_of_gpt_neox_s_files_have_the_predicted_parameters() -> None:
