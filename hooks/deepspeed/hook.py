@@ -22,6 +22,7 @@ from commtrace.hooks.torch.captured_jobs import Jobs
 from commtrace.hooks.torch.dispatcher import Kernels
 from commtrace.hooks.torch.passes import Passes
 from commtrace.hooks.torch.recording_kernels import kernel_for
+from commtrace.job_row import PassRow
 from commtrace.patching import Patches, around
 from commtrace.progress import progress
 from commtrace.schema import Phase
@@ -104,7 +105,7 @@ def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
         result = original(self, *args, **kwargs)
     if not (torch.is_grad_enabled() or isinstance(self, PipelineEngine)):
         try:
-            _passes.add(self, "evaluation" if evaluates else "interruption")
+            _passes.add(self, PassRow(kind="evaluation" if evaluates else "interruption", times=1))
         except Exception:
             count_fault()
     return result

@@ -16,7 +16,7 @@ import torch
 
 from commtrace.hooks import purposes
 from commtrace.hooks.recorder_setup import count_fault
-from commtrace.job_row import JobRow
+from commtrace.job_row import JobRow, PassRow
 from commtrace.patching import Patches, around
 from commtrace.schema import Purpose
 
@@ -36,7 +36,6 @@ _roots = Jobs(lambda root: _rows[root], roles)
 _passes = Passes(_roots)
 # Forward passes of a root since its last backward.
 _forwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_SETTINGS: Final = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 
 
 @_patches.installer
@@ -79,11 +78,11 @@ def _end_forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwarg
     if self._state_ctx.iter_forward_root is self and torch._C._current_graph_task_id() < 0:
         try:
             if not self._is_root:
-                _passes.add(_root(self), "part")
+                _passes.add(_root(self), PassRow(kind="part", times=1))
             elif torch.is_grad_enabled():
                 _forwards[_root(self)] = _forwards.get(_root(self), 0) + 1
             else:
-                _passes.add(_root(self), "evaluation")
+                _passes.add(_root(self), PassRow(kind="evaluation", times=1))
         except Exception:
             count_fault()
     return original(self, *args, **kwargs)
@@ -97,10 +96,17 @@ def _end_backward(original: Callable[..., None], self: Any, /) -> None:
         root = _root(self)
         if _forwards.pop(root, 0) == 1:
             groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
-            settings = {name: _setting(groups, name) for name in _SETTINGS}
-            _passes.add(root, "training", **settings, is_last_backward=bool(self._state_ctx.is_last_backward))
+            training = PassRow(
+                kind="training",
+                times=1,
+                reduce_grads=_setting(groups, "reduce_grads"),
+                all_reduce_grads=_setting(groups, "all_reduce_grads"),
+                reshard_after_backward=_setting(groups, "reshard_after_backward"),
+                is_last_backward=bool(self._state_ctx.is_last_backward),
+            )
+            _passes.add(root, training)
         else:
-            _passes.add(root, "backward")
+            _passes.add(root, PassRow(kind="backward", times=1))
     except Exception:
         count_fault()
 

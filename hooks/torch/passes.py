@@ -7,8 +7,10 @@ those of the step before.
 from __future__ import annotations
 
 import weakref
+from copy import copy
 from typing import Any, Final
 
+from commtrace.job_row import PassesRow, PassRow
 from commtrace.progress import progress
 from commtrace.recording.session import session
 
@@ -50,13 +52,13 @@ class Passes:
 
         tracer.recorder.drain_callbacks.append(write)
 
-    def add(self, model: Any, kind: str, **settings: Any) -> None:
-        """Add a pass to the current step, the step of its calls."""
+    def add(self, model: Any, entry: PassRow) -> None:
+        """Add a single pass to the current step, the step of its calls."""
         passes = self._by_model.get(model)
         if passes is None:
             passes = self._by_model[model] = _ModelPasses()
             self._all.append(passes)
-        passes.add({"kind": kind, **settings})
+        passes.add(entry)
         tracer = torch_tracer.current()
         if passes.job is None and tracer is not None:
             passes.job = self._jobs.row(model, tracer)
@@ -68,19 +70,18 @@ class _ModelPasses:
     def __init__(self) -> None:
         self.job: int | None = None
         self._step = -1
-        self._passes: list[dict[str, Any]] = []
-        self._written: list[dict[str, Any]] = []  # passes of the last row
+        self._passes: list[PassRow] = []
+        self._written: list[dict[str, Any]] = []  # passes of the last row, as JSON
         self._rows = 0
 
-    def add(self, entry: dict[str, Any]) -> None:
+    def add(self, entry: PassRow) -> None:
         """Append a pass to the current step."""
         if progress.step != self._step:
             self._next_step(progress.step, torch_tracer.current())
-        last = self._passes[-1] if self._passes else {}
-        if last == {**entry, "times": last.get("times")}:
-            last["times"] += 1
+        if self._passes and _is_repeated(self._passes[-1], entry):
+            self._passes[-1].times += 1
         else:
-            self._passes.append({**entry, "times": 1})
+            self._passes.append(entry)
 
     def end(self, tracer: TorchTracer) -> None:
         """Write the last rows."""
@@ -95,9 +96,17 @@ class _ModelPasses:
         self._step, self._passes = step, []
 
     def _write(self, tracer: TorchTracer | None) -> None:
-        if tracer is None or self.job is None or self._passes == self._written or self._rows >= MAX_ROWS:
+        passes = [entry.to_json() for entry in self._passes]
+        if tracer is None or self.job is None or passes == self._written or self._rows >= MAX_ROWS:
             return
         self._rows += 1
-        passes = self._passes if self._rows < MAX_ROWS else None
-        tracer.recorder.tables.new("passes", {"job": self.job, "step": self._step, "passes": passes})
-        self._written = self._passes
+        row = PassesRow(job=self.job, step=self._step, passes=self._passes if self._rows < MAX_ROWS else None)
+        tracer.recorder.tables.new("passes", row.to_json())
+        self._written = passes
+
+
+def _is_repeated(passes: PassRow, entry: PassRow) -> bool:
+    """Return whether a pass equals earlier ones."""
+    once = copy(passes)
+    once.times = entry.times
+    return once.to_json() == entry.to_json()

@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 
 from commtrace.hooks.torch import fsdp, passes
 from commtrace.hooks.torch import tracer as torch_tracer
+from commtrace.job_row import PassRow
 from commtrace.progress import progress
 
 
@@ -33,7 +34,7 @@ def run(steps: dict[int, int]) -> None:
         for step, times in steps.items():
             progress.cells[0] = step
             for _ in range(times):
-                model.add({"kind": "evaluation"})
+                model.add(PassRow(kind="evaluation", times=1))
         tracer = torch_tracer.current()
         assert tracer is not None
         model.end(tracer)
