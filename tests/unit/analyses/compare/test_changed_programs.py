@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from changed_programs import DETAILED_STEPS, ORDER, SOURCES, ChangedProgram, Difference, write_program
+from changed_programs import ORDER, SOURCES, ChangedProgram, Difference, write_program
 
 from commtrace.analyses.compare import expected_run
+from commtrace.analyses.compare.counted_calls import DETAILED_STEPS
 from commtrace.analyses.compare.verdict import Verdict
+from commtrace.analyses.grouping import rows_of
 from commtrace.cli import main
 from commtrace.formatting import parse_ranks
 
@@ -21,7 +23,7 @@ def reported(verdict: Verdict, source: str) -> Iterator[Difference]:
     """Yield the differences of each rank and step: those of the table, expanded."""
     sums: Counter[tuple[int, int, str, str]] = Counter()
     sizes: Counter[tuple[int, int, str, str]] = Counter()
-    for row in verdict.table.itertuples():
+    for row in rows_of(verdict.table):
         training = str(row.steps).rpartition("step ")[2] if "step " in str(row.steps) else ""
         steps = [-1] * str(row.steps).startswith("start-up") + parse_ranks(training)
         for rank in parse_ranks(str(row.ranks)):
@@ -51,7 +53,7 @@ def test_exactly_the_changes_are_reported(
         assert max(found.values(), default=1) == 1, seed  # merged rows do not overlap
         assert {*found} == {*program.differences(source)}, seed
         assert verdict.agrees == (not found), seed
-        assert verdict.compared == ({*range(program.ranks)}, {*range(-1, program.steps)}), seed
+        assert verdict.compared == (frozenset(range(program.ranks)), frozenset(range(-1, program.steps))), seed
         assert [size for _, size in verdict.volumes] == [program.payload(changed=False), program.payload(changed=True)]
 
 
