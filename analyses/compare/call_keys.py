@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from hashlib import blake2b
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from commtrace.operations import OPERATIONS
 from commtrace.reading.table_reader import RecordedGroup, Site
@@ -19,6 +18,10 @@ SUMMED: Final = -2
 
 ANY: Final = "*"
 """Label of an expected call that matches any label of a recorded one."""
+
+
+CellKey: TypeAlias = tuple[str, str]
+"""Parallel dimension and operation."""
 
 
 class CallKey(NamedTuple):
@@ -36,10 +39,9 @@ class CallKey(NamedTuple):
     """Distance in the group for a message ("peer=+1"); else position of the root ("root=0")."""
 
     @property
-    def group_size(self) -> int:
-        """Number of ranks of the group; 0: not known."""
-        size = re.match(r"\d+", self.group)
-        return int(size[0]) if size else 0
+    def cell(self) -> CellKey:
+        """Parallel dimension and operation."""
+        return self.role, self.op
 
 
 def site_name(site: Site) -> str:

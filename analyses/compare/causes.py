@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 from commtrace.theory import Prediction
 from commtrace.theory.expected_calls import sorted_calls
 
+from .expected_run import RuledStep
 from .own_calls import is_library_call, is_program_call
 from .run_calls import Call, EqualCalls, StepCalls
 
@@ -42,14 +43,17 @@ class StepContext:
     """Context of one step of one rank that causes can use besides its unmatched calls."""
 
     expected: StepCalls
-    prediction: Prediction | None = None
-    """The prediction that the expected calls are from; None if a run expects them."""
-    is_start: bool = False  # before the first step
     has_calls: bool = True  # the log has a call of this step
+    is_start: bool = False  # before the first step
     log_ends_within: bool = False  # this is the rank's last step in the log, and its process did not exit normally
     log_ends_before: bool = False  # the log has neither this step of the rank nor a later one
     has_ended: bool = True  # the rank's process exited normally
     has_lost_records: bool = False  # some counted calls have no record in the log
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The prediction that the expected calls are from; None if a run expects them."""
+        return self.expected.prediction if isinstance(self.expected, RuledStep) else None
 
     def is_incomplete(self, cause: str) -> bool:
         """Return whether calls with this cause may have been made, but are not in the log."""
@@ -95,7 +99,7 @@ def _split_differently(unmatched: Sequence[EqualCalls], context: StepContext) ->
     by_key: dict[tuple[str, str], list[EqualCalls]] = defaultdict(list)
     for calls in unmatched:
         if calls.calls < 0 or is_library_call(calls.site, calls.key.phase):
-            by_key[calls.key.role, calls.key.op].append(calls)
+            by_key[calls.key.cell].append(calls)
     balanced = [group for group in by_key.values() if len(group) > 1 and not sum(calls.bytes for calls in group)]
     return [calls for group in balanced for calls in group]
 

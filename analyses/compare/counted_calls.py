@@ -18,6 +18,7 @@ from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.reading.labels import RunLabels
 
 from .call_keys import SUMMED, CallKey
+from .own_calls import is_declared, path_in_packages
 from .run_calls import NO_CALLS, EqualCalls, RankCalls, StepCalls
 
 DETAILED_STEPS: Final = 64
@@ -87,33 +88,16 @@ def merge(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return table[np.any([table[name] != 0 for name in _SUMS], axis=0)]
 
 
-def last_steps(table: pd.DataFrame, processes: int) -> list[int]:
-    """Return each process's last step that has a call, from the merged table; -1 without one."""
-    ends = np.zeros(processes, np.int64)
-    np.maximum.at(ends, table["process"].to_numpy(np.int64), table["step"].to_numpy(np.int64))
-    return [int(end) - 1 for end in ends]
-
-
-def sums_in(table: pd.DataFrame, steps: Array) -> pd.DataFrame:
-    """Sum the calls of the merged table over steps: a row per process and fields of _CALL.
-
-    Args:
-        table: The merged table, or all of its rows for some processes or fields.
-        steps: The steps, int64, shape (n,), ascending.
-    """
-    times = len(steps) - np.searchsorted(steps, table["step"].to_numpy(np.int64))
-    sums = table[[*_SUMS]].mul(times, axis=0)
-    totals = table[["process", *_CALL]].join(sums).groupby(["process", *_CALL], observed=True).sum().reset_index()
-    return totals[totals["calls"] > 0]
-
-
-def count_steps(table: pd.DataFrame, labels: RunLabels, processes: int) -> tuple[list[StepCalls], list[RankCalls]]:
+def count_steps(
+    table: pd.DataFrame, labels: RunLabels, processes: int, own: Sequence[str] = ()
+) -> tuple[list[StepCalls], list[RankCalls]]:
     """Return the distinct steps, the first one empty, and the calls of each process.
 
     Args:
         table: The merged table, with labels.
         labels: The labels of the run.
         processes: Number of processes of the run.
+        own: Patterns of call sites whose calls are the program's own.
     """
     # A row's sums hold until the step of the next row. In the last row of a process and fields, they are 0.
     rows = table[[*_CALL]].assign(**{name: table[name].cumsum() for name in _SUMS})
@@ -145,7 +129,12 @@ def count_steps(table: pd.DataFrame, labels: RunLabels, processes: int) -> tuple
         contents[number].append(calls[row])
     bounds = np.searchsorted(process[periods], np.arange(processes + 1)).tolist()
     by_process = [RankCalls(step[periods][begin:end], content[begin:end]) for begin, end in itertools.pairwise(bounds)]
-    return [NO_CALLS, *(StepCalls(tuple(equal)) for equal in contents)], by_process
+    return [NO_CALLS, *(_step_calls(equal, own) for equal in contents)], by_process
+
+
+def _step_calls(calls: Sequence[EqualCalls], own: Sequence[str]) -> StepCalls:
+    declared = tuple(equal for equal in calls if is_declared(own, equal.key.phase, path_in_packages(equal.site)))
+    return StepCalls(tuple(equal for equal in calls if equal not in declared), declared=declared)
 
 
 def _equal_calls(row: Any, reductions: Array) -> EqualCalls:

@@ -32,35 +32,33 @@ from .rule_comparison import RuleComparison
 _FIRST_RECORDS: Final = 16
 
 
-def compare_with_rules(table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = ()) -> RuleComparison:
+def compare_with_rules(
+    table: pd.DataFrame, run: RecordedRun, jobs: Sequence[Mapping[str, Any]] = (), own: Sequence[str] = ()
+) -> RuleComparison:
     """Compare the recorded calls of all processes with those that rules expect.
 
     Args:
         table: The merged table of ANALYSIS, with labels.
         run: The run.
         jobs: Job rows in place of the captured ones; a pipeline has one per stage.
+        own: Patterns of call sites whose calls are the program's own, and are left out.
     """
-    contents, calls_of_process = count_steps(table, run.labels, len(run.processes))
-    steps = compared_steps([calls.last_step for calls in calls_of_process], run)
-    comparison = RuleComparison(contents, steps)
+    contents, calls_of_process = count_steps(table, run.labels, len(run.processes), own)
+    steps = _compared_steps([calls.last_step for calls in calls_of_process], run)
+    rules = RuleComparison(str(run.log.path), contents, steps)
     for process, calls in zip(run.processes, calls_of_process, strict=True):
         # All stages have the same number of ranks, in the order of the ranks.
         job = jobs[process.rank * len(jobs) // (run.world_size or len(run.processes))] if jobs else None
-        comparison.add(process, calls, job, _problem(process, calls.last_step, run))
-    return comparison
+        state = replace(calls, ended=process.tables.end is not None, lost_records=process.lost_records)
+        rules.add(process, state, job, _problem(process, calls.last_step, run))
+    return rules
 
 
-def _finish(
-    table: pd.DataFrame,
-    run: RecordedRun,
-    jobs: Sequence[Mapping[str, Any]] = (),
-    *,
-    include_matching_steps: bool = True,
-) -> NamedTables:
-    return compare_with_rules(table, run, jobs).tables(include_matching_steps=include_matching_steps)
+def _finish(table: pd.DataFrame, run: RecordedRun, *, include_matching_steps: bool = True) -> NamedTables:
+    return compare_with_rules(table, run).tables(include_matching_steps=include_matching_steps)
 
 
-def compared_steps(last_steps: Iterable[int], run: RecordedRun) -> Array:
+def _compared_steps(last_steps: Iterable[int], run: RecordedRun) -> Array:
     """Return the steps that are compared, ascending from -1 (start-up), given the last step of each process."""
     last = [step for step, process in zip(last_steps, run.processes, strict=True) if not _problem(process, step, run)]
     steps = np.arange(_first_complete_step(run), max(last, default=-1) + 1)

@@ -1,122 +1,57 @@
-"""Comparison of all ranks with the calls that rules expect.
-
-Ranks with equal jobs share their expected calls. Ranks that also have equal recorded calls share the comparison.
-"""
+"""Comparison of all processes with the calls that rules expect, and its tables."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pandas as pd
 
 from commtrace.analyses.fold_engine import NamedTables
 from commtrace.analyses.grouping import Array, concatenated_ranges
+from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.process_reader import Process
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction
 
-from .causes import UNEXPLAINED, StepContext
-from .expected_run import ExpectedRun, ExpectedSteps, captured_job, other_versions, versions_of
-from .run_calls import RankCalls, StepCalls, StepComparisons
-from .step_comparison import ComparedStep, compare_step
-from .theory_tables import EXPECTED, Row, bytes_by_cause, expected_rows, make_table, reconciliation_rows
+from .call_keys import CellKey
+from .causes import PROGRAM_CAUSES, UNEXPLAINED
+from .comparison import Comparison, EqualRanks
+from .expected_run import ExpectedRun, ExpectedSteps, RuledStep, captured_job, other_versions, versions_of
+from .run_calls import RankCalls, RunCalls, StepCalls
+from .step_comparison import ComparedStep
+from .step_pairs import StepPairs
 from .waterfall import WaterfallRows, waterfall
 
+EXPECTED: Final = "expected"
+"""Cause of calls that are as expected."""
 
-@dataclass(frozen=True, eq=False)
-class RuledStep:
-    """The comparison of a step with the calls that rules expect."""
+_NUMBERS: Final = ("expected_calls", "measured_calls", "expected_bytes", "measured_bytes")
+_NEVER_MISSING: Final = {"rank": "int64", "step": "int64", "bytes": "int64", "matched_share": "float64"}
 
-    expected: Sequence[ExpectedCall]
-    comparison: ComparedStep
-
-    @property
-    def differs(self) -> bool:
-        """Whether a call is not as expected."""
-        return bool(self.comparison.explained)
-
-
-@dataclass(frozen=True, eq=False)
-class _EquivalentRanks:
-    """Comparison shared by ranks with the same expected and the same recorded calls.
-
-    Attributes:
-        compared: Index into `RuleComparison.compared` for each step, int64, shape (steps,).
-        theory: Columns of their rows of the table `theory`.
-    """
-
-    compared: Array
-    theory: Mapping[str, object]
+_Row: TypeAlias = dict[str, object]
 
 
 class RuleComparison:
-    """Comparison of the recorded and the expected calls of all ranks. Equal steps are compared once.
+    """Comparison of the recorded calls of processes with those that rules expect.
 
     Attributes:
-        steps: The compared steps, int64, shape (steps,).
-        compared: The distinct comparisons of steps.
-        ranks: The rank of each compared process, and what it shares with equivalent ones.
+        comparison: The comparison of their ranks.
         theory: Rows of the table `theory`.
     """
 
-    def __init__(self, contents: Sequence[StepCalls], steps: Array) -> None:
-        self.steps = steps
-        self.compared: list[RuledStep] = []
-        self.ranks: list[tuple[int, _EquivalentRanks]] = []
-        self.theory: list[Row] = []
-        self._contents = contents
-        self._expected_run = ExpectedRun(steps)
-        self._comparisons: dict[ExpectedSteps, StepComparisons] = {}
-        self._equivalent: dict[tuple[object, ...], _EquivalentRanks] = {}
+    def __init__(self, name: str, contents: Sequence[StepCalls], steps: Array) -> None:
+        """Create a comparison of `steps` of the run `name`, whose distinct steps are `contents`."""
+        self._steps = steps
+        self._expected = ExpectedRun(steps)
+        expected = RunCalls("rules", self._expected.contents, {}, None)
+        self.comparison = Comparison(expected, RunCalls(name, contents, {}, None), self._pair)
+        self.theory: list[_Row] = []
+        self._ranks: list[tuple[int, EqualRanks]] = []
+        self._theory_of: dict[EqualRanks, _Row] = {}
         self._waterfall: WaterfallRows | None = None
-
-    def tables(self, *, include_matching_steps: bool) -> NamedTables:
-        """Return the tables of the added processes.
-
-        Args:
-            include_matching_steps: Whether `expected` and `reconciliation` have the steps without differences, too.
-        """
-        bars, bars_by_role = self._waterfall or ([], [])
-        shown = [step if include_matching_steps or step.differs else None for step in self.compared]
-        expected = [[*expected_rows(step.expected)] if step else [] for step in shown]
-        reconciliation = [[*reconciliation_rows(step.comparison)] if step else [] for step in shown]
-        return {
-            "theory": make_table("theory", self.theory),
-            "expected": self._expanded("expected", expected),
-            "reconciliation": self._expanded("reconciliation", reconciliation),
-            "waterfall": make_table("waterfall", bars),
-            "waterfall_by_role": make_table("waterfall_by_role", bars_by_role),
-        }
-
-    def ranks_by_comparison(self) -> list[tuple[list[int], Array]]:
-        """Return the compared ranks with equal steps, and the index into `compared` of each step."""
-        ranks: dict[_EquivalentRanks, list[int]] = defaultdict(list)
-        for rank, equivalent in self.ranks:
-            ranks[equivalent].append(rank)
-        return [(same, equivalent.compared) for equivalent, same in ranks.items()]
-
-    def _expanded(self, name: str, rows: Sequence[Sequence[Row]]) -> pd.DataFrame:
-        """Return the table of all steps of all ranks, given the rows of each step in `compared`."""
-        table = make_table(name, [{"rank": 0, "step": 0, **row} for step_rows in rows for row in step_rows])
-        row_counts = np.array([len(step_rows) for step_rows in rows], np.int64)
-        begins = np.cumsum(row_counts) - row_counts
-
-        @functools.cache
-        def rows_and_steps(ranks: _EquivalentRanks) -> Array:
-            """Return the row in `table`, and the step, of each row of a rank, int64, shape (2, rows)."""
-            counts = row_counts[ranks.compared]
-            return np.stack([concatenated_ranges(begins[ranks.compared], counts), np.repeat(self.steps, counts)])
-
-        rows_by_rank = [rows_and_steps(ranks) for _, ranks in self.ranks]
-        taken, steps = np.concatenate([np.zeros((2, 0), np.int64), *rows_by_rank], axis=1)
-        ranks = np.array([rank for rank, _ in self.ranks], np.int64)
-        row_ranks = np.repeat(ranks, [rank_rows.shape[1] for rank_rows in rows_by_rank])
-        return table.take(taken).assign(rank=row_ranks, step=steps).reset_index(drop=True)
 
     def add(self, process: Process, calls: RankCalls, given_job: Mapping[str, Any] | None, problem: str | None) -> None:
         """Add a process.
@@ -128,68 +63,81 @@ class RuleComparison:
             problem: Reason why the process is not compared; None if it is.
         """
         versions = versions_of(process)
-        summary: Row = {"rank": process.rank, "other_versions": other_versions(versions)}
+        summary: _Row = {"rank": process.rank, "other_versions": other_versions(versions)}
         try:
             job = captured_job(process) if given_job is None else given_job
-            expected = self._expected_run.of({**job, "versions": versions})
+            expected = self._expected.of({**job, "versions": versions})
             if problem:
                 raise NotPredictedError(problem)
         except NotPredictedError as reason:
             self.theory.append({**summary, "not_predicted": str(reason)})
             return
-        equivalent = self._equivalent_ranks(process, calls, expected)
-        self.ranks.append((process.rank, equivalent))
-        self.theory.append({**summary, **equivalent.theory})
-
-    def _equivalent_ranks(self, process: Process, calls: RankCalls, expected: ExpectedSteps) -> _EquivalentRanks:
-        """Return the comparison of a process, the same object for equivalent ones."""
-        measured = calls.at(self.steps)
-        has_ended, has_lost_records = process.tables.end is not None, process.lost_records > 0
-        key = expected, measured.tobytes(), calls.last_step, has_ended, has_lost_records
-        if key not in self._equivalent:
-            comparisons = self._comparisons.setdefault(
-                expected, StepComparisons(functools.partial(self._compare, expected))
-            )
-            ends_before = self.steps > calls.last_step
-            compared = comparisons.compare([
-                expected.content, measured, self.steps < 0, (self.steps == calls.last_step) & (not has_ended),
-                ends_before, ~ends_before | has_ended, np.full(len(self.steps), has_lost_records),
-            ])  # fmt: skip
+        equal = self.comparison.add(process.rank, (expected.calls, calls))
+        if equal not in self._theory_of:
+            self._theory_of[equal] = self._theory_row(expected, equal)
             if self._waterfall is None:
-                complete = np.flatnonzero(measured)[: None if has_ended else -1]  # the last step may lack calls
-                self._waterfall = self._waterfall_of(process, expected.prediction, compared, complete)
-            self._equivalent[key] = _EquivalentRanks(compared, self._theory_of(expected, compared))
-        return self._equivalent[key]
+                self._waterfall = self._waterfall_of(process, expected.prediction, equal)
+        self._ranks.append((process.rank, equal))
+        self.theory.append({**summary, **self._theory_of[equal]})
 
-    def _compare(self, expected: ExpectedSteps, content: int, measured: int, is_start: bool, *ends: bool) -> int:
-        """Compare a step, and return its index in `compared`.
+    def tables(self, *, include_matching_steps: bool) -> NamedTables:
+        """Return the tables of the added processes.
 
         Args:
-            expected: The expected calls.
-            content: Index of the step's calls in `expected.contents`.
-            measured: Index of the step's recorded calls in `_contents`; 0 if it has none.
-            is_start: Whether the step is start-up.
-            *ends: Whether the log ends within the step, whether it ends before, whether the process has ended, and
-                whether it lost records.
+            include_matching_steps: Whether `expected` and `reconciliation` have the steps without differences, too.
         """
-        within, before, has_ended, has_lost = ends
-        context = StepContext(
-            expected.contents[content], expected.prediction, is_start, measured > 0, within, before, has_ended, has_lost
-        )
-        step = RuledStep(expected.calls[content], compare_step(self._contents[measured], context))
-        self.compared.append(step)
-        return len(self.compared) - 1
+        bars, bars_by_role = self._waterfall or ([], [])
+        shown = [step if include_matching_steps or step.explained else None for step in self.comparison.steps]
+        expected = [[*_expected_rows(_predicted(step))] if step else [] for step in shown]
+        reconciliation = [[*_reconciliation_rows(step)] if step else [] for step in shown]
+        return {
+            "theory": _table("theory", self.theory),
+            "expected": self._expanded("expected", expected),
+            "reconciliation": self._expanded("reconciliation", reconciliation),
+            "waterfall": _table("waterfall", bars),
+            "waterfall_by_role": _table("waterfall_by_role", bars_by_role),
+        }
 
-    def _theory_of(self, expected: ExpectedSteps, compared: Array) -> Row:
-        """Return the columns of the table `theory` that equivalent ranks have in common."""
+    def _pair(self, ranks: tuple[RankCalls, RankCalls]) -> StepPairs:
+        """Return the steps of a rank: all, even after its last one."""
+        expected, measured = ranks
+        ends_before = self._steps > measured.last_step
+        flags = (
+            self._steps < 0,
+            (self._steps == measured.last_step) & (not measured.ended),
+            ends_before,
+            ~ends_before | measured.ended,
+            np.full(len(self._steps), measured.lost_records > 0),
+        )
+        return StepPairs(self._steps, (expected.at(self._steps), measured.at(self._steps)), [], flags)
+
+    def _expanded(self, name: str, rows: Sequence[Sequence[_Row]]) -> pd.DataFrame:
+        """Return the table of all steps of all ranks, given the rows of each of `comparison.steps`."""
+        table = _table(name, [{"rank": 0, "step": 0, **row} for step_rows in rows for row in step_rows])
+        row_counts = np.array([len(step_rows) for step_rows in rows], np.int64)
+        begins = np.cumsum(row_counts) - row_counts
+        taken_by_ranks: dict[EqualRanks, Array] = {}  # row in `table`, and step, of each row, int64, shape (2, rows)
+        for equal in self.comparison.ranks:
+            counts = row_counts[equal.compared]
+            rows_of_steps = concatenated_ranges(begins[equal.compared], counts)
+            taken_by_ranks[equal] = np.stack([rows_of_steps, np.repeat(self._steps, counts)])
+        rows_by_rank = [taken_by_ranks[equal] for _, equal in self._ranks]
+        taken, steps = np.concatenate([np.zeros((2, 0), np.int64), *rows_by_rank], axis=1)
+        ranks = np.array([rank for rank, _ in self._ranks], np.int64)
+        row_ranks = np.repeat(ranks, [rank_rows.shape[1] for rank_rows in rows_by_rank])
+        return table.take(taken).assign(rank=row_ranks, step=steps).reset_index(drop=True)
+
+    def _theory_row(self, expected: ExpectedSteps, equal: EqualRanks) -> _Row:
+        """Return the columns of the table `theory` that equal ranks have in common."""
         sums: dict[str, int] = defaultdict(int)
         cells = measured_bytes = 0
-        for index, times in zip(*map(np.ndarray.tolist, np.unique(compared, return_counts=True)), strict=True):
-            step = self.compared[index].comparison
+        for index, steps in equal.steps_by_comparison().items():
+            step, times = self.comparison.steps[index], len(steps)
             cells += times * len(step.cells)
             measured_bytes += times * step.measured.volume[1]
-            for cause, size in bytes_by_cause(step).items():
-                sums[cause] += times * size
+            sums[EXPECTED] += times * sum(cell.matched_bytes for cell in step.cells)
+            for cause, unmatched in step.explained:
+                sums[cause] += times * abs(unmatched.bytes)
         return {
             "scheme": expected.prediction.scheme,
             "cells": cells,
@@ -201,20 +149,13 @@ class RuleComparison:
             "matched_share": sums[EXPECTED] / measured_bytes if measured_bytes else None,
         }
 
-    def _waterfall_of(
-        self, process: Process, prediction: Prediction, compared: Array, complete: Array
-    ) -> WaterfallRows | None:
-        """Return the waterfall of the last regular step, preferably of one without an evaluation.
-
-        Args:
-            process: The process.
-            prediction: Its prediction.
-            compared: Index into `compared` for each step.
-            complete: Indices into `steps` of the steps with calls, without the last one if the log ends within it.
-        """
+    def _waterfall_of(self, process: Process, prediction: Prediction, equal: EqualRanks) -> WaterfallRows | None:
+        """Return the waterfall of the last regular step, preferably of one without an evaluation."""
+        has_calls = np.flatnonzero(equal.pairs.contents[1])
+        complete = has_calls if process.tables.end is not None else has_calls[:-1]  # the last step may lack calls
         for evaluates, index in itertools.product((False, True), complete[::-1].tolist()):
-            number = int(self.steps[index])
-            step = self.compared[compared[index]].comparison
+            number = int(self._steps[index])
+            step = self.comparison.steps[equal.compared[index]]
             measured = step.measured.calls
             if (
                 any(calls.key.phase == "evaluation" for calls in measured) == evaluates
@@ -226,3 +167,59 @@ class RuleComparison:
                 label = f"recorded, rank {process.rank}, step {number}"
                 return waterfall(prediction, step.cells, step.explained, measured, label)
         return None
+
+
+def _table(name: str, rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
+    types = {
+        column.name: _NEVER_MISSING.get(column.name, "Int64") if column.kind == "number" else object
+        for column in TABLES[name].columns
+    }
+    return pd.DataFrame(rows, columns=[*types]).astype(types)
+
+
+def _predicted(step: ComparedStep) -> Sequence[ExpectedCall]:
+    return step.expected.predicted if isinstance(step.expected, RuledStep) else ()
+
+
+def _expected_rows(expected: Sequence[ExpectedCall]) -> Iterator[_Row]:
+    """Yield the rows of the table `expected` of a step, without `rank` and `step`."""
+    by_key: dict[CellKey, list[ExpectedCall]] = defaultdict(list)
+    for call in expected:
+        by_key[call.role, call.op].append(call)
+    for (role, op), calls in sorted(by_key.items()):
+        max_calls = sum(call.calls if call.max_calls is None else call.max_calls for call in calls)
+        min_bytes = sum(call.bytes if call.min_payload is None else call.min_payload * call.calls for call in calls)
+        yield {
+            "role": role,
+            "op": op,
+            "calls": sum(call.calls for call in calls),
+            "calls_max": max_calls if any(call.max_calls is not None for call in calls) else None,
+            "payload_bytes": sum(call.bytes for call in calls),
+            "payload_bytes_min": min_bytes if any(call.min_payload is not None for call in calls) else None,
+        }
+
+
+def _reconciliation_rows(step: ComparedStep) -> Iterator[_Row]:
+    """Yield the rows of the table `reconciliation` of a step, without `rank` and `step`."""
+    # _NUMBERS by cell, cause and, for causes in the program, call site
+    sums: dict[tuple[CellKey, str, str], list[int]] = {}
+    sites: dict[tuple[CellKey, str, str], set[str]] = defaultdict(set)
+    for cell in step.cells:
+        if cell.matched_calls:
+            sums[cell.key, EXPECTED, ""] = [*[cell.matched_calls] * 2, *[cell.matched_bytes] * 2]
+            sites[cell.key, EXPECTED, ""] = {*cell.sites}
+    for cause, calls in step.explained:
+        key = calls.key.cell, cause, calls.site if cause in PROGRAM_CAUSES else ""
+        numbers, recorded = sums.setdefault(key, [0, 0, 0, 0]), int(calls.calls > 0)
+        numbers[recorded] += abs(calls.calls)
+        numbers[2 + recorded] += abs(calls.bytes)
+        sites[key].add(calls.site)
+    for ((role, op), cause, site), numbers in sums.items():
+        yield {
+            "role": role,
+            "op": op,
+            **dict(zip(_NUMBERS, numbers, strict=True)),
+            "difference_bytes": numbers[3] - numbers[2],
+            "cause": cause,
+            "sites": "; ".join(sorted(sites[(role, op), cause, site] - {""})),
+        }

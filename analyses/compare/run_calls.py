@@ -7,7 +7,7 @@ the number of steps.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -15,9 +15,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from commtrace.analyses.grouping import Array, group_rows
+from commtrace.analyses.grouping import Array
 
-from .call_keys import CallKey
+from .call_keys import CallKey, CellKey
 from .own_calls import OwnCalls
 
 START_UP: Final = -1
@@ -66,6 +66,10 @@ class StepCalls:
     """Digest of the order of the keys in each group, if the order is known. Equal digests mean equal calls."""
     sequences: Mapping[GroupLabel, Sequence[CallKey]] = field(default_factory=dict, compare=False)
     """The keys in their order; empty where only digests of the order are known."""
+    declared: tuple[EqualCalls, ...] = ()
+    """Calls that were declared to be the program's own, and are not compared."""
+    max_calls: Mapping[CellKey, int] = field(default_factory=dict, compare=False)
+    """Maximum number of calls of cells whose number depends on the order of modules and gradients."""
 
     @classmethod
     def of(
@@ -127,6 +131,11 @@ class RankCalls:
     problem: str | None = None
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """What the comparison of the rank depends on; equal for equal ranks of a run."""
+        return self.first.tobytes(), self.content.tobytes(), self.ended, self.lost_records > 0
+
+    @property
     def last_step(self) -> int:
         """The last step that has a call; -1 without one."""
         return int(self.first[-1]) - 1 if len(self.first) else START_UP
@@ -177,24 +186,3 @@ class RunCalls:
         lengths = np.diff(calls.first, append=calls.last_step + 1).tolist()
         volumes = [self.contents[content].volume for content in calls.content.tolist()]
         return tuple(sum(volume[at] * n for volume, n in zip(volumes, lengths, strict=True)) for at in (0, 1))
-
-
-class StepComparisons:
-    """Comparisons of steps. Steps whose comparisons depend on the same numbers are compared once."""
-
-    def __init__(self, compare: Callable[..., int]) -> None:
-        self._compare = compare
-        self._known: dict[tuple[int, ...], int] = {}
-
-    def compare(self, columns: Sequence[Array]) -> Array:
-        """Return the number of the comparison of each step, int64, shape (n,).
-
-        Args:
-            columns: The arguments of `compare`, int64 or bool, each of shape (n,).
-        """
-        first, groups = group_rows(columns)
-        distinct = [*zip(*(column[first].tolist() for column in columns), strict=True)]
-        for numbers in distinct:
-            if numbers not in self._known:
-                self._known[numbers] = self._compare(*numbers)
-        return np.array([self._known[numbers] for numbers in distinct], np.int64)[groups]

@@ -7,14 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fractions import Fraction
-from typing import Final, TypeAlias
+from typing import Final
 
-from .call_keys import ANY, SUMMED, CallKey
+from .call_keys import ANY, SUMMED, CallKey, CellKey
 from .own_calls import is_library_call, is_library_site
 from .run_calls import EqualCalls, StepCalls
-
-CellKey: TypeAlias = tuple[str, str]
-"""Parallel dimension and operation."""
 
 _ALIGNED_CALLS: Final = 4_000
 """Longest sequence that is aligned: the time is quadratic."""
@@ -42,7 +39,7 @@ def match_calls(expected: StepCalls, measured: StepCalls) -> list[Cell]:
     cells: dict[CellKey, tuple[list[EqualCalls], list[EqualCalls]]] = defaultdict(lambda: ([], []))
     for side, step in enumerate((expected, measured)):
         for calls in step.calls:
-            cells[calls.key.role, calls.key.op][side].append(calls)
+            cells[calls.key.cell][side].append(calls)
     return [_match(key, *sides) for key, sides in sorted(cells.items())]
 
 

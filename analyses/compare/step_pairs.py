@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +20,13 @@ class StepPairs(NamedTuple):
         steps: Numbers of the compared steps, in the run that has more of them, int64, shape (n,).
         contents: Index into `RunCalls.contents` of each run for each step, int64, shape (n,).
         open_steps: The steps of the longer run without a counterpart.
+        flags: Further attributes of `StepContext` for each step, in their order, bool, shape (n,).
     """
 
     steps: Array
     contents: tuple[Array, Array]
     open_steps: list[int]
+    flags: Sequence[Array] = ()
 
 
 def pair_steps(runs: tuple[RunCalls, RunCalls], ranks: tuple[RankCalls, RankCalls]) -> StepPairs:
@@ -38,8 +41,8 @@ def pair_steps(runs: tuple[RunCalls, RunCalls], ranks: tuple[RankCalls, RankCall
     """
     last_a, last_b = (run.last_step for run in runs)
     if last_a < last_b:
-        steps, contents, open_steps = pair_steps(runs[::-1], ranks[::-1])
-        return StepPairs(steps, contents[::-1], open_steps)
+        swapped = pair_steps(runs[::-1], ranks[::-1])
+        return swapped._replace(contents=swapped.contents[::-1])
     # The last step of a process that did not exit cleanly may be incomplete.
     end = min([last_a, *(rank.last_step - 1 for rank in ranks if not rank.ended)])
     selections = [run.step_ranges for run in runs]

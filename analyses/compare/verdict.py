@@ -1,10 +1,20 @@
-"""Verdict on a run: what differs from the expected calls, merged over ranks and steps with the same differences."""
+"""Verdict on a run: what differs from the expected calls, merged over ranks and steps with the same differences.
+
+A cell is one operation of one parallel dimension in one step of one rank. It agrees if all of its calls match. If the
+order of gradients and modules determines how many calls carry the same bytes (`calls_max` of the table `expected`),
+their number only has to be within that bound. With a tolerance above 0, only the payload is compared.
+
+Extra calls are the program's own if no library with rules made them and no expected call of the cell is missing;
+otherwise they may replace expected calls. Calls in a group of one rank, which send nothing, are listed with them.
+Expected calls that may be missing from the log alone are not compared.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -13,50 +23,20 @@ import pandas as pd
 from commtrace.analyses.grouping import Array
 from commtrace.formatting import format_ranks, merge_texts
 
-from .call_keys import CallKey
-from .own_calls import OwnCalls
-from .step_comparison import DifferenceRow, Differences
+from .call_keys import CallKey, CellKey
+from .causes import SPLIT_DIFFERENTLY
+from .comparison import Comparison, EqualRanks
+from .own_calls import OwnCalls, OwnRow, is_program_call, sum_own_calls
+from .run_calls import EqualCalls
+from .step_comparison import ComparedStep, DifferenceRow, Differences, ExplainedCalls, Lines, differences
+from .step_matching import Cell
 
 COLUMNS: Final = (
     "kind", "ranks", "steps", *CallKey._fields, "calls_a", "calls_b", "sites_a", "sites_b", "difference_bytes", "cause",
 )  # fmt: skip
 
-Volume: TypeAlias = tuple[int, int]
+_Volume: TypeAlias = tuple[int, int]
 """Calls, and their payload bytes."""
-
-
-@dataclass(frozen=True)
-class JudgedStep:
-    """What differs in a step, and the volumes of the expected and the recorded calls that were compared."""
-
-    differences: Sequence[Differences]
-    volumes: tuple[Volume, Volume]
-
-    @property
-    def differs(self) -> bool:
-        """Whether anything but call sites differs."""
-        return any(row.kind != "site" for rows in self.differences for row in rows)
-
-
-@dataclass(frozen=True, eq=False)
-class EqualRanks:
-    """Ranks whose steps are compared alike.
-
-    Attributes:
-        ranks: The ranks.
-        steps: Numbers of the compared steps, int64, shape (n,), ascending.
-        compared: Number of the comparison of each step, int64, shape (n,).
-    """
-
-    ranks: list[int]
-    steps: Array
-    compared: Array
-
-    def steps_by_number(self) -> dict[int, Array]:
-        """Return the steps of each number in `compared`."""
-        order = np.argsort(self.compared, kind="stable")
-        numbers, begins = np.unique(self.compared[order], return_index=True)
-        return dict(zip(numbers.tolist(), np.split(self.steps[order], begins[1:]), strict=False))
 
 
 @dataclass(frozen=True)
@@ -72,16 +52,16 @@ class Verdict:
     """Ranks and steps that were compared; start-up is step -1."""
     differing: tuple[frozenset[int], frozenset[int]]
     """Ranks and steps that differ."""
-    volumes: tuple[Volume, Volume]
+    volumes: tuple[_Volume, _Volume]
     """Calls and payload bytes of what was compared, in a and in b."""
     not_compared: tuple[str, ...]
     """Why parts could not be compared: sentences without their full stop."""
+    own: Mapping[tuple[str, str], OwnCalls]
+    """The program's own calls, which are not compared, by call site and operation."""
     notes: tuple[str, ...] = ()
     """What limits the comparison without being a fault of either run."""
     settings: pd.DataFrame = field(default_factory=pd.DataFrame)
     """Settings that differ."""
-    own: Mapping[tuple[str, str], OwnCalls] = field(default_factory=dict)
-    """The program's own calls, which are not compared, by call site and operation."""
 
     @property
     def equal(self) -> bool:
@@ -94,58 +74,159 @@ class Verdict:
         return self.equal and not self.not_compared
 
 
-def judge_run(
-    classes: Sequence[EqualRanks],
-    judged: Sequence[JudgedStep],
+def judge(
+    comparison: Comparison,
     not_compared: Iterable[str],
+    *,
+    strict: bool = True,
+    tolerance: Fraction = Fraction(0),
     rank_rows: Iterable[tuple[Any, ...]] = (),
     **others: Any,
 ) -> Verdict:
     """Return the verdict on a run.
 
     Args:
-        classes: The ranks that were compared.
-        judged: The comparisons of steps by their numbers.
+        comparison: Its comparison with the expected calls.
         not_compared: Why parts could not be compared.
+        strict: Whether only declared calls are the program's own.
+        tolerance: Share of the expected payload of a cell by which the recorded payload may differ.
         rank_rows: Rows of the table for ranks that only one run has.
         **others: Further attributes of the verdict.
     """
-    places: dict[Differences, list[tuple[Sequence[int], Array]]] = defaultdict(list)
-    differing: tuple[set[int], set[int]] = set(), set()
-    volumes = np.zeros((2, 2), object)  # Python's integers have no limit
-    for same in classes:
-        for number, steps in same.steps_by_number().items():
-            step = judged[number]
-            volumes += np.array(step.volumes, object) * (len(steps) * len(same.ranks))
-            if step.differs:
-                differing[0].update(same.ranks)
-                differing[1].update(steps.tolist())
-        by_content: dict[Differences, list[Array]] = defaultdict(list)
-        for number, steps in same.steps_by_number().items():
-            for content in judged[number].differences:
-                by_content[content].append(steps)
-        for content, parts in by_content.items():
-            places[content].append((same.ranks, np.sort(np.concatenate(parts))))
-    ranks = frozenset(rank for same in classes for rank in same.ranks)
-    steps = np.unique(np.concatenate([np.zeros(0, np.int64), *(same.steps for same in classes)]))
-    (calls_a, bytes_a), (calls_b, bytes_b) = volumes.tolist()
+    expected, measured = comparison.runs
+    lines = expected.lines, measured.lines
+    judged = [_judge_step(step, lines, tolerance, strict=strict) for step in comparison.steps]
+    sums = _Sums(judged)
+    for equal_ranks in comparison.ranks:
+        sums.add(equal_ranks)
+    steps = np.unique(np.concatenate([np.zeros(0, np.int64), *(equal.pairs.steps for equal in comparison.ranks)]))
     return Verdict(
-        pd.DataFrame([*rank_rows, *_merged(places)], columns=[*COLUMNS]),
-        (ranks, frozenset(steps.tolist())),
-        (frozenset(differing[0]), frozenset(differing[1])),
-        ((calls_a, bytes_a), (calls_b, bytes_b)),
-        tuple(not_compared),
+        pd.DataFrame([*rank_rows, *_merged(sums.places)], columns=[*COLUMNS]),
+        (frozenset(rank for equal in comparison.ranks for rank in equal.ranks), frozenset(steps.tolist())),
+        (frozenset(sums.differing[0]), frozenset(sums.differing[1])),
+        ((sums.volumes[0], sums.volumes[1]), (sums.volumes[2], sums.volumes[3])),
+        (*not_compared, *(f"rank {format_ranks(ranks)}, {text}" for text, ranks in merge_texts(sums.gaps).items())),
+        {**measured.own, **sum_own_calls(sums.own)},
         **others,
     )
 
 
-def _merged(places: Mapping[Differences, Sequence[tuple[Sequence[int], Array]]]) -> Iterator[tuple[Any, ...]]:
+# ---- one step --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _JudgedStep:
+    differences: Sequence[Differences]
+    volumes: tuple[int, int, int, int]
+    """Calls and payload bytes that were compared, expected and recorded."""
+    own: Sequence[EqualCalls]
+    """The program's own calls."""
+    incomplete: frozenset[str]
+    """Causes of expected calls that may be missing from the log alone."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything but call sites differs."""
+        return any(row.kind != "site" for rows in self.differences for row in rows)
+
+
+def _judge_step(step: ComparedStep, lines: tuple[Lines, Lines], tolerance: Fraction, *, strict: bool) -> _JudgedStep:
+    unmatched: dict[CellKey, list[ExplainedCalls]] = defaultdict(list)
+    for cause, calls in step.explained:
+        unmatched[calls.key.cell].append((cause, calls))
+    own: list[EqualCalls] = []
+    differing: list[ExplainedCalls] = []
+    for cell in step.cells:
+        of_cell = unmatched[cell.key]
+        is_short = any(calls.calls < 0 for _, calls in of_cell)
+        program = [] if strict or is_short else [calls for _, calls in of_cell if _is_own(calls)]
+        own += program
+        rest = [(cause, calls) for cause, calls in of_cell if calls not in program]
+        if not _agrees(cell, rest, tolerance, step.expected.max_calls.get(cell.key)):
+            differing += rest
+    incomplete = frozenset(cause for cause, _ in differing if step.context.is_incomplete(cause))
+    shown = [(cause, calls) for cause, calls in differing if cause not in incomplete]
+    number, size = step.measured.volume
+    compared = number - sum(calls.calls for calls in own), size - sum(calls.bytes for calls in own)
+    return _JudgedStep(
+        differences(step, shown, lines),
+        (*step.expected.volume, *compared),
+        [*step.measured.declared, *own],
+        incomplete,
+    )
+
+
+def _is_own(calls: EqualCalls) -> bool:
+    return is_program_call(calls.site, calls.key.phase) or calls.key.role == "self"
+
+
+def _agrees(cell: Cell, rest: Sequence[ExplainedCalls], tolerance: Fraction, most: int | None) -> bool:
+    """Return whether a cell agrees.
+
+    Args:
+        cell: The cell.
+        rest: Its unmatched calls that are not the program's own.
+        tolerance: Share of the expected payload by which the recorded payload may differ.
+        most: The most calls in any order of gradients and modules; None if their number is certain.
+    """
+    difference = sum(calls.bytes for _, calls in rest)
+    if tolerance:
+        missing_bytes = -sum(calls.bytes for _, calls in rest if calls.calls < 0)
+        return abs(difference) <= tolerance * (cell.matched_bytes + missing_bytes)
+    if rest and most is not None:
+        measured_calls = cell.matched_calls + sum(calls.calls for _, calls in rest if calls.calls > 0)
+        return difference == 0 and 0 < measured_calls <= most and all(cause == SPLIT_DIFFERENTLY for cause, _ in rest)
+    return not rest
+
+
+# ---- all ranks and steps ---------------------------------------------------------------------------------------------
+
+
+class _Sums:
+    """What was found in the steps of ranks, added up over their ranks and steps."""
+
+    def __init__(self, judged: Sequence[_JudgedStep]) -> None:
+        self._judged = judged
+        self.places: dict[tuple[Differences, bytes], tuple[list[int], Array]] = {}
+        """Ranks and steps of each difference; ranks with the same steps share an entry."""
+        self.differing: tuple[set[int], set[int]] = set(), set()
+        self.volumes = [0, 0, 0, 0]
+        self.own: list[OwnRow] = []
+        self.gaps: dict[str, list[int]] = defaultdict(list)
+        """Ranks by text on their steps that are not in the log completely."""
+
+    def add(self, equal_ranks: EqualRanks) -> None:
+        """Add ranks whose steps are compared alike."""
+        ranks = equal_ranks.ranks
+        steps_of: dict[Differences, list[Array]] = defaultdict(list)
+        for index, steps in equal_ranks.steps_by_comparison().items():
+            step = self._judged[index]
+            for at, number in enumerate(step.volumes):
+                self.volumes[at] += number * len(steps) * len(ranks)
+            if step.differs:
+                self.differing[0].update(ranks)
+                self.differing[1].update(steps.tolist())
+            for content in step.differences:
+                steps_of[content].append(steps)
+            for calls in step.own:
+                numbers = calls.calls * len(steps), calls.bytes * len(steps)
+                self.own += [(*_origin(calls), rank, *numbers) for rank in ranks]
+            for cause in step.incomplete:
+                self.gaps[f"{format_steps(steps.tolist())}: {cause}"] += ranks
+        for content, parts in steps_of.items():
+            places = np.sort(np.concatenate(parts))
+            self.places.setdefault((content, places.tobytes()), ([], places))[0].extend(ranks)
+
+
+def _origin(calls: EqualCalls) -> tuple[str, str]:
+    """Return call site and operation of an own call."""
+    alone = " (in a group of one rank, sends nothing)" if calls.key.role == "self" else ""
+    return f"{calls.site}{alone}", calls.key.op
+
+
+def _merged(places: Mapping[tuple[Differences, bytes], tuple[list[int], Array]]) -> Iterator[tuple[Any, ...]]:
     """Yield the rows of the table, sorted by their first step and rank."""
-    merged: dict[tuple[Differences, bytes], tuple[list[int], Array]] = {}
-    for content, where in places.items():
-        for ranks, steps in where:
-            merged.setdefault((content, steps.tobytes()), ([], steps))[0].extend(ranks)
-    ordered = sorted(merged.items(), key=lambda item: (item[1][1][0], min(item[1][0]), item[0][0][0].key))
+    ordered = sorted(places.items(), key=lambda item: (item[1][1][0], min(item[1][0]), item[0][0][0].key))
     for (content, _), (ranks, steps) in ordered:
         for row in content:
             yield table_row(row, format_ranks(ranks), format_steps(steps.tolist()))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from commtrace.analyses.compare.call_keys import SUMMED, CallKey
-from commtrace.analyses.compare.expected_run import expected_step
+from commtrace.analyses.compare.expected_run import RuledStep
 from commtrace.analyses.compare.run_calls import EqualCalls, StepCalls
 from commtrace.analyses.compare.step_matching import match_calls
 from commtrace.theory import ExpectedCall, Prediction
@@ -36,5 +36,5 @@ def unmatched_calls(
     Without a prediction, groups have two ranks.
     """
     sizes: Any = prediction or SimpleNamespace(ranks_of=lambda role: 2)
-    cells = match_calls(expected_step(expected, sizes), StepCalls(tuple(measured)))
+    cells = match_calls(RuledStep.from_rules(sizes, [*expected]), StepCalls(tuple(measured)))
     return [calls for cell in cells for calls in cell.unmatched]

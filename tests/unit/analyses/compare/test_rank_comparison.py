@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repeated_logs import Repetition, write_repeated
 
-from commtrace.analyses.compare import expected_run, reconciliation, rule_comparison
+from commtrace.analyses.compare import comparison, expected_run, reconciliation
 from commtrace.analyses.fold_engine import fold
 from commtrace.analyses.grouping import concatenated_ranges, number_sequences
 from commtrace.run import open_run
@@ -48,7 +48,7 @@ def test_comparisons_do_not_grow_with_ranks_and_steps(
     ranks: int, repeats: int, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: Counter[str] = Counter()
-    for module, name in ((expected_run, "predict"), (rule_comparison, "compare_step")):
+    for module, name in ((expected_run, "predict"), (comparison, "compare_step")):
         function = getattr(module, name)
 
         def counted(*arguments: Any, name: str = name, function: Any = function) -> Any:
