@@ -36,7 +36,6 @@ _OWNED: Final = "owned"
 
 _LAUNCHERS: Final = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate", "prun", "jsrun")
 _LAUNCHER_MODULES: Final = ("torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.runner")
-_FULL_BYTES: Final = 1 << 20
 _OUTPUT_LINES: Final = 25
 """Number of trailing output lines that the error message of a failed rank shows."""
 
@@ -216,15 +215,16 @@ def _run(job: SimulatedJob, ranks: Sequence[int], outcomes: dict[int, RankOutcom
             recover_records(log, shm=str(job.rings))  # of the failed rank, and of ranks killed with it
         if (job.messages / CUDA_REQUIRED).exists():
             raise _CudaRequiredError
-        raise _RankFailedError(f"rank {outcome.rank} {outcome.failure}{_hint(job)}", _last_lines(outcome))
+        failure = f"rank {outcome.rank} {outcome.failure}{_hint(job.request, outcome)}"
+        raise _RankFailedError(failure, _last_lines(outcome))
 
 
-def _hint(job: SimulatedJob) -> str:
+def _hint(request: DryRunRequest, outcome: RankOutcome) -> str:
     """Return what isolation may have to do with a failure, or ""."""
-    if job.request.writes is Writes.REFUSE:
+    if request.writes is Writes.REFUSE:
         return " (its writes were refused; --writes allow lets it write)"
-    if job.request.writes is Writes.PRIVATE and shutil.disk_usage(job.folder).free < _FULL_BYTES:
-        return f" (the disk of {job.folder.parent}, which holds what it wrote, is full; set TMPDIR to a larger one)"
+    if outcome.full_disk:
+        return f" (the disk of {outcome.full_disk}, which holds what it wrote, is full; set TMPDIR to a larger one)"
     return ""
 
 

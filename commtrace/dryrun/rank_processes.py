@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ _POLL_SECONDS: Final = 0.02
 _STACK_TRACE_SECONDS: Final = 2.0
 """Time for a rank to write its stacks before it is killed."""
 _PROGRESS_SECONDS: Final = 10.0
+_FULL_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class RankOutcome:
     output: Path
     timed_out: bool
     changes: Sequence[FileChange]  # files that it changed in its private layer
+    full_disk: str  # the directory whose disk had no room for these files, or ""
 
     @property
     def failure(self) -> str:
@@ -219,7 +222,7 @@ class _Process:
                 self._log,
                 self._output,
                 self._timed_out,
-                self._changes(),
+                *self._changes(),
             )
         if self._seconds > self._job.request.timeout_s + _STACK_TRACE_SECONDS:
             self.kill()
@@ -231,11 +234,15 @@ class _Process:
                 os.killpg(self._process.pid, signal.SIGABRT)
         return None
 
-    def _changes(self) -> list[FileChange]:
-        """Return what the rank changed in its layer, and remove the layer: those of all ranks could fill the disk."""
-        changes = file_changes(self._isolation.folder) if self._isolation.writes is Writes.PRIVATE else []
-        self._isolation.remove_folders()
-        return changes
+    def _changes(self) -> tuple[list[FileChange], str]:
+        """Return what the rank changed in its layer, and the directory if its disk is full. Remove the layer."""
+        changes, full_disk = [], ""
+        if self._isolation.writes is Writes.PRIVATE:
+            changes = file_changes(self._isolation.folder)
+            if shutil.disk_usage(self._job.folder).free < _FULL_BYTES:
+                full_disk = str(self._job.folder.parent)
+        self._isolation.remove_folders()  # now: those of all ranks could fill the disk
+        return changes, full_disk
 
     def awaited_message(self) -> tuple[int, int] | None:
         """Return the sender that this rank waits for, and the bytes read from the sender's file; None: no wait."""
