@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from . import host_times, log_section, message_sizes, side_by_side, steps, volume
+from . import host_times, log_section, message_sizes, network_efficiency, side_by_side, steps, volume
 from .across_ranks import rank_sections
+from .compare import theory_section
 from .fold_engine import AnyAnalysis
-from .report import expected_text
 from .sections import Block, Listing, Report, Section
 from .table_specs import DIFFERENCE_TABLES, SCALING_TABLES
 from .table_specs.spec import TableSpec
@@ -24,7 +24,7 @@ FINDINGS: Final = Section("findings", "Findings", blocks=_findings)
 SECTIONS: Final[tuple[Section, ...]] = (
     FINDINGS,
     rank_sections.STUCK_SECTION,
-    expected_text.THEORY_SECTION,
+    theory_section.THEORY_SECTION,
     volume.OPERATIONS_SECTION,
     volume.WHOLE_JOB_SECTION,
     volume.DIMENSIONS_SECTION,
@@ -38,7 +38,7 @@ SECTIONS: Final[tuple[Section, ...]] = (
     rank_sections.CLOCKS_SECTION,
     volume.RANKS_SECTION,
     rank_sections.STEP_TIME_SECTION,
-    expected_text.NETWORK_SECTION,
+    network_efficiency.NETWORK_SECTION,
     log_section.LOG_SECTION,
 )
 """The sections of the report of one run, in its order."""

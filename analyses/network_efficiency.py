@@ -1,4 +1,4 @@
-"""Measured times of calls, and the times that a network should take for them. See `table_specs` for the columns.
+"""Measured times of calls, and the times that a network should take for them.
 
 A **transfer time** is the time that the last rank spends in an operation, and so the shortest of all ranks' times: the
 other ranks also wait for the last one. This holds for operations that no rank can leave before all ranks have entered
@@ -11,7 +11,7 @@ To keep the table small, only the first 512 operations of each group count, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -27,10 +27,44 @@ from commtrace.reading.recorded_run import RecordedRun
 from .fold_engine import Analysis, NamedTables
 from .grouping import Array, group_rows, merge_sums, rows_of
 from .record_blocks import RecordBlock
-from .table_specs import TABLES
+from .sections import Block, Listing, Paragraph, Report, Section, ShownTable
+from .table_specs import shared_columns as shared
+from .table_specs.spec import TableSpec, bytes_column, count, duration, share, text_column, word_column
+
+NETWORK: Final = TableSpec("network", "Against a network",
+    "A row per operation, numbers of ranks and hosts, and payload; the longest total expected time first.", (
+    shared.OP,
+    count("ranks", "ranks", "Ranks of the group."),
+    count("hosts", "hosts", "Hosts of the group; missing if not all of its ranks left a log."),
+    bytes_column("payload_bytes", "payload", "Payload of one call."),
+    count("calls", "calls", "Calls of all recorded ranks."),
+    count("timed", "timed",
+        "Operations whose transfer time is known, each counted once for its group; a sample in long runs.",
+        optional=True),
+    duration("measured_ns", "measured", "Median transfer time: what the last rank spends in the operation."),
+    duration("expected_ns", "expected", "Time that the network should take for one call."),
+    duration("latency_ns", "latency", "Part of expected_ns that does not depend on the size."),
+    word_column("how", "how",
+        'Source of expected_ns: "fitted" to this operation and group, "extrapolated", "described" or "local".',
+        optional=True),
+    share("efficiency", "efficiency", "expected_ns / measured_ns."),
+    text_column("why_not", "why not", "Why there is no measured or no expected time; missing if both are known."),
+), {
+    "terminal": "op ranks payload_bytes calls timed measured_ns expected_ns efficiency how",
+    "page": "op ranks hosts payload_bytes calls timed measured_ns expected_ns latency_ns efficiency how why_not",
+})  # fmt: skip
+NETWORK_USED: Final = TableSpec("network_used", "The network", "One row.", (
+    word_column("name", "name", "Its name, or the path of its file."),
+    text_column("about", "about", "Where its numbers come from."),
+))  # fmt: skip
 
 SYNCHRONIZING: Final = operations_where(lambda operation: operation.is_synchronizing)
 """Operations that no rank can leave before all ranks have entered."""
+
+_LEGEND: Final = (
+    "Measured: the median transfer time of the timed operations, which is the time that the last rank to arrive spends "
+    "in the operation. Efficiency: expected / measured."
+)
 
 _KEYS: Final = ("op", "group", "group_ranks", "ranks", "payload_bytes", "rank", "peer", "seq")
 _CALL: Final = ["op", "ranks", "hosts", "payload_bytes"]
@@ -131,7 +165,7 @@ def _finish(network: Network, table: pd.DataFrame, run: RecordedRun) -> NamedTab
     calls = table.loc[table["seq"] < 0].groupby(_CALL)["calls"].sum().to_frame().join(times).reset_index()
     rows = [_row(network, row) for row in rows_of(calls)]
     types = dict.fromkeys(("hosts", "measured_ns", "expected_ns", "latency_ns"), "Int64")
-    result = pd.DataFrame(rows, columns=TABLES["network"].column_names).astype(types)
+    result = pd.DataFrame(rows, columns=NETWORK.column_names).astype(types)
     order = (result["calls"] * result["expected_ns"].astype(float)).fillna(-1)
     result = result.loc[order.sort_values(ascending=False, kind="stable").index].reset_index(drop=True)
     return {
@@ -179,3 +213,29 @@ def _why_not(op: str, ranks: int, hosts: int, no_time: bool, not_expected: bool)
     if no_time and ranks > 1:
         reasons.append(_NO_LOG if not hosts else _NOT_EXACT if op in SYNCHRONIZING else _NOT_SYNCHRONIZING)
     return "; ".join(dict.fromkeys(reasons)) or None
+
+
+def _show_network(report: Report) -> Iterator[Block]:
+    used, table = report.tables["network_used"], report.tables["network"]
+    text = f"{used['about'].iloc[0]}."
+    extrapolated = int((table["how"] == "extrapolated").sum())
+    if extrapolated:
+        text += f" {extrapolated:,} of {len(table):,} expected times are extrapolated from other groups or payloads."
+    yield Paragraph(text, f"Compared with the network {used['name'].iloc[0]}")
+    shown = table.head(report.max_rows)
+    yield ShownTable(NETWORK, shown)
+    if len(shown) < len(table):
+        yield Paragraph(f"The top {len(shown)} of {len(table):,} rows by total expected time.")
+    yield Paragraph(_LEGEND)
+    reasons = shown.dropna(subset="why_not").groupby("why_not", sort=False)
+    if len(reasons):
+        yield Listing([f"{', '.join(rows['op'].unique())}: {reason}." for reason, rows in reasons])
+
+
+NETWORK_SECTION: Final = Section(
+    "network",
+    "Compared with a network",
+    (NETWORK, NETWORK_USED),
+    option="--network",
+    blocks=_show_network,
+)

@@ -12,7 +12,7 @@ import pandas as pd
 
 from commtrace.analyses.fold_engine import NamedTables
 from commtrace.analyses.grouping import Array, concatenated_ranges
-from commtrace.analyses.table_specs import TABLES
+from commtrace.analyses.table_specs.spec import TableSpec
 from commtrace.reading.process_reader import Process
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction
 
@@ -23,6 +23,7 @@ from .expected_run import ExpectedRun, ExpectedSteps, RuledStep, captured_job, o
 from .run_calls import RankCalls, RunCalls, StepCalls
 from .step_comparison import ComparedStep
 from .step_pairs import StepPairs
+from .theory_specs import EXPECTED_CALLS, RECONCILIATION, THEORY, WATERFALL, WATERFALL_BY_ROLE
 from .waterfall import WaterfallRows, waterfall
 
 EXPECTED: Final = "expected"
@@ -91,11 +92,11 @@ class RuleComparison:
         expected = [[*_expected_rows(_predicted(step))] if step else [] for step in shown]
         reconciliation = [[*_reconciliation_rows(step)] if step else [] for step in shown]
         return {
-            "theory": _table("theory", self.theory),
-            "expected": self._expanded("expected", expected),
-            "reconciliation": self._expanded("reconciliation", reconciliation),
-            "waterfall": _table("waterfall", bars),
-            "waterfall_by_role": _table("waterfall_by_role", bars_by_role),
+            "theory": _table(THEORY, self.theory),
+            "expected": self._expanded(EXPECTED_CALLS, expected),
+            "reconciliation": self._expanded(RECONCILIATION, reconciliation),
+            "waterfall": _table(WATERFALL, bars),
+            "waterfall_by_role": _table(WATERFALL_BY_ROLE, bars_by_role),
         }
 
     def _pair(self, ranks: tuple[RankCalls, RankCalls]) -> StepPairs:
@@ -111,9 +112,9 @@ class RuleComparison:
         )
         return StepPairs(self._steps, (expected.at(self._steps), measured.at(self._steps)), [], flags)
 
-    def _expanded(self, name: str, rows: Sequence[Sequence[_Row]]) -> pd.DataFrame:
+    def _expanded(self, spec: TableSpec, rows: Sequence[Sequence[_Row]]) -> pd.DataFrame:
         """Return the table of all steps of all ranks, given the rows of each of `comparison.steps`."""
-        table = _table(name, [{"rank": 0, "step": 0, **row} for step_rows in rows for row in step_rows])
+        table = _table(spec, [{"rank": 0, "step": 0, **row} for step_rows in rows for row in step_rows])
         row_counts = np.array([len(step_rows) for step_rows in rows], np.int64)
         begins = np.cumsum(row_counts) - row_counts
         taken_by_ranks: dict[EqualRanks, Array] = {}  # row in `table`, and step, of each row, int64, shape (2, rows)
@@ -169,10 +170,10 @@ class RuleComparison:
         return None
 
 
-def _table(name: str, rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
+def _table(spec: TableSpec, rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
     types = {
         column.name: _NEVER_MISSING.get(column.name, "Int64") if column.kind == "number" else object
-        for column in TABLES[name].columns
+        for column in spec.columns
     }
     return pd.DataFrame(rows, columns=[*types]).astype(types)
 

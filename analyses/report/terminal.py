@@ -31,7 +31,7 @@ MAX_LIST_ITEMS: Final = 12
 """Number of items shown of a list; the others are counted."""
 
 _IDENTITY: Final = ("run", "job", "log", "ranks")
-"""NamedTexts printed at the top of the report, the first as its title; the others are in section "log"."""
+"""Facts printed at the top of the report, the first as its title; the others are in section "log"."""
 
 _LABEL_WIDTH: Final = 14
 _BAR_WIDTH: Final = 16

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from .report_specs import NETWORK_TABLES, REPORT_TABLES
+from .report_specs import REPORT_TABLES
 from .several_runs_specs import DIFFERENCE_TABLES, SCALING_TABLES
 from .spec import TableSpec
 from .step_time_specs import STEP_TIME_FIGURE_TABLES
@@ -23,7 +23,7 @@ __all__ = ["DIFFERENCE_TABLES", "SCALING_TABLES", "TABLES"]
 TABLES: Final[Mapping[str, TableSpec]] = {
     spec.name: spec
     for specs in (
-        REPORT_TABLES, STEP_TIME_FIGURE_TABLES, NETWORK_TABLES, DIFFERENCE_TABLES, SCALING_TABLES,
+        REPORT_TABLES, STEP_TIME_FIGURE_TABLES, DIFFERENCE_TABLES, SCALING_TABLES,
     )
     for spec in specs
 }  # fmt: skip

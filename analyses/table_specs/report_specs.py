@@ -8,7 +8,7 @@ from typing import Final
 from commtrace.formatting import format_bandwidth, format_count, format_moment, is_known
 
 from . import shared_columns as shared
-from .spec import TableSpec, bytes_column, column, count, duration, share, text_column, word_column
+from .spec import TableSpec, column, count, duration, text_column, word_column
 from .step_time_specs import STEP_TIME_TABLES
 
 _BY_PAYLOAD: Final = "A row per {}, the largest payload first."
@@ -120,80 +120,5 @@ REPORT_TABLES: Final = (
         *shared.WAITS,
     ), {"terminal": f"pattern {_WAITS_SHOWN}"}),
     *STEP_TIME_TABLES,
-    TableSpec("theory", "Agreement with theory", "A row per process. Bytes are payload over the compared steps.", (
-        shared.RANK,
-        word_column("scheme", "scheme", "Scheme whose rules predict the job; missing if it is not predicted."),
-        text_column("not_predicted", "", "Why the process is not compared; missing if it is."),
-        count("cells", "cells", "Compared cells: operations of a dimension in a step; missing if not compared."),
-        text_column("other_versions", "", "Libraries whose version differs from that of the rules."),
-        bytes_column("expected_bytes", "expected", "Payload that theory expects."),
-        bytes_column("measured_bytes", "recorded", "Payload in the log."),
-        bytes_column("matched_bytes", "matched", "Payload of calls that are as expected."),
-        bytes_column("named_bytes", "known cause", "Payload of extra and missing calls whose cause is known."),
-        bytes_column("unexplained_bytes", "unexplained",
-            "Payload of extra and missing calls without a known cause."),
-        share("matched_share", "matched share", "matched_bytes / measured_bytes."),
-    ), merge_by="rank"),
-    TableSpec("expected", "Expected calls", "A row per rank, step, dimension and operation.", (
-        shared.RANK, shared.STEP, shared.ROLE, shared.OP,
-        count("calls", "calls", "Calls that theory expects."),
-        count("calls_max", "calls (max)",
-            "Most calls in any order of modules and gradients; missing if their number is certain."),
-        bytes_column("payload_bytes", "payload", "Their payload; an upper bound if it depends on the data."),
-        bytes_column("payload_bytes_min", "payload (min)", "Lower bound of their payload; missing if it is certain."),
-    ), merge_by="rank"),
-    TableSpec("reconciliation", "Expected and recorded calls",
-        "Rows per rank, step, dimension, operation and cause, and by call site where the program itself may be the "
-        "cause. Calls are compared by size; from step 64 on by "
-        "number and bytes.", (
-        shared.RANK, shared.STEP, shared.ROLE, shared.OP,
-        count("expected_calls", "expected calls", "Calls that theory expects."),
-        count("measured_calls", "recorded calls", "Calls in the log."),
-        bytes_column("expected_bytes", "expected", "Payload that theory expects."),
-        bytes_column("measured_bytes", "recorded", "Payload in the log."),
-        column("bytes", lambda value: f"{value:+,.0f}" if is_known(value) else "-", "difference_bytes",
-            "difference, bytes", "measured_bytes - expected_bytes."),
-        text_column("cause", "cause", '"expected" if equal, else the cause of the difference, or "unexplained".'),
-        text_column("sites", "call sites", "Call sites of the recorded calls, separated by semicolons."),
-    ), {"page": "role op cause expected_calls measured_calls difference_bytes sites"}, merge_by="rank"),
-    TableSpec("waterfall", "From the closed form to the recorded wire bytes",
-        "Rows in the order of the sum, for the last complete, regular step of the lowest compared rank.", (
-        *shared.WATERFALL,
-    ), {"page": "label bytes"}),
-    TableSpec("waterfall_by_role", "From the closed form to the recorded wire bytes, by parallel dimension",
-        "Rows in the order of the sum, dimension by dimension. No rows if the closed form has one dimension; "
-        "dimensions without a closed form begin at 0.", (
-        shared.ROLE, *shared.WATERFALL,
-    ), {"page": "role label bytes"}),
 )  # fmt: skip
 """Tables in every JSON report; empty if not applicable."""
-
-NETWORK_TABLES: Final = (
-    TableSpec("network", "Against a network",
-        "A row per operation, numbers of ranks and hosts, and payload; the longest total expected time first.", (
-        shared.OP,
-        count("ranks", "ranks", "Ranks of the group."),
-        count("hosts", "hosts", "Hosts of the group; missing if not all of its ranks left a log."),
-        bytes_column("payload_bytes", "payload", "Payload of one call."),
-        count("calls", "calls", "Calls of all recorded ranks."),
-        count("timed", "timed",
-            "Operations whose transfer time is known, each counted once for its group; a sample in long runs.",
-            optional=True),
-        duration("measured_ns", "measured", "Median transfer time: what the last rank spends in the operation."),
-        duration("expected_ns", "expected", "Time that the network should take for one call."),
-        duration("latency_ns", "latency", "Part of expected_ns that does not depend on the size."),
-        word_column("how", "how",
-            'Source of expected_ns: "fitted" to this operation and group, "extrapolated", "described" or "local".',
-            optional=True),
-        share("efficiency", "efficiency", "expected_ns / measured_ns."),
-        text_column("why_not", "why not", "Why there is no measured or no expected time; missing if both are known."),
-    ), {
-        "terminal": "op ranks payload_bytes calls timed measured_ns expected_ns efficiency how",
-        "page": "op ranks hosts payload_bytes calls timed measured_ns expected_ns latency_ns efficiency how why_not",
-    }),
-    TableSpec("network_used", "The network", "One row.", (
-        word_column("name", "name", "Its name, or the path of its file."),
-        text_column("about", "about", "Where its numbers come from."),
-    )),
-)  # fmt: skip
-"""Tables of `commtrace report --network`."""

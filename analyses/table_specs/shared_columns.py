@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
-from commtrace.formatting import format_bandwidth, format_count, format_power_of_two, is_known
+from commtrace.formatting import format_bandwidth, format_power_of_two, is_known
 
-from .spec import bytes_column, column, count, duration, share, text_column, text_of, word_column
+from .spec import bytes_column, column, count, duration, share, text_of, word_column
 
 
 def _bin_bound(value: Any) -> str:
@@ -66,11 +66,4 @@ BUS_BANDWIDTHS: Final = (
     column("GB/s", format_bandwidth, "busbw_gb_per_s", "busbw",
         "Bus bytes / duration of the calls with exact ends; missing for operations without a factor."),
     column("GB/s", format_bandwidth, "transfer_busbw_gb_per_s", "in transfer", "The same over transfer_ns alone."),
-)  # fmt: skip
-WATERFALL: Final = (
-    text_column("label", "cause", "Closed form, cause of a difference from it, or the recorded bytes.",
-        shortenable=True),
-    column("bytes", format_count, "bytes", "bytes", "Wire bytes of this rank's step; for a cause, the difference."),
-    word_column("kind", "kind",
-        '"closed form", "cause", "unexplained" or "measured"; the last is the sum of the others.'),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Report sections that compare a run with its expected calls and with a network."""
+"""Section of the comparison with theory: agreement, causes of differences, and the way from the closed form."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Final
 
 import pandas as pd
 
-from commtrace.analyses.compare import reconciliation
 from commtrace.analyses.sections import (
     Block,
     Listing,
@@ -15,19 +14,16 @@ from commtrace.analyses.sections import (
     Report,
     Section,
     ShownCells,
-    ShownTable,
     Tables,
 )
-from commtrace.analyses.table_specs import TABLES
+from commtrace.analyses.table_specs.spec import TableSpec
 from commtrace.formatting import format_bytes, format_plural, format_share, format_signed, merge_texts
 from commtrace.text_tables import TextColumn, left_column
 
-MAX_SITES: Final = 3
+from . import reconciliation
+from .theory_specs import EXPECTED_CALLS, RECONCILIATION, THEORY, WATERFALL, WATERFALL_BY_ROLE
 
-NETWORK_LEGEND: Final = (
-    "Measured: the median transfer time of the timed operations, which is the time that the last rank to arrive spends "
-    "in the operation. Efficiency: expected / measured."
-)
+MAX_SITES: Final = 3
 
 
 def _show_theory(report: Report) -> Iterator[Block]:
@@ -46,9 +42,9 @@ def _show_theory(report: Report) -> Iterator[Block]:
         yield Paragraph(f"Rules were written against other versions: {'; '.join(versions)}.")
     if causes := _causes(report.tables["reconciliation"]):
         yield Listing(causes)
-    yield from _waterfall("waterfall", report.tables["waterfall"], "step of one rank")
+    yield from _waterfall(WATERFALL, report.tables["waterfall"], "step of one rank")
     for role, rows in report.tables["waterfall_by_role"].groupby("role", sort=False):
-        yield from _waterfall("waterfall_by_role", rows, f"dimension {role}")
+        yield from _waterfall(WATERFALL_BY_ROLE, rows, f"dimension {role}")
 
 
 def _agreement(compared: pd.DataFrame) -> str:
@@ -87,7 +83,7 @@ def _describe_cause(cause: str, rows: pd.DataFrame) -> str:
     return f"{cause}: {ops}: {', '.join(calls)}, {payload} of payload, {where}{places}"
 
 
-def _waterfall(name: str, rows: pd.DataFrame, head: str) -> Iterator[Block]:
+def _waterfall(spec: TableSpec, rows: pd.DataFrame, head: str) -> Iterator[Block]:
     """Yield the waterfall from the closed form to the recorded wire bytes; the bytes of causes have a sign."""
     if not len(rows):
         return
@@ -99,7 +95,7 @@ def _waterfall(name: str, rows: pd.DataFrame, head: str) -> Iterator[Block]:
         cells.append([str(label), format_bytes(size) if is_total else format_signed(size, format_bytes), share])
     share_column = TextColumn("of closed form", optional=True)
     columns = [left_column(head, shortenable=True), TextColumn("wire (min)"), share_column]
-    yield ShownCells(TABLES[name], columns, cells)
+    yield ShownCells(spec, columns, cells)
 
 
 def _closed_form(tables: Tables) -> Iterator[str]:
@@ -123,34 +119,8 @@ def _largest_cause(waterfall: pd.DataFrame) -> str:
 THEORY_SECTION: Final = Section(
     "theory",
     "Comparison with theory",
-    tuple(TABLES[name] for name in ("theory", "expected", "reconciliation", "waterfall", "waterfall_by_role")),
+    (THEORY, EXPECTED_CALLS, RECONCILIATION, WATERFALL, WATERFALL_BY_ROLE),
     (reconciliation.ANALYSIS,),
     blocks=_show_theory,
     findings=_closed_form,
-)
-
-
-def _show_network(report: Report) -> Iterator[Block]:
-    used, table = report.tables["network_used"], report.tables["network"]
-    text = f"{used['about'].iloc[0]}."
-    extrapolated = int((table["how"] == "extrapolated").sum())
-    if extrapolated:
-        text += f" {extrapolated:,} of {len(table):,} expected times are extrapolated from other groups or payloads."
-    yield Paragraph(text, f"Compared with the network {used['name'].iloc[0]}")
-    shown = table.head(report.max_rows)
-    yield ShownTable(TABLES["network"], shown)
-    if len(shown) < len(table):
-        yield Paragraph(f"The top {len(shown)} of {len(table):,} rows by total expected time.")
-    yield Paragraph(NETWORK_LEGEND)
-    reasons = shown.dropna(subset="why_not").groupby("why_not", sort=False)
-    if len(reasons):
-        yield Listing([f"{', '.join(rows['op'].unique())}: {reason}." for reason, rows in reasons])
-
-
-NETWORK_SECTION: Final = Section(
-    "network",
-    "Compared with a network",
-    (TABLES["network"], TABLES["network_used"]),
-    option="--network",
-    blocks=_show_network,
 )
