@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from . import host_times, log_section, message_sizes, network_efficiency, side_by_side, steps, volume
-from .across_ranks import rank_sections
+from .across_ranks import clock_tables, step_time_section, stuck_calls_section, waits
 from .compare import theory_section
+from .compare.settings import SETTING_DIFFERENCES
+from .compare.step_comparison import CALL_DIFFERENCES
 from .fold_engine import AnyAnalysis
+from .scaling import scaling_specs
 from .sections import Block, Listing, Report, Section
-from .table_specs import DIFFERENCE_TABLES, SCALING_TABLES
 from .table_specs.spec import TableSpec
 
 
@@ -23,7 +25,7 @@ FINDINGS: Final = Section("findings", "Findings", blocks=_findings)
 
 SECTIONS: Final[tuple[Section, ...]] = (
     FINDINGS,
-    rank_sections.STUCK_SECTION,
+    stuck_calls_section.STUCK_SECTION,
     theory_section.THEORY_SECTION,
     volume.OPERATIONS_SECTION,
     volume.WHOLE_JOB_SECTION,
@@ -34,10 +36,10 @@ SECTIONS: Final[tuple[Section, ...]] = (
     message_sizes.SIZES_SECTION,
     host_times.TIMES_SECTION,
     host_times.BANDWIDTH_SECTION,
-    rank_sections.WAITING_SECTION,
-    rank_sections.CLOCKS_SECTION,
+    waits.WAITING_SECTION,
+    clock_tables.CLOCKS_SECTION,
     volume.RANKS_SECTION,
-    rank_sections.STEP_TIME_SECTION,
+    step_time_section.STEP_TIME_SECTION,
     network_efficiency.NETWORK_SECTION,
     log_section.LOG_SECTION,
 )
@@ -61,8 +63,8 @@ TABLE_GROUPS: Final[Mapping[str, tuple[TableSpec, ...]]] = {
     "figures": tuple(spec for section in SECTIONS for spec, _ in section.details),
     "network": tuple(spec for section in SECTIONS for spec in section.tables if section.option == "--network"),
     "comparison": side_by_side.TABLES,
-    "differences": DIFFERENCE_TABLES,
-    "scaling": SCALING_TABLES,
+    "differences": (CALL_DIFFERENCES, SETTING_DIFFERENCES),
+    "scaling": scaling_specs.TABLES,
 }
 """The tables of the report of a run (all of them in every JSON report; empty if not applicable), those that only
 figures use, those of `--network`, and those of runs side by side, of `commtrace diff` and of `commtrace scaling`."""

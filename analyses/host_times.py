@@ -1,4 +1,4 @@
-"""Times of calls observed on the host, and bandwidths. See `table_specs` for the columns."""
+"""Times of calls observed on the host, and bandwidths."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.durations import MEASURES, durations, flight_times
+from commtrace.formatting import format_bandwidth
 from commtrace.reading.labels import RunLabels
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import Clock, Flag
@@ -19,7 +20,34 @@ from .fold_engine import Analysis, NamedTables
 from .grouping import Array, group_rows, merge_sums, sum_groups
 from .record_blocks import HistogramBlock, RecordBlock, sums_by
 from .sections import Block, Paragraph, Report, Section, ShownTable
-from .table_specs import TABLES
+from .table_specs import shared_columns as shared
+from .table_specs.spec import TableSpec, column, count, duration, word_column
+
+HOST_TIME: Final = TableSpec("host_time", "Times of calls, observed on the host", "A row per operation and measure.", (
+    shared.OP,
+    word_column("measure", "measure",
+        '"in_call": inside the call; "waiting": from the start of a wait to the end, if the program waited and '
+        'the host observed the end; "to_completion": from the call to its end, if it was observed.'),
+    count("calls_known", "known", "Calls whose time is known."),
+    count("calls_unknown", "not known",
+        "Calls whose time is not known, including all calls of dry runs and graph captures."),
+    duration("p50_ns", "p50", "Median of the known times, within 1 %."),
+    duration("p99_ns", "p99", "99th percentile of the known times, within 1 %."),
+    duration("max_ns", "max", "Longest of the known times."),
+    duration("sum_ns", "sum", "Sum of the known times; calls that overlap are each counted in full."),
+), {"terminal": "op calls_known calls_unknown p50_ns p99_ns max_ns sum_ns"})  # fmt: skip
+HOST_BANDWIDTH: Final = TableSpec("bandwidth", "Bandwidth",
+    "A row per operation and kind of end, over calls that have a payload and an observed end, in groups of two or "
+    "more ranks, outside coalesced batches.", (
+    shared.OP,
+    word_column("end_seen_by", "completion seen by",
+        'What observed the end. With "wait" or "poll" it may have been earlier: bandwidths are lower bounds.'),
+    shared.CALLS, shared.PAYLOAD,
+    duration("time_ns", "time", "Sum of times from the start on the device, else from the call, to the end."),
+    column("GB/s", format_bandwidth, "algbw_gb_per_s", "algbw", "Payload / time; 1 GB is 1e9 bytes."),
+    column("GB/s", format_bandwidth, "busbw_gb_per_s", "busbw",
+        "algbw times nccl-tests' factor of each call's group; missing for operations without a factor."),
+))  # fmt: skip
 
 END_SEEN_BY: Final = {
     Clock.RETURN: "return",
@@ -89,7 +117,7 @@ def _histogram(measure: str, block: RecordBlock) -> pd.DataFrame:
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     groups = table.assign(measure=np.array(MEASURES, object)[table["measure"]]).groupby(["op", "measure"])
     rows = [{"op": op, "measure": measure, **_summary(bins)} for (op, measure), bins in groups]
-    columns = TABLES["host_time"].column_names
+    columns = HOST_TIME.column_names
     result = pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[4:], "Int64"))
     order = result["measure"].map(MEASURES.index)
     return {"host_time": result.iloc[np.lexsort((result["op"], order))].reset_index(drop=True)}
@@ -189,7 +217,7 @@ def _show_times(report: Report) -> Iterator[Block]:
     for measure, title in _MEASURE_TITLES.items():
         rows = table.loc[table["measure"] == measure]
         if rows["calls_known"].sum():
-            yield ShownTable(TABLES["host_time"], rows, title)
+            yield ShownTable(HOST_TIME, rows, title)
         else:
             yield Paragraph("Not known for any call.", title)
 
@@ -198,16 +226,16 @@ def _show_bandwidth(report: Report) -> Iterator[Block]:
     if report.run.simulated:
         return
     table = report.tables["bandwidth"]
-    yield ShownTable(TABLES["bandwidth"], table) if len(table) else Paragraph("Not known for any call.")
+    yield ShownTable(HOST_BANDWIDTH, table) if len(table) else Paragraph("Not known for any call.")
     if table["end_seen_by"].isin(["wait", "poll"]).any():
         yield Paragraph("Waits and polls may detect completion late, so these bandwidths are lower bounds.")
 
 
-TIMES_SECTION: Final = Section("times", "Times", (TABLES["host_time"],), (ANALYSIS,), blocks=_show_times, default=False)
+TIMES_SECTION: Final = Section("times", "Times", (HOST_TIME,), (ANALYSIS,), blocks=_show_times, default=False)
 BANDWIDTH_SECTION: Final = Section(
     "bandwidth",
     "Bandwidth, GB/s (1e9 bytes), over calls with a known end",
-    (TABLES["bandwidth"],),
+    (HOST_BANDWIDTH,),
     (BANDWIDTH,),
     blocks=_show_bandwidth,
 )

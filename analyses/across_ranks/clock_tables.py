@@ -1,7 +1,8 @@
-"""Tables of the clocks of a run's hosts. See `table_specs` for the columns."""
+"""Tables of the clocks of a run's hosts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -9,9 +10,36 @@ import pandas as pd
 
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
-from commtrace.analyses.table_specs import TABLES
+from commtrace.analyses.sections import Block, Report, Section, ShownTable, Tables
+from commtrace.analyses.table_specs.spec import TableSpec, column, count, duration, word_column
+from commtrace.formatting import MAX_SINGLE, format_count, is_known, shorten_names
 
 from .clocks import Clocks
+
+CLOCKS: Final = TableSpec("clocks", "Clocks of the hosts",
+    "A row per host (per boot of it). Bounds follow from the calls of the log; a host that they do not bound "
+    "has missing values.", (
+    word_column("host", "host", "Host name."),
+    word_column("reference", "reference", "Host that it is compared with."),
+    column("ns", format_count, "offset_ns", "offset",
+        "Its monotonic clock minus the reference's in the middle of the run: the middle of the bounds."),
+    column("ppm", lambda rate: f"{rate:+.1f}" if is_known(rate) else "-", "drift_ppm", "drift, ppm",
+        "Mean growth of the offset: the middle of its bounds."),
+    column("ppm", lambda rate: f"{rate:.1f}" if is_known(rate) else "-", "drift_half_width_ppm", "+-",
+        "Half the distance between the bounds of drift_ppm."),
+    duration("half_width_ns", "offset +-", "Half the largest distance between the bounds of the offset."),
+    count("calls", "calls", "Calls of the host that gave bounds.", measured=True),
+    count("steps", "steps", "Jumps of the clock (`clock_steps`)."),
+), merge_by="host")  # fmt: skip
+CLOCK_STEPS: Final = TableSpec("clock_steps", "Clock jumps",
+    "A row per jump of a host's clock: the bounds before and after it contradict each other.", (
+    word_column("host", "host", "Host name."),
+    word_column("reference", "reference", "Host that it is compared with."),
+    column("ns", format_count, "after_ns", "after", "Time after which it jumped, on the reference's clock."),
+    column("ns", format_count, "before_ns", "before", "Time before which it jumped."),
+    column("ns", format_count, "smallest_ns", "at least", "Lower bound of the jump."),
+    column("ns", format_count, "largest_ns", "at most", "Upper bound of the jump."),
+), merge_by="host")  # fmt: skip
 
 
 def clock_tables(run: AnalysedRun) -> NamedTables:
@@ -24,8 +52,8 @@ def clock_tables(run: AnalysedRun) -> NamedTables:
         for step in (() if clock is None else clock.steps)
     ]
     return {
-        "clocks": pd.DataFrame(rows, columns=TABLES["clocks"].column_names),
-        "clock_steps": pd.DataFrame(steps, columns=TABLES["clock_steps"].column_names),
+        "clocks": pd.DataFrame(rows, columns=CLOCKS.column_names),
+        "clock_steps": pd.DataFrame(steps, columns=CLOCK_STEPS.column_names),
     }
 
 
@@ -40,3 +68,28 @@ def _row(clocks: Clocks, number: int) -> tuple[object, ...]:
 
 
 ANALYSIS: Final = RunAnalysis("clocks", clock_tables)
+
+
+def _show_clocks(report: Report) -> Iterator[Block]:
+    if len(report.tables["clocks"]) > 1:
+        yield ShownTable(CLOCKS, report.rows(CLOCKS))
+        if len(report.tables["clock_steps"]):
+            yield ShownTable(CLOCK_STEPS, report.rows(CLOCK_STEPS), "Clock jumps")
+
+
+def _clock_jumps(tables: Tables) -> Iterator[str]:
+    if len(tables["clock_steps"]):
+        hosts = shorten_names(sorted(set(tables["clock_steps"]["host"])), most=MAX_SINGLE).replace(",", ", ")
+        yield f"The clock of {hosts} jumped during the run (--sections clocks)."
+
+
+CLOCKS_SECTION: Final = Section(
+    "clocks",
+    "Clock offsets of the hosts, with bounds from the calls",
+    (CLOCKS, CLOCK_STEPS),
+    (ANALYSIS,),
+    blocks=_show_clocks,
+    default=False,
+    look_for="Bounds on each host's clock relative to the reference's, from the calls alone.",
+    findings=_clock_jumps,
+)

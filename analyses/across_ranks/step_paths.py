@@ -23,7 +23,6 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.grouping import Array, group_rows
-from commtrace.analyses.table_specs import TABLES
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import DEVICE_CLOCKS, Phase
 
@@ -31,6 +30,7 @@ from .blocked_time import FIELDS, BlockedTime, StepsOfProcesses, Timeline, cover
 from .call_times import COLUMNS as TIME_COLUMNS
 from .clocks import Clocks
 from .matching import MatchedCalls, match_calls
+from .step_time_specs import CRITICAL_PATH, STEP_TIME_PARTS
 
 MAX_STEPS: Final = 500
 """Number of steps that are examined: the last ones of the run."""
@@ -271,7 +271,7 @@ def _path_table(run: RecordedRun, paths: StepPaths, which: str, step: int) -> pd
         "begin_ns": [piece.begin - start for piece in pieces],
         "ns": [piece.end - piece.begin for piece in pieces],
     }
-    return pd.DataFrame(rows, columns=TABLES["critical_path"].column_names)
+    return pd.DataFrame(rows, columns=CRITICAL_PATH.column_names)
 
 
 def step_time_parts(paths: StepPaths) -> pd.DataFrame:
@@ -288,7 +288,7 @@ def step_time_parts(paths: StepPaths) -> pd.DataFrame:
         for (part, role), ns in [((COMPUTATION, ""), computing), *sorted(means.items())]:
             share = ns / (end - begin) if end > begin else 0.0
             rows.append((which, int(paths.steps[step]), part, role, ns, share))
-    return pd.DataFrame(rows, columns=TABLES["step_time_parts"].column_names)
+    return pd.DataFrame(rows, columns=STEP_TIME_PARTS.column_names)
 
 
 def _parts(blocked: BlockedTime, line: Timeline, begin: int, end: int) -> Counter[tuple[str, str]]:

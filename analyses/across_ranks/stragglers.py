@@ -28,10 +28,11 @@ import pandas as pd
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
 from commtrace.analyses.grouping import Array, group_rows, rows_of
-from commtrace.analyses.table_specs import TABLES
 from commtrace.formatting import format_ranks
 
+from . import step_time_specs
 from .step_paths import StepPaths, critical_path, step_time_parts
+from .step_time_specs import DELAYS, STRAGGLERS
 
 MIN_SHARE: Final = 0.05
 MIN_SHARE_ONCE: Final = 0.2
@@ -139,7 +140,7 @@ def delays(run: AnalysedRun, paths: StepPaths, parts: list[Computation]) -> pd.D
                     "share": float(np.median(delay.excess / step_ns[delay.at])),
                 }
             )
-    table = pd.DataFrame(rows, columns=TABLES["delays"].column_names)
+    table = pd.DataFrame(rows, columns=DELAYS.column_names)
     return table.sort_values("delay_ns", ascending=False, kind="stable", ignore_index=True)
 
 
@@ -212,7 +213,7 @@ def stragglers(run: AnalysedRun, paths: StepPaths, parts: list[Computation]) -> 
                 "passed_on_from": format_ranks(ranks[origin] for origin in passed),
             }
         )
-    return pd.DataFrame(rows, columns=TABLES["stragglers"].column_names)
+    return pd.DataFrame(rows, columns=STRAGGLERS.column_names)
 
 
 def _waits(paths: StepPaths) -> pd.DataFrame:
@@ -276,7 +277,7 @@ def _path_tables(tables: Mapping[str, _PathTable], run: AnalysedRun) -> NamedTab
     """Return tables computed from the paths of the steps; empty tables for a run without paths."""
     paths = run.step_paths
     if paths is None:
-        return {name: pd.DataFrame(columns=TABLES[name].column_names) for name in tables}
+        return {name: pd.DataFrame(columns=step_time_specs.TABLES[name].column_names) for name in tables}
     parts = computation(paths)
     return {name: table(run, paths, parts) for name, table in tables.items()}
 

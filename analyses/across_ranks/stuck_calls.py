@@ -24,7 +24,7 @@ records are read.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
@@ -33,8 +33,9 @@ import pandas as pd
 
 from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
 from commtrace.analyses.grouping import Array, positions_by_value
-from commtrace.analyses.table_specs import TABLES
-from commtrace.formatting import format_ranks
+from commtrace.analyses.table_specs import shared_columns as shared
+from commtrace.analyses.table_specs.spec import TableSpec, column, duration, text_column, word_column
+from commtrace.formatting import format_count, format_moment, format_ranks
 from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import last_records
@@ -43,6 +44,39 @@ from commtrace.schema import Flag, State
 from .disagreements import Disagreements
 from .last_calls import LastCalls, Member
 from .matching import NOT_MATCHED, Channel
+
+STUCK_CALLS: Final = TableSpec("stuck_calls", "Calls that do not end",
+    "A row per stuck call, those that others wait for first. No rows if the run ended, or was interrupted, without "
+    "one.", (
+    shared.OP,
+    shared.ranks_column("group_ranks", "ranks", "Ranks that the call needs: of the group, or sender and receiver."),
+    column("", format_count, "seq", "number",
+        "Sequence number in its group, or for its sender, receiver and tag, from 0; missing for a receive from any "
+        "source or with any tag."),
+    shared.ranks_column("waiting_ranks", "waiting", "Ranks that are in the call."),
+    shared.ranks_column("absent_ranks", "absent", "Ranks that did not enter it, or ended in it."),
+    text_column("disagreement", "disagreement",
+        '"operation", "size", "dtype", "root", "tag", "communicator" or "order", and how; "" if the ranks agree.'),
+    column("ns", format_moment, "since_ns", "since",
+        "When the first waiting rank entered it, since 1970-01-01 UTC."),
+    duration("waited_ns", "for", "Lower bound of the time that a rank waited; 0 if none waits."),
+    replace(shared.SITE, meaning='Call site of the ranks that are in it; "" if it was not recorded.'),
+), merge_by="group_ranks")  # fmt: skip
+STUCK_RANKS: Final = TableSpec("stuck_ranks",
+    "Ranks of calls that do not end", "A row per stuck call and rank that it needs.", (
+    column("", str, "stuck_call", "call", "Row of the call in `stuck_calls`, from 0."),
+    shared.RANK,
+    word_column("part", "part", '"waiting": in it; "absent": not in it, or ended in it; "done": completed it.'),
+    text_column("call", "last call", "The call, or the last one of a rank that did not enter it."),
+    word_column("state", "state", "State of that call; missing if the rank made no call."),
+    column("ns", format_moment, "begin_ns", "since", "When it began, since 1970-01-01 UTC."),
+    shared.SITE,
+    word_column("end", "process",
+        '"runs": it ran when the report was made; "exit": it closed its log; "died": it did not; "unknown": it '
+        "runs, or died, on another host."),
+    column("ns", format_moment, "alive_ns", "last seen", "When the process was last known to be alive."),
+), merge_by="rank")  # fmt: skip
+_SPECS: Final = {spec.name: spec for spec in (STUCK_CALLS, STUCK_RANKS)}
 
 MIN_WAIT_NS: Final = 5_000_000_000
 """Minimum time for which a stuck call is in flight."""
@@ -293,7 +327,7 @@ def find_stuck_calls(run: RecordedRun) -> NamedTables:
             calls.append(_call_row(last, stuck))
             ranks += [*_rank_rows(last, stuck, number)]
     rows = {"stuck_calls": calls, "stuck_ranks": ranks}
-    tables = {name: pd.DataFrame(table, columns=TABLES[name].column_names) for name, table in rows.items()}
+    tables = {name: pd.DataFrame(table, columns=_SPECS[name].column_names) for name, table in rows.items()}
     return {name: table.astype(_TYPES[name]) for name, table in tables.items()}
 
 

@@ -8,10 +8,18 @@ from typing import Any, Final
 
 import pandas as pd
 
+from commtrace.analyses.table_specs.spec import TableSpec, text_column
 from commtrace.formatting import format_plural
 from commtrace.job_facts import known
 from commtrace.job_row import JobRow
 from commtrace.reading.recorded_run import RecordedRun
+
+SETTING_DIFFERENCES: Final = TableSpec("setting_differences",
+    "Settings that differ between two runs", "A row per setting.", (
+    text_column("name", "setting", "World size, library version, environment variable, or field of the job."),
+    text_column("a", "A", 'Value in the first run; "-" if it has none.'),
+    text_column("b", "B", "The same in the second run."),
+))  # fmt: skip
 
 _VARIABLES: Final = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "DS_")
 _LONGEST: Final = 60
@@ -35,7 +43,7 @@ def setting_facts(run: RecordedRun) -> dict[str, str]:
 def compare_settings(a: Mapping[str, str], b: Mapping[str, str]) -> pd.DataFrame:
     """Return the settings that differ: `name`, and its values `a` and `b`, "-" where it is missing."""
     rows = [(name, a.get(name, "-"), b.get(name, "-")) for name in {**a, **b} if a.get(name) != b.get(name)]
-    return pd.DataFrame(rows, columns=["name", "a", "b"], dtype=object)
+    return pd.DataFrame(rows, columns=SETTING_DIFFERENCES.column_names, dtype=object)
 
 
 def _flatten(value: Any, name: str) -> Iterator[tuple[str, str]]:

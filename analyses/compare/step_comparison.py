@@ -8,6 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from commtrace.analyses.table_specs import shared_columns as shared
+from commtrace.analyses.table_specs.spec import TableSpec, column, count, text_column, word_column
+from commtrace.formatting import format_count
+
 from .call_keys import ANY, OBJECTS, CallKey
 from .causes import UNEXPLAINED, StepContext, explain
 from .run_calls import Call, EqualCalls, GroupLabel, StepCalls
@@ -20,6 +24,28 @@ ExplainedCalls: TypeAlias = tuple[str, EqualCalls]
 """Label of a cause, and unmatched calls that it explains."""
 
 NO_KEY: Final = CallKey("-", 0, "-", "-", "-", "-", "-", "-")
+
+CALL_DIFFERENCES: Final = TableSpec("call_differences", "Calls that differ between two runs",
+    "A row per call that differs, merged over ranks and steps with the same differences, by first step.", (
+    word_column("kind", "kind", '"calls": different number; "order": different order; "rank": all calls of ranks '
+        'that only one run has; "site": same calls, different call site.'),
+    shared.ranks_column("ranks", "ranks", 'Ranks, such as "0-3,8".'),
+    word_column("steps", "steps", 'Steps of the run that has more of them, such as "start-up and 0-4".'),
+    shared.OP,
+    column("bytes", format_count, "payload", "bytes each", "Payload of each call; -1: pickled objects."),
+    word_column("dtype", "type", "Type of the elements."),
+    word_column("reduce_op", "reduction", "Reduction."),
+    shared.PHASE, shared.ROLE,
+    word_column("group", "group", 'Shape of the group: "4/2" is 4 ranks with stride 2.'),
+    word_column("peer", "peer", 'For a message "peer=+1", the distance in the group; for a collective "root=0".'),
+    count("calls_a", "calls in A", "Calls of a rank and step in the first run; of all ranks, if kind is rank."),
+    count("calls_b", "calls in B", "The same in the second run."),
+    text_column("sites_a", "call sites in A", "Call sites that make more of these calls in the first run."),
+    text_column("sites_b", "call sites in B", "The same in the second run."),
+    column("bytes", format_count, "difference_bytes", "difference, bytes",
+        "Payload of these calls in B minus A; missing for pickled objects."),
+    text_column("cause", "cause", 'Most likely cause of the difference; "" if none is known.'),
+), merge_by="ranks")  # fmt: skip
 
 
 class DifferenceRow(NamedTuple):

@@ -22,7 +22,8 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.grouping import Array, rows_of
-from commtrace.analyses.table_specs import TABLES
+
+from .scaling_specs import SCALING_FITS, SCALING_PROJECTION
 
 PROJECTED_FACTORS: Final = (2, 4, 8)
 """Multiples of the largest number of ranks among the runs."""
@@ -143,7 +144,7 @@ def fit_runs(table: pd.DataFrame, messages: pd.DataFrame) -> tuple[pd.DataFrame,
     if amdahl.fixed > 0:
         limit = (amdahl.fixed + amdahl.divided) / amdahl.fixed
         rows.append(("Amdahl", "most speedup over one rank", limit, "", amdahl.error))
-    projection = pd.DataFrame([], columns=TABLES["scaling_projection"].column_names)
+    projection = pd.DataFrame([], columns=SCALING_PROJECTION.column_names)
     hockney = fit_hockney(messages.loc[messages["run"] == table["run"].iloc[-1]])
     if hockney is not None and (table["compute_ns"] > 0).all() and table["wire_bytes"].notna().all():
         bandwidth = 1 / hockney.beta if hockney.beta else None
@@ -154,7 +155,7 @@ def fit_runs(table: pd.DataFrame, messages: pd.DataFrame) -> tuple[pd.DataFrame,
             *(("growth", name, None, fit.law, fit.error) for name, fit in growth.items()),
         ]
         projection = _project(table, work, hockney, growth)
-    return pd.DataFrame(rows, columns=TABLES["scaling_fits"].column_names), projection
+    return pd.DataFrame(rows, columns=SCALING_FITS.column_names), projection
 
 
 def _project(table: pd.DataFrame, work: Array, hockney: HockneyFit, growth: dict[str, GrowthFit]) -> pd.DataFrame:
@@ -187,4 +188,4 @@ def _project(table: pd.DataFrame, work: Array, hockney: HockneyFit, growth: dict
     rate = result["load"] / result["step_ns"]
     speedup = rate / rate.iloc[0]
     result = result.assign(speedup=speedup, efficiency=speedup * ranks[0] / result["ranks"])
-    return result[TABLES["scaling_projection"].column_names]
+    return result[SCALING_PROJECTION.column_names]

@@ -1,4 +1,4 @@
-"""Tables of runs by number of ranks. See `table_specs` for the columns."""
+"""Tables of runs by number of ranks."""
 
 from __future__ import annotations
 

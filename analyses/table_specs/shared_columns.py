@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
-from commtrace.formatting import format_bandwidth, format_power_of_two, is_known
+from commtrace.formatting import format_power_of_two, is_known
 
-from .spec import bytes_column, column, count, duration, share, text_of, word_column
+from .spec import bytes_column, column, count, share, text_of, word_column
 
 
 def _bin_bound(value: Any) -> str:
@@ -51,19 +51,3 @@ FROM: Final = column("bytes", _bin_bound, "from_bytes", "from",
 BELOW: Final = column("bytes", _bin_bound, "below_bytes", "below", "Upper bound of the bin, exclusive.")
 SUM: Final = bytes_column("sum_bytes", "sum", "Sum of the calls' payloads.")
 RUN: Final = word_column("run", "run", "Name of the run: the last parts of its path.", shortenable=True)
-WAITS: Final = (
-    count("calls", "calls", "Calls whose wait is known.", measured=True),
-    count("calls_unknown", "not known", "Calls whose wait is not known.", measured=True),
-    duration("duration_ns", "in calls", "Time from start to end of these calls, summed."),
-    duration("wait_ns", "wait", "Part of it before the last rank that the call depends on arrived: the middle of the "
-        "bounds from the hosts' clocks, 0 if the lower bound is 0."),
-    duration("wait_min_ns", "wait (min)", "Lower bound of the wait; wait_ns on one host."),
-    duration("wait_max_ns", "wait (max)", "Upper bound of the wait; wait_ns on one host."),
-    duration("transfer_ns", "transfer", "duration_ns - wait_ns; an upper bound if ends were observed late."),
-    share("wait_share", "wait share", "wait_ns / duration_ns."),
-)  # fmt: skip
-BUS_BANDWIDTHS: Final = (
-    column("GB/s", format_bandwidth, "busbw_gb_per_s", "busbw",
-        "Bus bytes / duration of the calls with exact ends; missing for operations without a factor."),
-    column("GB/s", format_bandwidth, "transfer_busbw_gb_per_s", "in transfer", "The same over transfer_ns alone."),
-)  # fmt: skip

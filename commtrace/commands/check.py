@@ -92,8 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argparse.Namespace], int]) -> int:
     """Print the stuck calls, the comparison and the notes, and return the exit status."""
-    from commtrace.analyses.across_ranks.rank_sections import diagnosis
     from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
+    from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
     from commtrace.analyses.compare.verdict_text import wrapped
 
     try:

@@ -11,7 +11,7 @@ from simulated_steps import MS, PROGRAMS, Delay, Simulation, none
 
 from commtrace import cli
 from commtrace.analyses.across_ranks import stragglers
-from commtrace.analyses.across_ranks.rank_sections import delay_sentences
+from commtrace.analyses.across_ranks.step_time_section import delay_sentences
 from commtrace.analyses.fold_engine import NamedTables, fold
 from commtrace.run import Run, open_run
 from commtrace.schema import Phase

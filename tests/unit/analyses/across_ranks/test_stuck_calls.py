@@ -12,7 +12,7 @@ import pytest
 from factory import BARRIER, PAIR, RECV, SEND, WORLD, LogFactory, ProcessFactory, Records, record, training
 
 from commtrace.analyses.across_ranks import stuck_calls
-from commtrace.analyses.across_ranks.rank_sections import diagnosis
+from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
 from commtrace.analyses.fold_engine import fold
 from commtrace.run import open_run
 from commtrace.schema import Clock, Flag, State

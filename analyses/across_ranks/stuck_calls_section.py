@@ -1,0 +1,92 @@
+"""Section of the calls that do not end: the diagnosis of a job that hangs or died."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pandas as pd
+
+from commtrace.analyses.grouping import rows_of
+from commtrace.analyses.sections import Section, Tables
+from commtrace.formatting import (
+    format_duration,
+    format_moment,
+    format_plural,
+    format_ranks,
+    is_known,
+    shorten_ranks,
+)
+
+from . import stuck_calls
+from .stuck_calls import STUCK_CALLS, STUCK_RANKS
+
+MAX_STUCK_CALLS: Final = 3
+"""Stuck calls that the diagnosis describes."""
+
+
+def diagnosis(tables: Tables) -> Iterator[str]:
+    """Yield the diagnosis of a job that hangs or died: incomplete calls, the ranks in them, where the others are."""
+    calls, ranks = tables["stuck_calls"], tables["stuck_ranks"]
+    for number, call in enumerate(rows_of(calls.head(MAX_STUCK_CALLS))):
+        at_call = ranks.loc[ranks["stuck_call"] == number]
+        failed = (at_call.loc[at_call["part"] == "waiting", "state"] == "failed").all()
+        name = call.op + (f" {call.seq:,}" if is_known(call.seq) else "")
+        yield shorten_ranks(f"{name} of ranks {call.group_ranks} {_stuck(call, failed=bool(failed))}.")
+        shown = at_call if call.disagreement else at_call.loc[at_call["part"] == "absent"]
+        where = shown.fillna({"state": "", "call": ""}).groupby(["part", "call", "state", "site", "end"], sort=False)
+        for (part, last, state, site, end), group in [*where][:MAX_STUCK_CALLS]:
+            of_group = shorten_ranks(format_ranks(group["rank"]))
+            yield f"{_named(of_group, 'Rank')} {_place(part, last, state, site, group)}; {_END[end]}."
+    if len(calls) > MAX_STUCK_CALLS:
+        yield f"{format_plural(len(calls) - MAX_STUCK_CALLS, 'more stuck call')}: table `stuck_calls` (--json)."
+
+
+def _named(ranks: str, noun: str = "rank") -> str:
+    return f"{noun}{'' if ranks.isdecimal() else 's'} {ranks}"
+
+
+def _stuck(call: Any, *, failed: bool) -> str:
+    """Describe a stuck call; `failed`: it failed on all ranks that were in it."""
+    texts = []
+    since, site = f"at {format_moment(call.since_ns)} UTC", call.site or "call site not recorded"
+    if call.waiting_ranks and failed:
+        texts.append(f"it failed on {_named(call.waiting_ranks)} ({site})")
+    elif call.waiting_ranks:
+        waited = f"and stayed in it for at least {format_duration(call.waited_ns)}"
+        texts.append(f"{_named(call.waiting_ranks)} entered it {since} {waited} ({site})")
+    if call.absent_ranks:
+        texts.append(f"{_named(call.absent_ranks)} did not enter it{', or ended in it' * failed}")
+    if call.disagreement:
+        texts.append(f"the ranks disagree ({call.disagreement})")
+    elif not call.absent_ranks:
+        texts.append("all its ranks entered it, and agree")
+    return ("did not complete: " if failed else "has not completed: ") + "; ".join(texts)
+
+
+def _place(part: str, call: str, state: str, site: str, ranks: pd.DataFrame) -> str:
+    """Return where ranks are."""
+    if not call:
+        return "made no call"
+    ago = format_duration((ranks["alive_ns"] - ranks["begin_ns"]).max())
+    at = f" at {site}" if site else ""
+    last_seen = f"{ago} before the {'rank was' if len(ranks) == 1 else 'ranks were'} last seen"
+    return f"{'last entered' if part == 'absent' else 'entered'} {call}{at} ({state}), {last_seen}"
+
+
+_END: Final = {
+    "runs": "still running",
+    "exit": "log closed",
+    "died": "ended without closing its log",
+    "unknown": "not known whether it is running",
+}
+
+
+STUCK_SECTION: Final = Section(
+    "stuck",
+    "Calls that do not end",
+    (STUCK_CALLS, STUCK_RANKS),
+    (stuck_calls.ANALYSIS,),
+    look_for="The calls in which the job hangs, or died, and where each of their ranks is.",
+    alarms=diagnosis,
+)
