@@ -21,7 +21,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from commtrace import settings
-from commtrace.analyses.analysis_catalog import TABLE_GROUPS
+from commtrace.analyses.analysis_catalog import SECTIONS, TABLE_GROUPS
 from commtrace.cli import COMMANDS
 from commtrace.job_facts import MISSING, Facts, fields_of
 from commtrace.job_row import JobRow
@@ -218,6 +218,11 @@ def tables_page() -> str:
 
 def _describe_tables() -> Iterator[str]:
     yield _TABLES_INTRODUCTION
+    yield from ("## Sections of a report", "", "| section | heading | tables |", "| --- | --- | --- |")
+    for section in SECTIONS:
+        names = ", ".join(f"[`{spec.name}`](#{spec.name})" for spec in section.tables)
+        yield f"| `{section.name}` | {section.title} | {names} |"
+    yield ""
     for title, about, specs in _TABLE_SECTIONS:
         yield from (f"## {title}", "", textwrap.fill(about, _WIDTH, break_on_hyphens=False), "")
         for spec in specs:

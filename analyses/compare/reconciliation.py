@@ -1,4 +1,4 @@
-"""Comparison of the recorded calls with those that rules expect of a job. See `table_specs` for the columns.
+"""Comparison of the recorded calls with those that rules expect of a job.
 
 A cell is one operation of one parallel dimension in one step of one rank. Calls of a cell are compared by payload, and
 by group size in dimensions whose groups differ in size; from step DETAILED_STEPS on, by number and bytes. Calls that

@@ -1,4 +1,4 @@
-"""Data frames as text tables, by their descriptions in `commtrace.analyses.table_specs`."""
+"""Data frames as text tables, by their descriptions."""
 
 from __future__ import annotations
 
