@@ -34,7 +34,7 @@ try:
 except ImportError:
     raise MissingLibraryError("figures need plotly; pip install 'commtrace[html]'") from None
 
-from .reconciliation import expected_and_measured, waterfall, waterfall_by_role
+from .reconciliation import differences, expected_and_measured, waterfall, waterfall_by_role
 from .run_comparison import (
     measured_and_predicted,
     operation_shares,
@@ -70,6 +70,9 @@ class Figure:
     has_data: Callable[[pd.DataFrame], bool] = lambda table: len(table) > 0
     view: str = ""
     """View of the table that a page shows below the figure; "": none."""
+    numbers: Callable[[pd.DataFrame], pd.DataFrame] = lambda table: table
+    """Returns the rows of the table that the page shows."""
+    numbers_title: str = "The numbers"
 
 
 def _has_steps(table: pd.DataFrame) -> bool:
@@ -103,7 +106,7 @@ FIGURES: Final[dict[str, Figure]] = {
     "expected_and_measured": Figure("Expected and recorded, by operation", "reconciliation", expected_and_measured,
         "Pale bars: expected from the job's settings; solid bars: recorded. Bars of equal length agree; an operation "
         "used in place of another shows as two pairs that differ in opposite directions.", _NO_THEORY, _has_steps,
-        view="page"),
+        view="page", numbers=differences, numbers_title="What differs, sums over ranks and training steps"),
     "message_sizes": Figure("Message sizes", "message_size_bins", message_sizes,
         "Above, how many calls have each size; below, how many bytes they move. Many small calls that move few "
         "bytes cost latency, and are candidates for merging.", view="page"),

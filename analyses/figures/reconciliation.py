@@ -99,3 +99,12 @@ def expected_and_measured(table: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(categoryarray=[label(op) for op in operations], autorange="reversed", showgrid=False)
     figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0.06)
     return finish(figure, "Expected and recorded, by operation", 130 + 58 * len(operations))
+
+
+def differences(table: pd.DataFrame) -> pd.DataFrame:
+    """Return what differs in training steps by dimension, operation and cause, from `reconciliation`; largest first."""
+    differing = ~table["cause"].isin(["", "expected"])
+    rows = table.loc[(table["step"] >= 0) & differing]
+    sums = {name: (name, "sum") for name in ("expected_calls", "measured_calls", "difference_bytes")}
+    groups = rows.groupby(["role", "op", "cause"], as_index=False).agg(**sums, sites=("sites", "max"))
+    return groups.sort_values("difference_bytes", key=lambda difference: difference.abs(), ascending=False)

@@ -22,6 +22,7 @@ from commtrace.analyses.sections import (
     ShownCells,
     ShownTable,
     Tables,
+    first_of,
 )
 from commtrace.analyses.steps import ALL
 from commtrace.analyses.table_specs.equivalent_ranks import text_rows
@@ -209,13 +210,10 @@ def _figure_section(name: str, figure: figures.Figure, tables: Tables) -> PageSe
     """Return the section of a figure, or the reason why it cannot be drawn."""
     table = tables.get(figure.table)
     if table is None or not figure.has_data(table):
-        return PageSection(name, figure.title, "", absent=figure.absent + _why_not_predicted(figure.table, tables))
-    rows, title = table, "The numbers"
-    if name == "expected_and_measured":
-        rows, title = _differences(table), "What differs, sums over ranks and training steps"
+        return PageSection(name, figure.title, "", absent=figure.absent)
+    rows = figure.numbers(table)
     shown = rows.head(MAX_ROWS)
-    if len(shown) < len(rows):
-        title += f", the first {len(shown)} of {len(rows):,}"
+    title = figure.numbers_title + first_of(len(shown), len(rows))
     return PageSection(
         name,
         figure.title,
@@ -223,20 +221,3 @@ def _figure_section(name: str, figure: figures.Figure, tables: Tables) -> PageSe
         drawings=[replace(drawing(name, figure.draw(table)), title="")],
         tables=[(title, _spec_table(TABLES[figure.table], shown, figure.view))] if figure.view and len(shown) else [],
     )
-
-
-def _why_not_predicted(table: str, tables: Tables) -> str:
-    """Return why a run is not compared with theory, if `table` is a table of that comparison."""
-    theory = tables.get("theory")
-    if theory is None or table not in ("waterfall", "reconciliation"):
-        return ""
-    return "".join(f" ({reason})" for reason in theory["not_predicted"].dropna().unique()[:3])
-
-
-def _differences(reconciliation: pd.DataFrame) -> pd.DataFrame:
-    """Return what differs in training steps by dimension, operation and cause, the largest difference first."""
-    differing = ~reconciliation["cause"].isin(["", "expected"])
-    rows = reconciliation.loc[(reconciliation["step"] >= 0) & differing]
-    sums = {name: (name, "sum") for name in ("expected_calls", "measured_calls", "difference_bytes")}
-    groups = rows.groupby(["role", "op", "cause"], as_index=False).agg(**sums, sites=("sites", "max"))
-    return groups.sort_values("difference_bytes", key=lambda difference: difference.abs(), ascending=False)
