@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from . import host_times, log_section, message_sizes, network_efficiency, side_by_side, steps, volume
+from . import host_times, log_section, message_sizes, network_efficiency, purposes, side_by_side, steps, volume
 from .across_ranks import clock_tables, step_time_section, stuck_calls_section, waits
 from .compare import theory_section
 from .compare.settings import SETTING_DIFFERENCES
@@ -31,6 +31,7 @@ SECTIONS: Final[tuple[Section, ...]] = (
     volume.WHOLE_JOB_SECTION,
     volume.DIMENSIONS_SECTION,
     volume.PHASES_SECTION,
+    purposes.PURPOSES_SECTION,
     steps.STEPS_SECTION,
     volume.SITES_SECTION,
     message_sizes.SIZES_SECTION,

@@ -24,6 +24,7 @@ EXACT: Final = (
     "volume_by_role",
     "volume_by_role_and_operation",
     "volume_by_phase",
+    "volume_by_purpose",
     "volume_by_site",
     "whole_job",
     "volume_by_step",
