@@ -1,6 +1,5 @@
 """Facts that a log may lack: fields of the classes in `job_row`, built in a training process or read from a log.
 
-    @dataclass(kw_only=True, eq=False, repr=False)
     class TiedRow(Facts):
         parameter: str = fact("Name of the parameter.")
 
@@ -17,7 +16,16 @@ import functools
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**options: object) -> Callable[[type], type]:
+        """Return a decorator that changes nothing: only type checkers derive constructors from fields."""
+        return lambda decorated: decorated
+
 
 FactsT = TypeVar("FactsT", bound="Facts")
 Value = TypeVar("Value")
@@ -79,16 +87,19 @@ def fact(meaning: str, *, absent: object = MISSING) -> Any:
     return Fact(meaning, absent)
 
 
+@dataclass_transform(eq_default=False, kw_only_default=True)
 class Facts:
     """Base of the classes of rows. Reading an attribute raises UnknownFactError if the row lacks it."""
 
     _row: Mapping[str, Any] = {}
     _path = ""
 
-    def __post_init__(self) -> None:
-        """Leave out the fields that were not given."""
-        for name in [name for name, value in vars(self).items() if isinstance(value, Fact)]:
-            del vars(self)[name]
+    def __init__(self, **facts: Any) -> None:
+        """Set the fields that are given and not MISSING."""
+        unknown = facts.keys() - fields_of(type(self)).keys()
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
+        vars(self).update((name, value) for name, value in facts.items() if value is not MISSING)
 
     @classmethod
     def read(cls: type[FactsT], row: Mapping[str, Any], path: str = "") -> FactsT:

@@ -8,13 +8,11 @@ row has of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 from .job_facts import Facts, fact
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class TensorRow(Facts):
     """A parameter or a buffer."""
 
@@ -30,7 +28,6 @@ class TensorRow(Facts):
         return prod(self.shape)
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class ModuleRow(Facts):
     """A module that has a forward."""
 
@@ -38,7 +35,6 @@ class ModuleRow(Facts):
     parameters: list[int] = fact("Its own parameters.")
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class ZeroSettings(Facts):
     """DeepSpeed's settings of ZeRO (`zero_optimization`), by DeepSpeed's names without the prefix "stage3_".
 
@@ -68,7 +64,6 @@ class ZeroSettings(Facts):
     enable_sanity_checks: bool = fact("Whether ranks compare what they are about to do.")
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class ModelSettings(Facts):
     """Architecture of a model that declares it as GPT-NeoX does (`neox_args`), by GPT-NeoX's names."""
 
@@ -128,7 +123,6 @@ class ModelSettings(Facts):
     program: str | None = fact('"NeoXArgs": GPT-NeoX\'s own program trains the model.', absent=None)
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class TiedRow(Facts):
     """A weight that other stages of a pipeline have too."""
 
@@ -137,7 +131,6 @@ class TiedRow(Facts):
     first_dtype: str = fact("Element type before the engine casts the model.")
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class StageRow(Facts):
     """This rank's stage of DeepSpeed's pipeline, and the pipeline's settings."""
 
@@ -154,7 +147,6 @@ class StageRow(Facts):
     tied: list[TiedRow] = fact("Weights that other stages have too.")
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class UnitRow(Facts):
     """Parameters that `fully_shard` communicates together."""
 
@@ -170,7 +162,6 @@ class UnitRow(Facts):
     unshard_in_backward: bool = fact("Whether backward gathers parameters.")
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class StyleRow(Facts):
     """A module that `parallelize_module` made tensor-parallel. Layouts are "Replicate" or "Shard(1)"."""
 
@@ -186,7 +177,6 @@ class StyleRow(Facts):
     sent: bool = fact("Whether the first rank sends its parameters.")
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class PassRow(Facts):
     """Equal passes of a model one after the other. Settings are null where units differ, or torch lacks them."""
 
@@ -201,7 +191,6 @@ class PassRow(Facts):
     is_last_backward: bool = fact("FSDP2: whether an optimizer step follows, as the program says.")
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class PassesRow(Facts):
     """A row of the table `passes`: a step whose passes differ from those of the step before."""
 
@@ -210,7 +199,6 @@ class PassesRow(Facts):
     passes: list[PassRow] | None = fact("Its passes in order; null: not known from this step on.")
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class JobRow(Facts):
     """A model that is trained, as one rank has it."""
 

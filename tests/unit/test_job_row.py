@@ -128,3 +128,9 @@ def test_the_reference_page_has_all_fields() -> None:
             assert field.meaning.endswith(".")
     for line in page.splitlines():
         assert not line.startswith("|") or line.count("|") == 5
+
+
+def test_a_row_has_only_defined_fields() -> None:
+    names: dict[str, Any] = {"zero_stge": 1}
+    with pytest.raises(TypeError, match="JobRow has no zero_stge"):
+        JobRow(**names)
