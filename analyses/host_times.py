@@ -210,7 +210,7 @@ _MEASURE_TITLES: Final = {
 
 
 def _show_times(report: Report) -> Iterator[Block]:
-    if report.run.simulated:
+    if report.simulated:
         yield Paragraph("Not available: this is a dry run, which sends nothing.")
         return
     table = report.tables["host_time"]
@@ -223,7 +223,7 @@ def _show_times(report: Report) -> Iterator[Block]:
 
 
 def _show_bandwidth(report: Report) -> Iterator[Block]:
-    if report.run.simulated:
+    if report.simulated:
         return
     table = report.tables["bandwidth"]
     yield ShownTable(HOST_BANDWIDTH, table) if len(table) else Paragraph("Not known for any call.")

@@ -191,6 +191,8 @@ def recorder_line(processes: pd.DataFrame) -> str:
 
 
 def _show(report: Report) -> Iterator[Block]:
+    if report.run is None:
+        return
     yield NamedTexts(facts(report.run, report.tables))
     for title, texts in log_lists(report.run, report.tables).items():
         yield Listing(texts, title)

@@ -1,4 +1,4 @@
-"""Sections of the report of a run: the tables and texts of a subject, as data that text and page render.
+"""Sections of reports: the tables and texts of a subject, as data that text and page render.
 
 The module of a subject describes its tables, computes them and defines its section; `analysis_catalog.SECTIONS` lists
 all sections. Without `blocks`, a section shows every table that has rows.
@@ -27,20 +27,25 @@ class Report:
     """What sections are made from.
 
     Attributes:
-        run: The run.
-        tables: Its tables, by name.
+        tables: The tables, by name.
+        run: The run; None in reports of several runs.
         sites: Maximum number of call sites; 0: all.
         max_rows: Maximum number of rows of other tables.
         per_rank: Whether to show single ranks of tables of many ranks, instead of classes of equivalent ranks.
         sections_chosen: Whether the user chose the sections.
     """
 
-    run: RecordedRun
     tables: Tables
+    run: RecordedRun | None = None
     sites: int = 10
     max_rows: int = 40
     per_rank: bool = False
     sections_chosen: bool = False
+
+    @property
+    def simulated(self) -> bool:
+        """Whether it is of a dry run, which sends nothing."""
+        return self.run is not None and self.run.simulated
 
     def rows(self, spec: TableSpec) -> pd.DataFrame:
         """Return the rows of a table; without `per_rank`, classes of equivalent ranks instead of many ranks."""
@@ -58,12 +63,16 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class ShownTable:
-    """Rows of a table. Text shows the counts in the column `bars`, if any, also as bars."""
+    """Rows of a table, in one of its views ("": that of the text or of the page).
+
+    Text shows the counts in the column `bars`, if any, also as bars.
+    """
 
     spec: TableSpec
     rows: pd.DataFrame
     title: str = ""
     bars: str = ""
+    view: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,9 @@ class Section:
         option: Command-line option that is needed to compute the tables; "": none.
         blocks: Yields what is shown; nothing if the section does not apply. None: all tables that have rows.
         default: Whether text shows it unless sections are chosen. The report of a healthy run fits on two screens.
+        view: View of its tables.
         look_for: What to look for in it, for the page.
+        absent: Why nothing is shown, for the page.
         findings: Yields the most important results, as sentences.
         warnings: Yields what makes the data incomplete or unreliable.
         alarms: Yields what is wrong with the job, such as calls that do not end.
@@ -133,7 +144,9 @@ class Section:
     option: str = ""
     blocks: Callable[[Report], Iterator[Block]] | None = None
     default: bool = True
+    view: str = ""
     look_for: str = ""
+    absent: str = ""
     findings: Callable[[Tables], Iterator[str]] = _no_sentences
     warnings: Callable[[RecordedRun, Tables], Iterator[str]] = _no_warnings
     alarms: Callable[[Tables], Iterator[str]] = _no_sentences
@@ -147,15 +160,16 @@ class Section:
         """Return what a report shows of the section."""
         if self.option and any(spec.name not in report.tables for spec in self.tables):
             return []
-        return [*(self.blocks(report) if self.blocks else _all_tables(self.tables, report))]
+        return [*(self.blocks(report) if self.blocks else _all_tables(self, report))]
 
 
-def _all_tables(specs: Sequence[TableSpec], report: Report) -> Iterator[Block]:
-    for spec in specs:
+def _all_tables(section: Section, report: Report) -> Iterator[Block]:
+    for spec in section.tables:
         if spec.name in report.tables and len(rows := report.rows(spec)):
             shown = rows.head(report.max_rows)
-            is_only_one = len(specs) == 1 and len(shown) == len(rows)
-            yield ShownTable(spec, shown, "" if is_only_one else spec.title + first_of(len(shown), len(rows)))
+            is_only_one = len(section.tables) == 1 and len(shown) == len(rows)
+            title = "" if is_only_one else spec.title + first_of(len(shown), len(rows))
+            yield ShownTable(spec, shown, title, view=section.view)
 
 
 def first_of(shown: int, total: int, what: str = "the first") -> str:

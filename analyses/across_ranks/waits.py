@@ -180,7 +180,7 @@ SAMPLE: Final = RunAnalysis("waiting", sampled_waiting)
 
 
 def _show_waits(report: Report) -> Iterator[Block]:
-    if report.run.simulated:
+    if report.simulated:
         yield Paragraph("Not available: this is a dry run, which sends nothing.")
         return
     for spec in (WAIT_PATTERNS, *(WAITS_BY[key] for key in ("operation", "role", "rank", "site"))):

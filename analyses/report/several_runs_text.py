@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
 
 import pandas as pd
 from rich.console import RenderableType
@@ -11,21 +10,15 @@ from rich.text import Text
 
 from commtrace.analyses.analysis_catalog import SECTIONS, TABLES
 from commtrace.analyses.grouping import rows_of
-from commtrace.analyses.sections import Tables
+from commtrace.analyses.scaling.scaling_specs import SECTIONS as SCALING_SECTIONS
+from commtrace.analyses.sections import Report, Tables
 from commtrace.analyses.side_by_side import FULL_RUN, TRAINING_STEP
 from commtrace.formatting import format_bytes
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
 
 from .spec_table import spec_table
-from .terminal import heading
-
-_SCALING_TABLES: Final = (
-    ("scaling", "speedup", "Speed"),
-    ("scaling", "step_parts", "Where the time of a step goes, means over the ranks"),
-    ("scaling", "sent", "What a rank sends in a step"),
-    ("scaling_projection", "model", "The model: computation, latency, bandwidth, waiting"),
-)
+from .terminal import heading, render_section
 
 
 def warnings_of_runs(runs: Mapping[str, RecordedRun], tables: Mapping[str, Tables]) -> list[str]:
@@ -77,14 +70,8 @@ def _by_operation(table: pd.DataFrame, runs: list[str], part: str, width: int) -
     return text_table(columns, cells, width)
 
 
-def render_scaling(
-    tables: Mapping[str, pd.DataFrame], sentences: Sequence[str], width: int
-) -> Iterator[RenderableType]:
+def render_scaling(tables: Tables, sentences: Sequence[str], width: int) -> Iterator[RenderableType]:
     """Yield the report of the tables of `commtrace.analyses.scaling`, top to bottom, and the findings."""
-    for name, view, title in _SCALING_TABLES:
-        if len(tables[name]):
-            yield title
-            yield spec_table(TABLES[name], tables[name], width, view=view)
-            yield ""
-    for sentence in sentences:
-        yield paragraph(sentence, width, first="- ")
+    _, *sections = (part for section in SCALING_SECTIONS for part in render_section(section, Report(tables), width))
+    yield from (*sections, Text())  # without the empty line before the first section
+    yield from (paragraph(sentence, width, first="- ") for sentence in sentences)

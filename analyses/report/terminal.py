@@ -65,12 +65,12 @@ def render(
             yield paragraph(run_facts[name], width, first=name.ljust(_LABEL_WIDTH))
     for section in SECTIONS:
         yield from (paragraph(text, width, first="! ", style="bold yellow") for text in section.warnings(run, tables))
-    report = Report(run, tables, sites, per_rank=per_rank, sections_chosen=sections is not None)
+    report = Report(tables, run, sites, per_rank=per_rank, sections_chosen=sections is not None)
     if not len(tables["volume_by_operation"]):
         sections = ("log",)
     for section in SECTIONS:
         if section.default if sections is None else section.name in sections:
-            yield from _section(section, report, width)
+            yield from render_section(section, report, width)
     if sections is None:
         yield Text()
         others = ", ".join(section.name for section in SECTIONS if not section.default)
@@ -82,7 +82,7 @@ def heading(text: str) -> Text:
     return Text(text, style="bold cyan")
 
 
-def _section(section: Section, report: Report, width: int) -> Iterator[RenderableType]:
+def render_section(section: Section, report: Report, width: int) -> Iterator[RenderableType]:
     """Yield a section, with an empty line before it. The title of its first block replaces that of the section."""
     blocks = section.shown(report)
     if not blocks:
@@ -124,7 +124,7 @@ def _block(block: Block, width: int) -> Iterator[RenderableType]:
 
 def _table(block: ShownTable, width: int) -> RenderableType:
     if not block.bars:
-        return spec_table(block.spec, block.rows, width)
+        return spec_table(block.spec, block.rows, width, view=block.view or "terminal")
     character = "█" if stdout_accepts_unicode() else "#"
     counts = block.rows[block.bars]
     bars = [character * max(1, round(_BAR_WIDTH * count / counts.max())) for count in counts]

@@ -1,10 +1,11 @@
-"""Descriptions of the tables of runs by number of ranks."""
+"""Descriptions of the tables of runs by number of ranks, and the sections that show them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Final
 
+from commtrace.analyses.sections import Section
 from commtrace.analyses.table_specs.shared_columns import RANK, RUN
 from commtrace.analyses.table_specs.spec import (
     TableSpec,
@@ -101,3 +102,25 @@ SCALING_LEFT_OUT: Final = TableSpec("scaling_left_out", "Runs left out", "A row 
 ))  # fmt: skip
 
 TABLES: Final = (SCALING, SCALING_RANKS, SCALING_FITS, SCALING_PROJECTION, SCALING_LEFT_OUT)
+
+SECTIONS: Final = (
+    Section("speedup", "Speed", (SCALING,), view="speedup"),
+    Section("step_parts", "Where the time of a step goes, means over the ranks", (SCALING,), view="step_parts"),
+    Section(
+        "sent",
+        "What a rank sends in a step",
+        (SCALING,),
+        view="sent",
+        look_for="Means over the ranks. Expected bytes and the closed form are of the lowest rank, if the job has "
+        "rules.",
+    ),
+    Section(
+        "model",
+        "The model: computation, latency, bandwidth, waiting",
+        (SCALING_PROJECTION,),
+        view="model",
+        look_for="Fixed and divided computation, latency and bandwidth of calls, and waiting for late ranks.",
+        absent="No model: calls have one size only, or their times are not known.",
+    ),
+)
+"""The sections of the report, in its order."""

@@ -12,6 +12,7 @@ from commtrace.analyses import figures
 from commtrace.analyses.analysis_catalog import FINDINGS, SECTIONS, TABLES
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.job_summary import summarize_job
+from commtrace.analyses.scaling.scaling_specs import SECTIONS as SCALING_SECTIONS
 from commtrace.analyses.sections import (
     Block,
     Listing,
@@ -24,6 +25,7 @@ from commtrace.analyses.sections import (
     Tables,
     first_of,
 )
+from commtrace.analyses.side_by_side import RUNS
 from commtrace.analyses.steps import ALL
 from commtrace.analyses.table_specs.equivalent_ranks import text_rows
 from commtrace.analyses.table_specs.spec import TableSpec
@@ -51,7 +53,7 @@ def page_of_run(name: str, run: RecordedRun, tables: Tables, *, sites: int = MAX
         sites: Maximum number of call sites; 0: all.
         per_rank: Show the first rows of tables of many ranks, instead of classes of equivalent ranks.
     """
-    report = Report(run, tables, sites, MAX_ROWS, per_rank)
+    report = Report(tables, run, sites, MAX_ROWS, per_rank)
     alarms = [text for section in SECTIONS for text in section.alarms(tables)]
     warnings = [text for section in SECTIONS for text in section.warnings(run, tables)]
     return render(
@@ -65,20 +67,27 @@ def page_of_run(name: str, run: RecordedRun, tables: Tables, *, sites: int = MAX
                 page_section
                 for section in SECTIONS
                 if section is not FINDINGS
-                for page_section in _page_sections(section, report)
+                for page_section in _page_sections(section, report, figures.FIGURES)
             ],
         )
     )
 
 
-def _page_sections(section: Section, report: Report) -> Iterator[PageSection]:
+def _page_sections(
+    section: Section, report: Report, all_figures: Mapping[str, figures.Figure]
+) -> Iterator[PageSection]:
     """Yield the figures of a section, each with its heading; the first has the texts and tables of the section."""
-    drawn = {name: figure for name, figure in figures.FIGURES.items() if figure.table in _names(section)}
+    drawn = {
+        name: figure
+        for name, figure in all_figures.items()
+        if figure.table in _names(section) and section.view in ("", figure.view)
+    }
     tables = {figure.table for figure in drawn.values() if figure.view}
     blocks = [block for block in section.shown(report) if not (_is_table(block) and block.spec.name in tables)]
     if not drawn:
-        if blocks:
-            yield _with_blocks(PageSection(section.name, section.title, section.look_for), blocks)
+        if blocks or section.absent:
+            absent = "" if blocks else section.absent
+            yield _with_blocks(PageSection(section.name, section.title, section.look_for, absent=absent), blocks)
         return
     first, *others = (_figure_section(name, figure, report.tables) for name, figure in drawn.items())
     yield _with_blocks(first, blocks)
@@ -112,7 +121,7 @@ def _with_blocks(section: PageSection, blocks: Sequence[Block]) -> PageSection:
 
 def _page_table(block: ShownTable | ShownCells) -> PageTable:
     if isinstance(block, ShownTable):
-        return _spec_table(block.spec, block.rows)
+        return _spec_table(block.spec, block.rows, block.view or "page")
     kinds = ["number" if column.number else "text" for column in block.columns]
     return PageTable([column.head for column in block.columns], kinds, block.cells)
 
@@ -151,7 +160,7 @@ def page_of_runs(names: Sequence[str], tables: Tables, warnings: Sequence[str]) 
     text = (
         "A training step of each run, per rank. Wire bytes are the fewest bytes that a rank can send for the payload."
     )
-    overview = _table_section("runs", "The runs", text, "runs", tables["runs"])
+    overview = PageSection("runs", "The runs", text, tables=[("", _spec_table(RUNS, tables["runs"], "page"))])
     sections = [_figure_section(name, figure, tables) for name, figure in figures.COMPARISONS.items()]
     facts = [(str(row.run), f"{row.path}, run {row.id}") for row in rows_of(tables["runs"])]
     return render(
@@ -166,35 +175,20 @@ def page_of_runs(names: Sequence[str], tables: Tables, warnings: Sequence[str]) 
 
 def page_of_scaling(runs: Mapping[str, Run], tables: Tables, sentences: Sequence[str]) -> str:
     """Return the page of runs by number of ranks, from the tables of `commtrace.analyses.scaling` and the findings."""
-    ranks = tables["scaling"]["ranks"]
-    text = "Means over the ranks. Expected bytes and the closed form are of the lowest rank, if the job has rules."
-    volumes = _table_section("sent", "What a rank sends in a step", text, "scaling", tables["scaling"], "sent")
-    text = "Fixed and divided computation, latency and bandwidth of calls, and waiting for late ranks."
-    absent = "No model: calls have one size only, or their times are not known."
-    name, title = "scaling_projection", "The model, and more ranks"
-    model = _table_section("model", title, text, name, tables[name], "model", absent=absent)
-    sections = [_figure_section(name, figure, tables) for name, figure in figures.SCALING.items()]
+    ranks, report = tables["scaling"]["ranks"], Report(tables, max_rows=MAX_ROWS)
+    sections = [part for section in SCALING_SECTIONS for part in _page_sections(section, report, figures.SCALING)]
     facts = [(name, f"{run.log.path}, run {run.id}") for name, run in runs.items()]
     return render(
         Page(
             title=", ".join(runs),
             subtitle=f"scaling from {ranks.min():,} to {ranks.max():,} ranks",
             findings=sentences,
-            sections=[*sections, volumes, model, PageSection("log", "The logs", "", facts=facts)],
+            sections=[*sections, PageSection("log", "The logs", "", facts=facts)],
         )
     )
 
 
-def _table_section(
-    name: str, title: str, text: str, table: str, rows: pd.DataFrame, view: str = "page", *, absent: str = ""
-) -> PageSection:
-    """Return the section of a table. `absent`: why there are no rows, if there are none."""
-    if absent and not len(rows):
-        return PageSection(name, title, text, absent=absent)
-    return PageSection(name, title, text, tables=[("", _spec_table(TABLES[table], rows, view))])
-
-
-def _spec_table(spec: TableSpec, table: pd.DataFrame, view: str = "page") -> PageTable:
+def _spec_table(spec: TableSpec, table: pd.DataFrame, view: str) -> PageTable:
     """Return a table of strings, by its description."""
     columns, rows = text_rows(spec, view, table)
     heads, kinds = [column.head for column in columns], [column.kind for column in columns]
