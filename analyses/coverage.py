@@ -108,7 +108,7 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
 
 def notes_table(notes: Iterable[Note]) -> pd.DataFrame:
     """Return the table `notes`."""
-    rows = [(note.kind, str(note.path), note.what, note.consequence) for note in notes]
+    rows = [(note.kind, str(note.path), note.text, note.consequence) for note in notes]
     return pd.DataFrame(rows, columns=NOTES.column_names)
 
 

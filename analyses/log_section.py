@@ -14,7 +14,8 @@ from commtrace.formatting import (
     format_plural,
     format_share,
     is_known,
-    shorten_ranks,
+    name_ranks,
+    shorten_rank_list,
 )
 from commtrace.reading.log_notes import Note, merge_notes
 from commtrace.reading.recorded_run import RecordedRun
@@ -33,15 +34,15 @@ from .tracing_cost import describe_cost
 
 def warnings(run: RecordedRun, tables: Tables) -> Iterator[str]:
     """Yield warnings about incomplete or unreliable data."""
-    yield from (f"{note.path} {note.what}; {note.consequence}" for note in run.notes if note.kind == "runs")
+    yield from (f"{note.path} {note.text}; {note.consequence}" for note in run.notes if note.kind == "runs")
     coverage = tables["coverage"].iloc[0]
-    missing, not_selected = (shorten_ranks(coverage[f"ranks_{name}"] or "") for name in ("missing", "not_selected"))
+    missing, not_selected = (coverage[f"ranks_{name}"] or "" for name in ("missing", "not_selected"))
     if missing:
-        yield f"{_named(missing, 'Rank')} left no log: sums and means are over the recorded ranks."
+        yield f"{name_ranks(missing, 'Rank')} left no log: sums and means are over the recorded ranks."
     if not_selected:
         were = "was" if not_selected.isdecimal() else "were"
         yield (
-            f"{_named(not_selected, 'Rank')} {were} not recorded because of COMMTRACE_RANKS: sums and means are over "
+            f"{name_ranks(not_selected, 'Rank')} {were} not recorded because of COMMTRACE_RANKS: sums and means are over "
             "the recorded ranks."
         )
     if coverage["not_selected"]:
@@ -105,15 +106,11 @@ def log_lists(run: RecordedRun, tables: Tables) -> dict[str, list[str]]:
     return {title: texts for title, texts in lists.items() if texts}
 
 
-def _named(ranks: str, noun: str = "rank") -> str:
-    return f"{noun}{'' if ranks.isdecimal() else 's'} {ranks}"
-
-
 def _note(note: Note, run: RecordedRun) -> str:
     if note.kind == "salvage":
-        return note.what
+        return note.text
     path = note.path.relative_to(run.log.path) if note.path.is_relative_to(run.log.path) else note.path
-    return f"{path}: {note.what}; {note.consequence}"
+    return f"{path}: {note.text}; {note.consequence}"
 
 
 def _ranks(coverage: pd.Series[Any]) -> str:
@@ -122,8 +119,10 @@ def _ranks(coverage: pd.Series[Any]) -> str:
     if not is_known(coverage["world_size"]):
         return f"{format_plural(seen, 'rank')} recorded, {hosts}; the world size is not known"
     text = f"{seen:,} of {int(coverage['world_size']):,} recorded, {hosts}"
-    text += f"; not selected: {coverage['ranks_not_selected']}" if coverage["ranks_not_selected"] else ""
-    return shorten_ranks(text + (f"; missing: {coverage['ranks_missing']}" if coverage["ranks_missing"] else ""))
+    for title in ("not selected", "missing"):
+        if ranks := coverage[f"ranks_{title.replace(' ', '_')}"]:
+            text += f"; {title}: {shorten_rank_list(ranks)}"
+    return text
 
 
 def _processes(coverage: pd.Series[Any]) -> str:
@@ -173,8 +172,9 @@ def _hook_errors(coverage: pd.Series[Any]) -> str:
 
 def _damage(run: RecordedRun) -> str:
     counts = Counter(note.kind for note in run.notes)
-    texts = [f"{format_plural(counts[kind], 'file')} {kind}" for kind in FILE_PROBLEMS if counts[kind]]
-    return "; ".join(texts).replace("unreadable", "not readable")
+    names = {"unreadable": "not readable"}
+    texts = [f"{format_plural(counts[kind], 'file')} {names.get(kind, kind)}" for kind in FILE_PROBLEMS if counts[kind]]
+    return "; ".join(texts)
 
 
 def recorder_line(processes: pd.DataFrame) -> str:

@@ -6,7 +6,7 @@ An unknown value (None, NaN or pandas' NA) becomes "-".
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any, Final
 
@@ -17,9 +17,9 @@ NOT_KNOWN: Final = "-"
 MAX_SINGLE: Final = 32
 """Maximum number of ranks that reports show one by one."""
 
-_MANY_RANGES: Final = re.compile(r"\b\d+(?:-\d+)?(?:,\d+(?:-\d+)?){16,}")
-"""A list of more than 16 ranges, the most that ranks 0 to 31 can form."""
-_NUMBER: Final = re.compile(r"\d[\d,]*")
+_MAX_RANGES: Final = 16
+"""The most ranges that ranks 0 to 31 can form."""
+_MANY_RANGES: Final = re.compile(rf"\b\d+(?:-\d+)?(?:,\d+(?:-\d+)?){{{_MAX_RANGES},}}")
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TIME_UNITS: Final = ("ns", "us", "ms", "s")
 
@@ -108,25 +108,19 @@ def shorten_names(names: Sequence[Any], most: int = 8) -> str:
     return ",".join(items) if len(items) <= most else f"{','.join(items[:3])},...,{items[-1]} ({len(names):,} in all)"
 
 
+def shorten_rank_list(ranks: str) -> str:
+    """Shorten a list of ranks, as `format_ranks` writes it, if it has more than 16 ranges."""
+    return shorten_names(parse_ranks(ranks)) if ranks.count(",") >= _MAX_RANGES else ranks
+
+
+def name_ranks(ranks: str, noun: str = "rank") -> str:
+    """Return a list of ranks with its noun, shortened: "rank 3", "ranks 0-3"."""
+    return f"{noun}{'' if ranks.isdecimal() else 's'} {shorten_rank_list(ranks)}"
+
+
 def shorten_ranks(text: str) -> str:
     """Shorten the lists of ranks in a text, as `format_ranks` writes them, that have more than 16 ranges."""
     return _MANY_RANGES.sub(lambda match: shorten_names(parse_ranks(match[0])), text)
-
-
-def without_numbers(text: str) -> str:
-    """Replace each number in a text with "N", so that texts that differ only in numbers become equal."""
-    return _NUMBER.sub("N", text)
-
-
-def merge_texts(ranks_by_text: Mapping[str, Iterable[int]]) -> dict[str, list[int]]:
-    """Merge texts that differ only in numbers ("N" replaces them), and their ranks, if there are more than 32."""
-    texts_by_merged: dict[str, list[str]] = {}
-    for text in ranks_by_text:
-        texts_by_merged.setdefault(without_numbers(text) if len(ranks_by_text) > MAX_SINGLE else text, []).append(text)
-    return {
-        merged if len(texts) > 1 else texts[0]: sorted({rank for text in texts for rank in ranks_by_text[text]})
-        for merged, texts in texts_by_merged.items()
-    }
 
 
 def parse_ranks(text: str) -> list[int]:

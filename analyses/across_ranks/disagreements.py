@@ -6,15 +6,14 @@ sizes, types and roots are not compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from commtrace.analyses.grouping import Array
-from commtrace.formatting import MAX_SINGLE, format_count, format_ranks, shorten_ranks
+from commtrace.formatting import MAX_SINGLE, format_count, format_ranks, shorten_rank_list
 from commtrace.operations import MESSAGES, OPERATIONS, Equality, Operation, operations_where
 from commtrace.reading.labels import UNKNOWN
 from commtrace.schema import Flag
@@ -23,7 +22,35 @@ from .last_calls import LastCalls
 
 _OWN_SIZES: Final = Flag.OBJECT | Flag.UNEVEN | Flag.SPARSE
 _ROOTED: Final = operations_where(lambda operation: operation.is_rooted)
-_NAMES: Final = {"op": "operation", "payload": "size", "dtype": "dtype", "peer": "root"}
+TAG, COMMUNICATOR, ORDER = "tag", "communicator", "order"
+_SUBJECTS: Final = {"op": "operation", "payload": "size", "dtype": "dtype", "peer": "root"}
+
+
+class Disagreement(NamedTuple):
+    """What the ranks of an operation disagree about.
+
+    Attributes:
+        subject: "operation", "size", "dtype", "root", "tag", "communicator" or "order".
+        values: The values and the ranks that have each; for "order", the calls that the ranks are in.
+    """
+
+    subject: str
+    values: Sequence[tuple[str, Sequence[int]]] = ()
+
+    def __str__(self) -> str:
+        if self.subject == COMMUNICATOR:
+            return f"{COMMUNICATOR}: may not be the same, because it has no name and the call sites differ"
+        is_order = self.subject == ORDER
+        parts = [
+            f"rank {format_ranks(ranks)} is in {value}" if is_order else f"{value} on rank {_short(ranks)}"
+            for value, ranks in self.values[:MAX_SINGLE]
+        ]
+        more = f" and {len(self.values) - len(parts):,} more" if len(parts) < len(self.values) else ""
+        return f"{self.subject}: {', '.join(parts)}{more}{', which waits in turn' * is_order}"
+
+
+def _short(ranks: Sequence[int]) -> str:
+    return shorten_rank_list(format_ranks(ranks))
 
 
 class Disagreements:
@@ -70,9 +97,9 @@ class Disagreements:
         in_torch = calls.has_label("api", "torch") & calls.has_label("op", *names[Equality.IN_TORCH])
         return calls.has_label("op", *names[Equality.EVERYWHERE]) | in_torch
 
-    def describe(self, indices: Iterable[int]) -> str:
-        """Describe what calls of one instance, given by their indices, disagree about; "" if nothing."""
-        texts = []
+    def of_calls(self, indices: Iterable[int]) -> list[Disagreement]:
+        """Return what calls of one instance, given by their indices, disagree about."""
+        found = []
         at = np.array(sorted(indices))
         for column, mask in self._compared.items():
             calls = at[mask[at]]
@@ -81,13 +108,9 @@ class Disagreements:
                 ranks: dict[int, list[int]] = {}
                 for value, call in zip(values, calls.tolist(), strict=True):
                     ranks.setdefault(value, []).append(self._last.member(call).rank)
-                parts = [
-                    f"{self._text(column, value)} on rank {shorten_ranks(format_ranks(same))}"
-                    for value, same in islice(ranks.items(), MAX_SINGLE)
-                ]
-                more = f" and {len(ranks) - len(parts):,} more" if len(parts) < len(ranks) else ""
-                texts.append(f"{_NAMES[column]}: {', '.join(parts)}{more}")
-        return "; ".join(texts)
+                named = [(self._text(column, value), same) for value, same in ranks.items()]
+                found.append(Disagreement(_SUBJECTS[column], named))
+        return found
 
     def _text(self, column: str, value: int) -> str:
         if column in self._last.calls.categories:

@@ -54,8 +54,8 @@ def delay_sentences(tables: Tables) -> Iterator[str]:
         steps = f"in {format_plural(delay.delayed_steps, 'step')}"
         if delay.delayed_steps <= MAX_STEPS_NAMED:
             steps = f"in step{'' if delay.delayed_steps == 1 else 's'} {delay.steps}"
-        regular = delay.recurrence.startswith("every ")
-        when = {"every step": "in every step"}.get(delay.recurrence, delay.recurrence if regular else steps)
+        when = delay.recurrence  # "every 10 steps"
+        when = {"every step": "in every step", "irregular": steps, "once": steps}.get(when, when)
         yield (
             f"Rank {delay.rank} delays the job: {when} it computes {format_duration(delay.delay_ns)} longer than the "
             f"other ranks ({delay.phase}), {format_share(delay.share)} of the step."

@@ -41,7 +41,7 @@ from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import last_records
 from commtrace.schema import Flag, State
 
-from .disagreements import Disagreements
+from .disagreements import COMMUNICATOR, ORDER, TAG, Disagreement, Disagreements
 from .last_calls import LastCalls, Member
 from .matching import NOT_MATCHED, Channel
 
@@ -100,9 +100,14 @@ class _StuckCall:
     """Processes that wait in it."""
     absent: Collection[Member] = ()
     """Processes that did not make it, or died in it."""
-    disagreement: str = ""
+    disagreements: Sequence[Disagreement] = ()
     since_ns: int = 0
     waited_ns: int = 0
+
+    @property
+    def is_about_order(self) -> bool:
+        """Whether its ranks wait for each other in a circle."""
+        return any(disagreement.subject == ORDER for disagreement in self.disagreements)
 
     @property
     def example(self) -> int:
@@ -166,23 +171,23 @@ class _StuckCallSearch:
         stuck_calls = [stuck for stuck in candidates if self._examine(stuck)]
         waits_in = {member: stuck for stuck in stuck_calls for member in stuck.waiting}
         for stuck in stuck_calls:
-            if not stuck.disagreement and _waits_for_itself(stuck, waits_in):
-                stuck.disagreement = self._order(stuck, waits_in)
+            if not stuck.disagreements and _waits_for_itself(stuck, waits_in):
+                stuck.disagreements = [self._order(stuck, waits_in)]
 
         def follows(stuck: _StuckCall) -> bool:
-            return not stuck.disagreement and any(member in waits_in for member in stuck.absent)
+            return not stuck.disagreements and any(member in waits_in for member in stuck.absent)
 
-        stuck_calls.sort(key=lambda stuck: (follows(stuck), stuck.disagreement.startswith("order"), stuck.since_ns))
+        stuck_calls.sort(key=lambda stuck: (follows(stuck), stuck.is_about_order, stuck.since_ns))
         return stuck_calls
 
     def _examine(self, stuck: _StuckCall) -> bool:
         """Fill in the waiting and absent processes. Return whether the call is stuck."""
         state = self._calls["state"]
-        stuck.disagreement = self._disagreements.describe(stuck.calls.values())
+        stuck.disagreements = self._disagreements.of_calls(stuck.calls.values())
         members = [self._last.member_of_rank.get(rank) for rank in stuck.channel.ranks]
         absent = [member for member in members if member is not None and member not in stuck.calls]
         if None in members or not all(self._never_came(member, stuck) for member in absent):
-            if not stuck.disagreement:
+            if not stuck.disagreements:
                 return False
             absent = []
         in_call = [
@@ -194,7 +199,7 @@ class _StuckCallSearch:
             # The call is complete, or its ranks left it: none waits, but they may have disagreed.
             stuck.absent = absent
             stuck.since_ns = max(map(self._last.began, stuck.calls.values()))
-            return bool(stuck.disagreement) and self._identified(stuck)
+            return bool(stuck.disagreements) and self._identified(stuck)
         concerned = {*absent, *in_call}
         outlived_ns = max(member.alive_ns for member in in_call) - OUTLIVED_NS
         dead = {member for member in concerned if member.end == "died" and member.alive_ns < outlived_ns}
@@ -211,9 +216,9 @@ class _StuckCallSearch:
         stuck.waited_ns = max(waits) if stuck.absent else min(waits)
         pauses = [member.longest_pause(stuck.since_ns) for member in (*stuck.calls, *stuck.absent)]
         long = stuck.waited_ns >= max(MIN_WAIT_NS, FACTOR * max(pauses))
-        if long and not stuck.disagreement:  # if shorter, the right message may still follow
-            stuck.disagreement = self._tags(stuck, absent) or self._communicators(stuck)
-        return long or killed in dead or (bool(stuck.disagreement) and self._identified(stuck))
+        if long and not stuck.disagreements:  # if shorter, the right message may still follow
+            stuck.disagreements = self._tags(stuck, absent) or self._communicators(stuck)
+        return long or killed in dead or (bool(stuck.disagreements) and self._identified(stuck))
 
     @cached_property
     def _only_death(self) -> Member | None:
@@ -221,14 +226,15 @@ class _StuckCallSearch:
         not_closed = [member for member in self._last.members if member.end != "exit"]
         return not_closed[0] if [member.end for member in not_closed] == ["died"] else None
 
-    def _tags(self, stuck: _StuckCall, absent: Sequence[Member]) -> str:
-        """Describe the tags that a sender used instead of the receive's; "" if there are none."""
+    def _tags(self, stuck: _StuckCall, absent: Sequence[Member]) -> list[Disagreement]:
+        """Return the tag of a receive and those that the sender used instead; nothing if there are none."""
         call, tags = stuck.example, self._calls["tag"]
         if not absent or self._last.text("op", call) != "recv" or tags[call] < 0:
-            return ""
+            return []
         sent = {*tags[self._unreceived(absent[0], call)].tolist()} - {int(tags[call])}
-        others = f"{', '.join(map(str, sorted(sent)))} on rank {absent[0].rank}"
-        return f"tag: {tags[call]} on rank {self._last.member(call).rank}, {others}" if sent else ""
+        expected = str(tags[call]), [self._last.member(call).rank]
+        used = ", ".join(map(str, sorted(sent))), [absent[0].rank]
+        return [Disagreement(TAG, [expected, used])] if sent else []
 
     def _identified(self, stuck: _StuckCall) -> bool:
         """Return whether the group of a call is certainly the same on all ranks.
@@ -240,12 +246,12 @@ class _StuckCallSearch:
         unnamed = collective and not stuck.channel.group.name
         return not unnamed or self._last.text("api", stuck.example) != "mpi"
 
-    def _communicators(self, stuck: _StuckCall) -> str:
-        """Return a text if ranks may be in different communicators, else ""."""
+    def _communicators(self, stuck: _StuckCall) -> list[Disagreement]:
+        """Return a disagreement if ranks may be in different communicators."""
         sites = {self._last.text("site", call) for call in stuck.calls.values()}
         if stuck.absent or self._identified(stuck) or len(sites) == 1:
-            return ""
-        return "communicator: may not be the same, because it has no name and the call sites differ"
+            return []
+        return [Disagreement(COMMUNICATOR)]
 
     def _stays(self, member: Member, call: int) -> bool:
         """Return whether a process is still in a call, or ended in it.
@@ -300,10 +306,10 @@ class _StuckCallSearch:
         received = np.append(calls.complete, False)  # the last value is for NOT_MATCHED
         return np.asarray(positions[~received[calls["instance"][positions]]])
 
-    def _order(self, stuck: _StuckCall, waits_in: Mapping[Member, _StuckCall]) -> str:
+    def _order(self, stuck: _StuckCall, waits_in: Mapping[Member, _StuckCall]) -> Disagreement:
         absent = sorted((member for member in stuck.absent if member in waits_in), key=lambda member: member.rank)
-        names = [f"rank {member.rank} is in {self._last.name(waits_in[member].calls[member])}" for member in absent]
-        return f"order: {', '.join(names)}, which waits in turn"
+        names = [(self._last.name(waits_in[member].calls[member]), [member.rank]) for member in absent]
+        return Disagreement(ORDER, names)
 
 
 def _waits_for_itself(stuck: _StuckCall, waits_in: Mapping[Member, _StuckCall]) -> bool:
@@ -353,7 +359,7 @@ def _call_row(last: LastCalls, stuck: _StuckCall) -> dict[str, object]:
         "seq": stuck.seq,
         "waiting_ranks": format_ranks(member.rank for member in stuck.waiting),
         "absent_ranks": format_ranks(member.rank for member in stuck.absent),
-        "disagreement": stuck.disagreement,
+        "disagreement": "; ".join(map(str, stuck.disagreements)),
         "since_ns": stuck.since_ns,
         "waited_ns": max(0, stuck.waited_ns),
         "site": last.sites(shown),

@@ -15,7 +15,8 @@ from commtrace.formatting import (
     format_plural,
     format_ranks,
     is_known,
-    shorten_ranks,
+    name_ranks,
+    shorten_rank_list,
 )
 
 from . import stuck_calls
@@ -32,18 +33,14 @@ def diagnosis(tables: Tables) -> Iterator[str]:
         at_call = ranks.loc[ranks["stuck_call"] == number]
         failed = (at_call.loc[at_call["part"] == "waiting", "state"] == "failed").all()
         name = call.op + (f" {call.seq:,}" if is_known(call.seq) else "")
-        yield shorten_ranks(f"{name} of ranks {call.group_ranks} {_stuck(call, failed=bool(failed))}.")
+        yield f"{name} of ranks {shorten_rank_list(call.group_ranks)} {_stuck(call, failed=bool(failed))}."
         shown = at_call if call.disagreement else at_call.loc[at_call["part"] == "absent"]
         where = shown.fillna({"state": "", "call": ""}).groupby(["part", "call", "state", "site", "end"], sort=False)
         for (part, last, state, site, end), group in [*where][:MAX_STUCK_CALLS]:
-            of_group = shorten_ranks(format_ranks(group["rank"]))
-            yield f"{_named(of_group, 'Rank')} {_place(part, last, state, site, group)}; {_END[end]}."
+            who = name_ranks(format_ranks(group["rank"]), "Rank")
+            yield f"{who} {_place(part, last, state, site, group)}; {_END[end]}."
     if len(calls) > MAX_STUCK_CALLS:
         yield f"{format_plural(len(calls) - MAX_STUCK_CALLS, 'more stuck call')}: table `stuck_calls` (--json)."
-
-
-def _named(ranks: str, noun: str = "rank") -> str:
-    return f"{noun}{'' if ranks.isdecimal() else 's'} {ranks}"
 
 
 def _stuck(call: Any, *, failed: bool) -> str:
@@ -51,12 +48,12 @@ def _stuck(call: Any, *, failed: bool) -> str:
     texts = []
     since, site = f"at {format_moment(call.since_ns)} UTC", call.site or "call site not recorded"
     if call.waiting_ranks and failed:
-        texts.append(f"it failed on {_named(call.waiting_ranks)} ({site})")
+        texts.append(f"it failed on {name_ranks(call.waiting_ranks)} ({site})")
     elif call.waiting_ranks:
         waited = f"and stayed in it for at least {format_duration(call.waited_ns)}"
-        texts.append(f"{_named(call.waiting_ranks)} entered it {since} {waited} ({site})")
+        texts.append(f"{name_ranks(call.waiting_ranks)} entered it {since} {waited} ({site})")
     if call.absent_ranks:
-        texts.append(f"{_named(call.absent_ranks)} did not enter it{', or ended in it' * failed}")
+        texts.append(f"{name_ranks(call.absent_ranks)} did not enter it{', or ended in it' * failed}")
     if call.disagreement:
         texts.append(f"the ranks disagree ({call.disagreement})")
     elif not call.absent_ranks:

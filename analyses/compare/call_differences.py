@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from commtrace.formatting import format_plural, format_ranks
+from commtrace.statements import Statement
 
 from .comparison import Comparison
 from .run_calls import RunCalls
@@ -30,7 +31,7 @@ def compare_calls(a: RunCalls, b: RunCalls) -> Verdict:
         both = [(run.name, run.ranks[rank]) for run in (a, b)]
         for name, calls in both:
             for reason in filter(None, (calls.losses, calls.problem)):
-                reasons[f"{name}: {reason}"].append(rank)
+                reasons[Statement.joined(": ", (name, reason))].append(rank)
         if any(calls.lost_records or calls.problem for _, calls in both):
             continue
         for name in (name for name, calls in both if not calls.ended):

@@ -28,6 +28,7 @@ from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import Kind
 from commtrace.schema import Flag
+from commtrace.statements import Statement
 
 from .call_keys import OBJECTS, CallKey, group_shape, peer_label, site_name
 from .own_calls import OwnRow, is_declared, sum_own_calls
@@ -126,7 +127,7 @@ def _rank_calls(steps: tuple[Array, Array], processes: Sequence[Process], proble
         *steps,
         all(process.tables.end is not None for process in processes),
         sum(process.lost_records for process in processes),
-        "; ".join(process.losses for process in processes if process.losses),
+        Statement.joined("; ", (process.losses for process in processes if process.losses)),
     )
     problems = [process.steps_problem(calls.last_step) for process in processes]
     return replace(calls, problem=problems[0] if all(problems) else problem)

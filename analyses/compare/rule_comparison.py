@@ -71,7 +71,8 @@ class RuleComparison:
             if problem:
                 raise NotPredictedError(problem)
         except NotPredictedError as reason:
-            self.theory.append({**summary, "not_predicted": str(reason)})
+            (text,) = reason.args  # which may be a Statement
+            self.theory.append({**summary, "not_predicted": text})
             return
         equal = self.comparison.add(process.rank, (expected.calls, calls))
         if equal not in self._theory_of:

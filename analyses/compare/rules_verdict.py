@@ -10,8 +10,9 @@ from typing import Any
 
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.fold_engine import merged_table
-from commtrace.formatting import MAX_SINGLE, format_missing, format_ranks, merge_texts
+from commtrace.formatting import MAX_SINGLE, format_missing, format_ranks
 from commtrace.reading.recorded_run import RecordedRun
+from commtrace.statements import merge_texts
 
 from .reconciliation import ANALYSIS, compare_with_rules
 from .rule_comparison import RuleComparison
@@ -58,8 +59,8 @@ def describe_losses(losses: Sequence[tuple[int, str]], *, per_rank: bool = False
 def _not_compared(rules: RuleComparison, run: RecordedRun) -> Iterator[str]:
     reasons: dict[str, list[int]] = defaultdict(list)
     for row in rules.theory:
-        if row.get("not_predicted") is not None:
-            reasons[str(row["not_predicted"])].append(int(str(row["rank"])))
+        if isinstance(reason := row.get("not_predicted"), str):
+            reasons[reason].append(int(str(row["rank"])))
     for reason, of_reason in merge_texts(reasons).items():
         yield f"rank {format_ranks(of_reason)}: {reason}"
     # Ranks that a dry run left out are not missing.

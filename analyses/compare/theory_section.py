@@ -17,20 +17,24 @@ from commtrace.analyses.sections import (
     Tables,
 )
 from commtrace.analyses.table_specs.spec import TableSpec
-from commtrace.formatting import format_bytes, format_plural, format_share, format_signed, merge_texts
+from commtrace.formatting import MAX_SINGLE, format_bytes, format_plural, format_share, format_signed
 from commtrace.text_tables import TextColumn, left_column
 
 from . import reconciliation
 from .theory_specs import EXPECTED_CALLS, RECONCILIATION, THEORY, WATERFALL, WATERFALL_BY_ROLE
 
 MAX_SITES: Final = 3
+MAX_REASONS: Final = 3
+"""Reasons why processes are not compared that are shown if there are more than 32."""
 
 
 def _show_theory(report: Report) -> Iterator[Block]:
     theory = report.tables["theory"]
     compared = theory.loc[theory["not_predicted"].isna()]
-    reasons = merge_texts(dict.fromkeys(theory["not_predicted"].dropna(), ()))
-    if len(reasons):
+    reasons = theory["not_predicted"].dropna().unique().tolist()
+    if len(reasons) > MAX_SINGLE:
+        reasons[MAX_REASONS:] = [f"and {len(reasons) - MAX_REASONS:,} more reasons"]
+    if reasons:
         others = format_plural(len(theory) - len(compared), "process", "processes")
         title = f"{others} not compared" if len(compared) else "Not compared"
         yield Paragraph(f"{title}: {'; '.join(reasons)}.")

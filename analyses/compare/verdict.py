@@ -21,7 +21,8 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.grouping import Array
-from commtrace.formatting import format_ranks, merge_texts
+from commtrace.formatting import format_ranks
+from commtrace.statements import merge_texts
 
 from .call_keys import CallKey, CellKey
 from .causes import SPLIT_DIFFERENTLY

@@ -40,7 +40,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -50,7 +49,7 @@ from commtrace.analyses.analysis_catalog import TABLES, describe_columns
 from commtrace.analyses.compare.verdict import Verdict
 from commtrace.analyses.coverage import notes_table
 from commtrace.analyses.table_specs.equivalent_ranks import ALIKE, ALIKE_MEANING, Different, Distribution, reduce_ranks
-from commtrace.reading.log_notes import Note, merge_notes
+from commtrace.reading.log_notes import merge_notes
 from commtrace.reading.recorded_run import RecordedRun
 
 VERSION: Final = 1
@@ -60,7 +59,7 @@ def report_to_json(run: RecordedRun, tables: Mapping[str, pd.DataFrame], *, per_
     """Return the report of one run as a JSON document; with `per_rank`, every row of every rank."""
     return _document(
         "commtrace-report",
-        tables if per_rank else _reduced(tables),
+        tables if per_rank else {**_reduced(tables), **_merged_notes(run, tables)},
         run=run.id,
         path=str(run.log.path),
         job=to_json_value(run.job),
@@ -87,11 +86,11 @@ def diff_to_json(verdict: Verdict, *, per_rank: bool = False) -> str:
 
 
 def _reduced(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    reduced = {name: reduce_ranks(TABLES[name], table) for name, table in tables.items()}
-    if "notes" in tables:
-        rows = tables["notes"].itertuples(index=False)
-        reduced["notes"] = notes_table(merge_notes(Note(row[0], Path(row[1]), row[2], row[3]) for row in rows))
-    return reduced
+    return {name: reduce_ranks(TABLES[name], table) for name, table in tables.items()}
+
+
+def _merged_notes(run: RecordedRun, tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    return {"notes": notes_table(merge_notes(run.notes))} if "notes" in tables else {}
 
 
 def _document(

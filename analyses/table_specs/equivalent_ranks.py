@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from commtrace.formatting import MAX_SINGLE, format_count, is_known, parse_ranks, shorten_names, shorten_ranks
+from commtrace.formatting import MAX_SINGLE, format_count, is_known, parse_ranks, shorten_names, shorten_rank_list
 
 from .spec import ColumnSpec, TableSpec, formatted_rows
 
@@ -77,7 +77,7 @@ def reduce_ranks(spec: TableSpec, table: pd.DataFrame) -> pd.DataFrame:
         many ranks are shortened.
     """
     shortened = {
-        column.name: table[column.name].map(shorten_ranks, na_action="ignore")
+        column.name: table[column.name].map(shorten_rank_list, na_action="ignore")
         for column in spec.columns
         if column.ranks
     }

@@ -24,9 +24,10 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Recover the records, and print what was recovered."""
+    from commtrace.reading.log import recovery_note
     from commtrace.recording.recovery import recover_records
 
-    notes = recover_records(arguments.directory)
+    notes = [recovery_note(arguments.directory, recovery).text for recovery in recover_records(arguments.directory)]
     if not notes and not arguments.directory.exists():
         raise LogError(f"{arguments.directory}: no such directory, and no records for it in this host's shared memory")
     print("\n".join(notes) if notes else f"no records in this host's shared memory for {arguments.directory}")

@@ -25,13 +25,14 @@ from pathlib import Path
 import numpy as np
 
 from commtrace.errors import LogError
-from commtrace.recording.recovery import copy_rings, record_keys, recover_records
+from commtrace.recording.recovery import Recovery, copy_rings, record_keys, recover_records
 from commtrace.recording.ring import RingContent
 from commtrace.schema import RECORD
+from commtrace.statements import Statement
 
 from .log_notes import Note, error_reason
 from .packed_log import PROCESSES, PackedRun
-from .process_reader import Process, is_log_file, is_tables_file, read_host
+from .process_reader import Process, is_log_file, is_tables_file, rank_of_stem, read_host
 from .segment_reader import MemorySegment, Segment
 from .table_reader import integer_or_none
 
@@ -112,9 +113,9 @@ class LogDirectory:
         # Rings are copied before files are read: a record that leaves a ring later is then in the files. They are
         # copied before recovery, too: it removes the rings of processes that end in between.
         rings = copy_rings(self.path)
-        texts = recover_records(self.path) if recover else ()
+        recoveries = recover_records(self.path) if recover else ()
         files = LogFiles({tables: ring for tables, ring in rings.items() if ring.path.exists()})
-        self.recovered = [Note("salvage", self.path, text, "") for text in texts]
+        self.recovered = [recovery_note(self.path, recovery) for recovery in recoveries]
         self.notes: list[Note] = []
         self.folders = [*_find_runs(self.path, files, self.notes)]
         if not self.folders:
@@ -210,6 +211,18 @@ def _kept_segments(process: Process) -> tuple[Segment, ...]:
     return (MemorySegment(process.path, 0, len(records), records=records),)
 
 
+def recovery_note(directory: Path, recovery: Recovery) -> Note:
+    """Return the note on records of a dead process in a log directory."""
+    if recovery.error:
+        subject = str(recovery.ring)
+        what = Statement("records of a process that ended early could not be moved to the log: {}", recovery.error)
+    else:
+        subject = f"{recovery.stem} on {recovery.host}"
+        what = Statement("{} records of a process that ended early were recovered", recovery.records)
+    rank = rank_of_stem(recovery.stem)
+    return Note("salvage", directory, what, "", rank if rank >= 0 else None, subject)
+
+
 def _find_runs(path: Path, files: LogFiles, notes: list[Note]) -> Iterator[RunFolder | PackedRun]:
     """Yield the runs at or below `path`. Add notes on folders that cannot be read."""
     names = files.names(path, [])
@@ -238,7 +251,7 @@ def _find_runs(path: Path, files: LogFiles, notes: list[Note]) -> Iterator[RunFo
 
 def _describe_no_log(path: Path, notes: list[Note]) -> str:
     if notes:
-        return f"{path}: no readable log in it ({notes[0].path}: {notes[0].what}); ask its owner for read permission"
+        return f"{path}: no readable log in it ({notes[0].path}: {notes[0].text}); ask its owner for read permission"
     for file in sorted(path.glob("*/*/*/rank*")):
         if is_log_file(file.name):
             return f"{path}: no log in it, but in {file.parent.parent.parent}; give that directory"
@@ -249,8 +262,9 @@ def _describe_no_log(path: Path, notes: list[Note]) -> str:
 def _process_notes(processes: list[Process]) -> Iterator[Note]:
     for process, after in pairwise(processes):
         if process.rank == after.rank >= 0:
-            text = f"rank {process.rank} has more than one process (process ids {process.pid} and {after.pid})"
-            yield Note("process", after.path, text, "both are counted")
+            template = "rank {} has more than one process (process ids {} and {})"
+            what = Statement(template, process.rank, process.pid, after.pid)
+            yield Note("process", after.path, what, "both are counted", process.rank)
     sizes = {size for process in processes if (size := integer_or_none(process.tables.process.get("world_size")))}
     if len(sizes) > 1:
         text = f"its processes disagree on the number of ranks: {', '.join(map(str, sorted(sizes)))}"

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
-from commtrace.formatting import MAX_SINGLE, shorten_names, without_numbers
+from commtrace.formatting import MAX_SINGLE, shorten_names
+from commtrace.statements import Statement, merge_statements, statement_kind
 
 NoteKind = Literal["runs", "version", "cut", "foreign", "unreadable", "garbled", "missing", "process", "salvage"]
 """Values of the column `kind` of the table `notes`; "salvage": records were recovered."""
 
-_PROCESS_PREFIX: Final = re.compile(r"^rank\S+ on [^:]+: ")
-"""Matches the beginning of a note on recovered records."""
-
 
 @dataclass(frozen=True)
 class Note:
-    """A fact about the log that the user should know: what is unusual about `path`, and the consequence."""
+    """A fact about the log that the user should know.
+
+    Attributes:
+        kind: What kind of fact it is.
+        path: The file or folder that it is about.
+        what: What is unusual about it.
+        consequence: What follows; "" for nothing.
+        rank: The rank that it is about; None if it is about several, or not known.
+        subject: What it is about, if the path does not show it.
+    """
 
     kind: NoteKind
     path: Path
     what: str
     consequence: str
+    rank: int | None = None
+    subject: str = ""
+
+    @property
+    def text(self) -> str:
+        """What is unusual, and about what, if the path does not show it."""
+        return f"{self.subject}: {self.what}" if self.subject else self.what
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.what}" + (f"; {self.consequence}" if self.consequence else "")
+        return f"{self.path}: {self.text}" + (f"; {self.consequence}" if self.consequence else "")
 
 
 def print_notes(notes: Iterable[Note], *, per_rank: bool = False) -> None:
@@ -41,28 +54,25 @@ def print_notes(notes: Iterable[Note], *, per_rank: bool = False) -> None:
 
 def merge_notes(notes: Iterable[Note]) -> list[Note]:
     """Merge notes of more than 32 ranks that differ only in numbers, at the position of the first."""
-    groups: dict[tuple[str, ...], list[Note]] = {}
+    groups: dict[tuple[object, ...], list[Note]] = {}
     group_of_note = []
     for note in notes:
-        texts = (without_numbers(_PROCESS_PREFIX.sub("", text)) for text in (note.what, note.consequence))
-        group_of_note.append(groups.setdefault((note.kind, *texts), []))
+        kind = (note.kind, statement_kind(note.what), statement_kind(note.consequence))
+        group_of_note.append(groups.setdefault(kind, []))
         group_of_note[-1].append(note)
     shown = {id(group): iter(_merge(group)) for group in groups.values()}
     return [note for group in group_of_note for note in islice(shown[id(group)], 1)]
 
 
 def _merge(notes: list[Note]) -> list[Note]:
-    """Return one note for notes of more than 32 ranks that differ only in numbers, else the notes."""
-    matches = (re.search(r"\brank0*(\d+)", f"{note.path.name} {note.what}") for note in notes)
-    ranks = {int(match[1]) for match in matches if match}
+    """Return one note for notes of one kind on more than 32 ranks, else the notes."""
+    ranks = {note.rank for note in notes if note.rank is not None}
     if len(ranks) <= MAX_SINGLE:
         return notes
     folder = Path(os.path.commonpath([note.path for note in notes]))
-    fields = [[_PROCESS_PREFIX.sub("", note.what) for note in notes], [note.consequence for note in notes]]
-    what, consequence = (texts[0] if len({*texts}) == 1 else without_numbers(texts[0]) for texts in fields)
-    return [
-        Note(notes[0].kind, folder, f"{len(notes):,} notes on rank {shorten_names(sorted(ranks))}: {what}", consequence)
-    ]
+    what, consequence = (merge_statements([getattr(note, name) for note in notes]) for name in ("what", "consequence"))
+    subject = Statement("{:,} notes on rank {}", len(notes), shorten_names(sorted(ranks)))
+    return [Note(notes[0].kind, folder, what, consequence, subject=subject)]
 
 
 def error_reason(error: OSError) -> str:

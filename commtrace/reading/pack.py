@@ -38,6 +38,7 @@ from .packed_log import (
     TEXT_FIELDS,
     PackedRun,
     import_parquet,
+    notes_to_store,
 )
 from .record_columns import RecordColumns, row_groups
 from .recorded_run import EVENT_FIELDS, EventTable, RecordedRun
@@ -140,7 +141,7 @@ def _pack_folder(
         run_folder = out / _partition(folder.name)
     facts = {
         "version": PACKED_VERSION, "folder": folder.name, "started_ns": folder.started_ns,
-        "notes": [(note.kind, str(note.path), note.what, note.consequence) for note in notes],
+        **notes_to_store(notes),
     }  # fmt: skip
     run_folder.mkdir(exist_ok=True)
     runs: dict[str, RecordedRun] = {}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
@@ -28,16 +28,17 @@ import numpy.typing as npt
 
 from commtrace.errors import LogError, MissingLibraryError, NewerLogError
 from commtrace.schema import COPIED_COLUMNS, RECORD, Clock, Flag, Phase, Records, State, flags_label
+from commtrace.statements import Statement, statement_fields, statement_of_fields
 
 from .log_notes import Note, error_reason
-from .process_reader import Process
+from .process_reader import Process, rank_of_stem
 from .segment_reader import BLOCK, Segment, Wanted, usable_records
 from .table_reader import ProcessTables, parse_tables
 
 PACKED_VERSION: Final = 1
 PROCESSES: Final = "_processes"
 FACTS: Final = b"commtrace.packed"
-"""Metadata key in PROCESSES: JSON with `version`, and `folder`, `started_ns` and `notes` of the run in the log."""
+"""Metadata key in PROCESSES: JSON with `version`, and `folder`, `started_ns` and notes of the run in the log."""
 PARTITION: Final = "run="
 ROW_GROUP: Final = 1 << 17
 """Rows in a row group, which may be of several ranks."""
@@ -68,15 +69,23 @@ def import_parquet(feature: str, alternative: str = "") -> tuple[Any, Any]:
         raise MissingLibraryError(message) from None
 
 
+class UnreadableFileError(LogError):
+    """A file of a packed log cannot be read: its path, and the reason."""
+
+    def __str__(self) -> str:
+        path, reason = self.args
+        return f"{path}: cannot be read ({reason}); pack the log again"
+
+
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[Any]:
-    """Yield pyarrow.parquet to read a file of a packed log. Convert its errors to LogError."""
+    """Yield pyarrow.parquet to read a file of a packed log. Convert its errors to UnreadableFileError."""
     pyarrow, parquet = import_parquet(f"{path}: a packed log")
     try:
         yield parquet
     except (OSError, pyarrow.ArrowException) as error:
         reason = (error_reason(error) if isinstance(error, OSError) else str(error)).partition("\n")[0]
-        raise LogError(f"{path}: cannot be read ({reason}); pack the log again") from None
+        raise UnreadableFileError(path, reason) from None
 
 
 class PartFile:
@@ -247,7 +256,7 @@ class PackedRun:
             )
         self.name: str = facts["folder"]
         self.started_ns: int = facts["started_ns"]
-        self._notes = [Note(kind, Path(path), *texts) for kind, path, *texts in facts["notes"]]
+        self._notes = [*_stored_notes(facts)]
 
     def processes(self, notes: list[Note]) -> Iterator[Process]:
         """Yield the processes. Add the notes on the log, and one for each part that is missing or cannot be read."""
@@ -271,12 +280,34 @@ class PackedRun:
             yield from rows
 
 
+def notes_to_store(notes: Iterable[Note]) -> dict[str, Any]:
+    """Return the metadata on notes: `notes`, their texts, which older versions read, and `note_fields`."""
+    notes = [*notes]
+    return {
+        "notes": [(note.kind, str(note.path), note.text, note.consequence) for note in notes],
+        "note_fields": [
+            (note.rank, note.subject, *map(statement_fields, (note.what, note.consequence))) for note in notes
+        ],
+    }
+
+
+def _stored_notes(facts: Mapping[str, Any]) -> Iterator[Note]:
+    for number, (kind, path, what, consequence) in enumerate(facts["notes"]):
+        if "note_fields" in facts:
+            rank, subject, *fields = facts["note_fields"][number]
+            what, consequence = map(statement_of_fields, fields)
+            yield Note(kind, Path(path), what, consequence, rank, subject)
+        else:
+            number_in_name = rank_of_stem(Path(path).name)
+            yield Note(kind, Path(path), what, consequence, number_in_name if number_in_name >= 0 else None)
+
+
 def _open_part(path: Path, notes: list[Note]) -> PartFile | None:
     file = PartFile(path)
     try:
         file.starts  # noqa: B018  reads the footer, which incomplete files lack
-    except LogError as error:
-        what = "missing" if not path.exists() else str(error).removeprefix(f"{path}: ").partition(";")[0]
+    except UnreadableFileError as error:
+        what = Statement("cannot be read ({})", error.args[1]) if path.exists() else "missing"
         notes.append(Note("unreadable" if path.exists() else "missing", path, what, "its records are missing"))
         return None
     return file

@@ -7,18 +7,18 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from commtrace.formatting import format_plural
 from commtrace.recording.recovery import final_counters, record_keys, split_kept
 from commtrace.recording.ring import RingContent
 from commtrace.recording.summary_files import count_calls
 from commtrace.schema import WITHOUT_RECORD
+from commtrace.statements import Quantity, Statement
 
 from .log_notes import Note
 from .segment_reader import MemorySegment, Segment, damage_notes, inspect_segment, last_records
@@ -35,6 +35,19 @@ _RECOVERED: Final = 1 << 62
 """Segment number of recovered records, which are the newest of a process."""
 _LAST: Final = 0
 """Dump number of the records that a process kept last."""
+_LARGEST_NUMBER: Final = (1 << 31) - 1
+"""Largest rank or process id."""
+_SEGMENTS_MISSING: Final = partial(Statement, "segments {} to {} are missing")
+
+
+def rank_of_stem(stem: str) -> int:
+    """Return the rank in the first part of the names of a process's files; -1 if it has none."""
+    return _number_in(stem, r"rank(\d+)")
+
+
+def _number_in(stem: str, pattern: str) -> int:
+    match = re.match(pattern, stem)
+    return int(match[1]) if match and int(match[1]) <= _LARGEST_NUMBER else -1
 
 
 @dataclass(frozen=True)
@@ -57,17 +70,18 @@ class Process:
     @cached_property
     def rank(self) -> int:
         """Its rank; -1 where neither its tables nor its file names have it."""
-        return self._number("rank", r"rank(\d+)")
+        recorded = self._recorded("rank")
+        return rank_of_stem(self.path.stem) if recorded is None else recorded
 
     @cached_property
     def pid(self) -> int:
         """Its process id; -1 where neither its tables nor its file names have it."""
-        return self._number("pid", r".*-(\d+)$")
+        recorded = self._recorded("pid")
+        return _number_in(self.path.stem, r".*-(\d+)$") if recorded is None else recorded
 
-    def _number(self, name: str, file_name_pattern: str) -> int:
-        match = re.match(file_name_pattern, self.path.stem)
-        values = (self.tables.process.get(name), int(match[1]) if match else -1)
-        return next((value for value in values if type(value) is int and 0 <= value < 1 << 31), -1)
+    def _recorded(self, name: str) -> int | None:
+        value = self.tables.process.get(name)
+        return value if type(value) is int and 0 <= value <= _LARGEST_NUMBER else None
 
     @property
     def host(self) -> str:
@@ -90,20 +104,20 @@ class Process:
         return self._unrecorded_calls + self._damaged_records
 
     @property
-    def losses(self) -> str:
+    def losses(self) -> Statement:
         """Losses as text, such as "124 of 152 calls were not recorded, hooks failed 124 times"; "": none."""
         lost, errors = self._unrecorded_calls - self.removed, self._counter("hook_errors")
-        counts = (
-            (f"{lost:,}", "not recorded"),
-            (f"the first {self.removed:,}", "removed to keep the log below its limit"),
+        calls, damaged = Quantity(self._counter("calls"), "call"), self._damaged_records
+        losses = (
+            (lost, Statement("{:,} of {} were not recorded", lost, calls)),
+            (
+                self.removed,
+                Statement("the first {:,} of {} were removed to keep the log below its limit", self.removed, calls),
+            ),
+            (damaged, Statement("{} damaged", Quantity(damaged, "record"))),
+            (errors, Statement("hooks failed {}", Quantity(errors, "time"))),
         )
-        texts = [
-            f"{which} of {format_plural(self._counter('calls'), 'call')} were {what}"
-            for (which, what), number in zip(counts, (lost, self.removed), strict=True)
-            if number
-        ]
-        damaged = [f"{format_plural(self._damaged_records, 'record')} damaged"] if self._damaged_records else []
-        return ", ".join(texts + damaged + [f"hooks failed {format_plural(errors, 'time')}"] * bool(errors))
+        return Statement.joined(", ", (loss for number, loss in losses if number))
 
     @property
     def not_selected(self) -> int:
@@ -128,9 +142,10 @@ class Process:
 
     def record_notes(self) -> Iterator[Note]:
         """Yield notes on the records that were read so far."""
-        yield from damage_notes(self.path, self.segments)
+        notes = [*damage_notes(self.path, self.segments)]
         if problem := self.steps_problem(max((segment.last_step for segment in self.segments), default=-1)):
-            yield Note("process", self.path, problem, "they are not compared with others")
+            notes.append(Note("process", self.path, problem, "they are not compared with others"))
+        yield from _of_rank(self.rank, notes)
 
     @property
     def summary_problem(self) -> str:
@@ -138,8 +153,12 @@ class Process:
         spans = None if self.summary is None else self.summary.summed_steps
         if spans is None or not len(spans):
             return ""
-        steps = f"steps {spans[:, 0].min():,} to {spans[:, 1].max():,}"
-        return f"some of {steps} are in the summary as sums only; to compare them, record with COMMTRACE_MODE=events"
+        return Statement(
+            "some of steps {:,} to {:,} are in the summary as sums only; to compare them, record with "
+            "COMMTRACE_MODE=events",
+            int(spans[:, 0].min()),
+            int(spans[:, 1].max()),
+        )
 
     def steps_problem(self, last_step: int) -> str | None:
         """Return why the steps up to `last_step` are not compared; None if they are.
@@ -150,8 +169,12 @@ class Process:
         calls += self._counter("summarized")
         if last_step < max(calls, _ALWAYS_VISITED):
             return None
-        text = f"its records go up to step {last_step:,}, but the number of calls is only {calls:,}"
-        return f"{text}: steps have no records, or are damaged"
+        return Statement(
+            "its records go up to step {:,}, but the number of calls is only {:,}: steps have no records, or are "
+            "damaged",
+            last_step,
+            calls,
+        )
 
 
 def is_tables_file(name: str) -> bool:
@@ -211,13 +234,12 @@ def _read_process(
     folder: Path, stem: str, files: _ProcessFiles, ring: RingContent | None, notes: list[Note]
 ) -> Process:
     path = folder / f"{stem}.jsonl"
-    tables, table_notes = read_tables(path, b"" if ring is None else ring.tables)
-    notes += table_notes
+    tables, own_notes = read_tables(path, b"" if ring is None else ring.tables)
     if tables.salvage:  # a recovery has moved the ring's content to the log since it was copied
         ring = None
-    segments = [*_inspect_segments(files.segments, notes).values()]
-    notes += _missing_segments(path, tables, sorted(files.segments))
-    dumps = _inspect_segments(files.kept, notes, "its calls are kept besides the log, and not counted")
+    segments = [*_inspect_segments(files.segments, own_notes).values()]
+    own_notes += _missing_segments(path, tables, sorted(files.segments))
+    dumps = _inspect_segments(files.kept, own_notes, "its calls are kept besides the log, and not counted")
     kept, snapshot = dumps.pop(_LAST, None), None
     is_summary = files.is_summary or (ring is not None and ring.identity.get("mode") == "summary")
     left_out = 0
@@ -233,11 +255,18 @@ def _read_process(
         tables.stats = {**(tables.stats or {}), **ring.counters}
     elif ring is not None:
         summarized = 0 if summary is None else count_calls(summary.table("cells"), summary.table("steps"))
-        notes.append(_complete_tables(path, tables, ring, segments, left_out, summarized))
-    return Process(
+        own_notes.append(_complete_tables(path, tables, ring, segments, left_out, summarized))
+    process = Process(
         path, tables, tuple(segments), live_at_ns=ring.alive_ns if ring is not None and ring.is_alive else 0,
         summary=summary, dumps=tuple(dumps.values()), kept=kept,
     )  # fmt: skip
+    notes += _of_rank(process.rank, own_notes)
+    return process
+
+
+def _of_rank(rank: int, notes: Iterable[Note]) -> Iterator[Note]:
+    """Yield notes on a process with its rank."""
+    return (replace(note, rank=rank if rank >= 0 else None) for note in notes)
 
 
 def _complete_tables(
@@ -248,8 +277,8 @@ def _complete_tables(
     tables.stats = final_counters(ring, on_disk=on_disk, left_out=left_out, summarized=summarized)
     in_memory, host = segments[-1].count, ring.identity["host"]
     tables.salvage.append({"records": in_memory, "host": host})
-    text = f"{path.stem} on {host}: {in_memory} records of a process that ended early are only in shared memory"
-    return Note("salvage", path, text, "`commtrace recover` moves them to the log")
+    what = Statement("{} records of a process that ended early are only in shared memory", in_memory)
+    return Note("salvage", path, what, "`commtrace recover` moves them to the log", subject=f"{path.stem} on {host}")
 
 
 def _inspect_segments(files: Mapping[int, Path], notes: list[Note], consequence: str = "") -> dict[int, Segment]:
@@ -276,12 +305,11 @@ def _missing_segments(path: Path, tables: ProcessTables, numbers: list[int]) -> 
     stats = tables.stats or {}
     counted = [integer_or_none(stats.get(name)) or 0 for name in ("calls", "not_selected", "summarized")]
     if not numbers and 2 * counted[0] > sum(counted):
-        text = f"no segments, though {2 * counted[0] - sum(counted)} calls were counted"
+        text = Statement("no segments, though {} calls were counted", 2 * counted[0] - sum(counted))
         yield Note("missing", path, text, "nothing is known of its calls")
     numbers = [number for number in numbers if number != _RECOVERED]
     if numbers and numbers[0] > 0 and not stats.get("removed"):
-        yield Note("missing", path, f"segments 0 to {numbers[0] - 1} are missing", "their records are missing")
+        yield Note("missing", path, _SEGMENTS_MISSING(0, numbers[0] - 1), "their records are missing")
     for before, after in pairwise(numbers):
         if after > before + 1:
-            text = f"segments {before + 1} to {after - 1} are missing"
-            yield Note("missing", path, text, "their records are missing")
+            yield Note("missing", path, _SEGMENTS_MISSING(before + 1, after - 1), "their records are missing")

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from commtrace.formatting import format_plural
 from commtrace.schema import RECORD, Clock, Flag, Phase, Records, State
+from commtrace.statements import Quantity, Statement
 
 from .log_notes import Note, error_reason
 
@@ -186,8 +186,8 @@ def damage_notes(path: Path, segments: Sequence[Segment]) -> Iterator[Note]:
     damaged = sum((Counter(segment.damaged) for segment in segments), Counter())
     if damaged:
         fields = ", ".join(name for name in RECORD.names or () if name in damaged)
-        text = f"{format_plural(damaged.total(), 'record')} with impossible values ({fields})"
-        yield Note("garbled", path, text, "left out")
+        records = Quantity(damaged.total(), "record")
+        yield Note("garbled", path, Statement("{} with impossible values ({})", records, fields), "left out")
     for segment in segments:
         if segment.read_error:
             yield Note("unreadable", segment.path, segment.read_error, "its records are left out")
@@ -207,16 +207,19 @@ def inspect_segment(path: Path) -> tuple[Segment | None, list[Note]]:
     except OSError as error:
         return None, [Note("unreadable", path, error_reason(error), "its records are left out")]
     except _CutError:
-        return None, [Note("cut", path, f"cut after {size:,} bytes, within the header", "it holds no record")]
+        return None, [
+            Note("cut", path, Statement("cut after {:,} bytes, within the header", size), "it holds no record")
+        ]
     except ValueError as error:
         return None, [Note("foreign", path, str(error), "it is left out")]
     count, rest = divmod(size - offset, RECORD.itemsize)
     segment, is_closed = Segment(path, offset, count), path.suffix != ".open"
     if is_closed and count != stated:
-        what, consequence = f"the header states {stated:,} records, but there are {count:,}", "all were read"
         if count < stated:
-            what, consequence = f"cut after {count:,} of {stated:,} records", f"{stated - count:,} are missing"
-        return segment, [Note("cut", path, what, consequence)]
+            what = Statement("cut after {:,} of {:,} records", count, stated)
+            return segment, [Note("cut", path, what, Statement("{:,} are missing", stated - count))]
+        what = Statement("the header states {:,} records, but there are {:,}", stated, count)
+        return segment, [Note("cut", path, what, "all were read")]
     return segment, [Note("cut", path, "cut within its last record", "that record is missing")] if rest else []
 
 

@@ -14,6 +14,7 @@ from commtrace.errors import NewerLogError
 from commtrace.formatting import format_ranks, parse_ranks
 from commtrace.rank_ranges import MAX_RANKS, format_rank_list, parse_rank_list
 from commtrace.schema import FORMAT, VERSION
+from commtrace.statements import Statement
 
 from .log_notes import Note, error_reason
 
@@ -287,8 +288,9 @@ def parse_tables(path: Path, text: bytes) -> tuple[ProcessTables, list[Note]]:
     if broken == [len(lines)]:
         return tables, [Note("cut", path, "its last line is cut", "that line is left out")]
     if len(broken) == 1:
-        return tables, [Note("garbled", path, f"line {broken[0]} cannot be read", "what it described is unknown")]
-    what = f"{len(broken)} lines cannot be read, the first is line {broken[0]}"
+        what = Statement("line {} cannot be read", broken[0])
+        return tables, [Note("garbled", path, what, "what it described is unknown")]
+    what = Statement("{} lines cannot be read, the first is line {}", len(broken), broken[0])
     return tables, [Note("garbled", path, what, "what they described is unknown")]
 
 

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,25 @@ _KEY_FIELDS: Final = ["t_begin", "thread", "kind", "group", "seq"]
 _recovering: Final = threading.Lock()  # the lock on a ring does not exclude other threads of the process
 
 
-def recover_records(log_directory: Path, *, shm: str | None = None) -> list[str]:
+class Recovery(NamedTuple):
+    """What became of the records that a dead process left in shared memory.
+
+    Attributes:
+        ring: The file in shared memory.
+        stem: First part of the names of the process's files in the log.
+        host: Its host.
+        records: Number of its records that are in the log now.
+        error: Why they could not be moved there; "" if they were.
+    """
+
+    ring: Path
+    stem: str
+    host: str
+    records: int = 0
+    error: str = ""
+
+
+def recover_records(log_directory: Path, *, shm: str | None = None) -> list[Recovery]:
     """Move records that dead processes of this host left in shared memory to their log.
 
     Never raises OSError: records that cannot be moved stay in shared memory.
@@ -48,14 +66,14 @@ def recover_records(log_directory: Path, *, shm: str | None = None) -> list[str]
         shm: Folder of the rings. None: COMMTRACE_SHM, or /dev/shm.
 
     Returns:
-        A sentence for each ring.
+        What became of the records of each ring.
     """
     folder = shm or os.environ.get("COMMTRACE_SHM") or DEFAULT_SHM
     target = os.path.realpath(log_directory)
     with _recovering:
-        notes = [_recover_ring(path, target) for path in ring.other_rings(folder)]
+        recoveries = [_recover_ring(path, target) for path in ring.other_rings(folder)]
         _remove_unfinished(folder)
-    return [note for note in notes if note]
+    return [recovery for recovery in recoveries if recovery is not None]
 
 
 def copy_rings(log_directory: Path) -> dict[Path, RingContent]:
@@ -77,17 +95,18 @@ def copy_rings(log_directory: Path) -> dict[Path, RingContent]:
     return copies
 
 
-def _recover_ring(path: Path, target: str) -> str:
+def _recover_ring(path: Path, target: str) -> Recovery | None:
     # Lock only rings of this log: a recovery of another log would take a locked ring for a live process's.
-    if not _belongs_to(ring.identity_of(path), target):
-        return ""
+    identity_of_ring = ring.identity_of(path)
+    if not _belongs_to(identity_of_ring, target):
+        return None
     try:
         with ring.lock_dead(path) as content:
-            return "" if content is None else _move_to_log(content)
+            return None if content is None else _move_to_log(content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if not path.exists():
-            return ""  # its process, or another recovery, removed it meanwhile
-        return f"{path}: records of a process that ended early could not be moved to the log: {error}"
+            return None  # its process, or another recovery, removed it meanwhile
+        return Recovery(path, str(identity_of_ring["stem"]), str(identity_of_ring["host"]), error=str(error))
 
 
 def _belongs_to(identity_of_ring: dict[str, Any], target: str) -> bool:
@@ -99,12 +118,12 @@ def _belongs_to(identity_of_ring: dict[str, Any], target: str) -> bool:
     return target in (directory, os.path.join(directory, names[0]), os.path.join(directory, *names[:2]))
 
 
-def _move_to_log(content: RingContent) -> str:
+def _move_to_log(content: RingContent) -> Recovery | None:
     host = str(content.identity["host"])
     folder = Path(content.identity["directory"]) / content.identity["run"] / host
     if not _made_calls(content, folder):
         ring.remove_files(content.path)
-        return ""
+        return None
     folder.mkdir(parents=True, exist_ok=True)
     stem = _stem(content, folder)
     recovered = folder / f"{stem}.salvaged.npy"
@@ -128,7 +147,7 @@ def _move_to_log(content: RingContent) -> str:
     number = _count_records(recovered)
     _complete_tables(content, folder, stem, number, left_out)
     ring.remove_files(content.path)
-    return f"{stem} on {host}: {number} records of a process that ended early were recovered"
+    return Recovery(content.path, stem, host, number)
 
 
 def _made_calls(content: RingContent, folder: Path) -> bool:

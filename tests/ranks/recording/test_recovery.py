@@ -63,7 +63,8 @@ def assert_all(log: Path, calls: int = 100) -> None:
 def test_records_tables_and_counters_come_home(log: Path) -> None:
     leave(log)
     (note,) = recovery.recover_records(log)
-    assert "100 records of a process that ended early were recovered" in note
+    assert (note.records, note.error) == (100, "")
+    assert note.stem.startswith("rank00000-")
     assert_all(log)
     assert recovery.recover_records(log) == []
 
@@ -123,7 +124,7 @@ def test_a_full_disk_leaves_everything_where_it_is(log: Path, monkeypatch: pytes
     with monkeypatch.context() as patched:
         patched.setattr(segments, "write_all", no_room)
         (note,) = recovery.recover_records(log)
-    assert "No space left on device" in note
+    assert "No space left on device" in note.error
     assert len(processes.rings(log)) == 1
     recovery.recover_records(log)
     assert_all(log)
@@ -318,7 +319,7 @@ def test_a_process_that_is_killed_while_its_log_is_opened(
         signal.pause()
     os.read(ready[0], 1)
 
-    def kill(*arguments: object, **named: object) -> list[str]:
+    def kill(*arguments: object, **named: object) -> list[recovery.Recovery]:
         if first == "recovered":
             assert recovery.recover_records(log) == [], "the process is alive"
         os.kill(pid, signal.SIGKILL)

@@ -31,9 +31,12 @@ from commtrace.analyses.table_specs.equivalent_ranks import (
     text_rows,
 )
 from commtrace.cli import main
-from commtrace.formatting import parse_ranks, shorten_names, shorten_ranks
+from commtrace.formatting import parse_ranks, shorten_names, shorten_rank_list
+from commtrace.reading.log import recovery_note
 from commtrace.reading.log_notes import Note, merge_notes
+from commtrace.recording.recovery import Recovery
 from commtrace.run import Run, open_run
+from commtrace.statements import Quantity, Statement
 from commtrace.text_tables import rendered_lines
 
 STEPS = 3
@@ -230,8 +233,8 @@ def test_names_are_short(ranks: Any, text: str) -> None:
 
 def test_lists_of_32_ranks_are_not_shortened() -> None:
     text = ",".join(map(str, range(0, 32, 2)))
-    assert shorten_ranks(text) == text
-    assert shorten_ranks(",".join(map(str, range(0, 34, 2)))) == "0-32:2"
+    assert shorten_rank_list(text) == text
+    assert shorten_rank_list(",".join(map(str, range(0, 34, 2)))) == "0-32:2"
 
 
 @given(st.sets(st.integers(0, 60)))
@@ -242,20 +245,22 @@ def test_short_names_are_parsed(ranks: set[int]) -> None:
 def test_notes_of_many_ranks_are_one() -> None:
     def cut(rank: int) -> Note:
         path = Path(f"/log/run/node{rank // 8}/rank{rank:05d}-{100 + rank}.00000.npy")
-        return Note("cut", path, f"cut after {1_000 + rank:,} of 9,000 bytes", "the rest is missing")
+        what = Statement("cut after {:,} of {:,} bytes", 1_000 + rank, 9_000)
+        return Note("cut", path, what, "the rest is missing", rank)
 
     other = Note("foreign", Path("/log/run/other"), "not of this run", "left out")
     salvaged = [
-        Note("salvage", Path("/log"), f"rank{rank:05d}-{rank} on node7: {rank} records were recovered", "")
+        recovery_note(Path("/log"), Recovery(Path("/dev/shm/ring"), f"rank{rank:05d}-{rank}", "node7", rank))
         for rank in range(1000)
     ]
+    assert str(salvaged[7]) == ("/log: rank00007-7 on node7: 7 records of a process that ended early were recovered")
     few = [cut(40), other, *map(cut, range(31))]
     assert merge_notes(few) == few
     many = merge_notes([*map(cut, range(1000)), other, *salvaged])
     assert [*map(str, many)] == [
-        "/log/run: 1,000 notes on rank 0-999: cut after N of N bytes; the rest is missing",
+        "/log/run: 1,000 notes on rank 0-999: cut after N of 9,000 bytes; the rest is missing",
         "/log/run/other: not of this run; left out",
-        "/log: 1,000 notes on rank 0-999: N records were recovered",
+        "/log: 1,000 notes on rank 0-999: N records of a process that ended early were recovered",
     ]
 
 
@@ -276,8 +281,8 @@ def test_a_damaged_log_of_many_ranks_has_few_lines(tmp_path: Path, capsys: pytes
 
 
 def test_losses_of_many_ranks_are_few_sentences() -> None:
-    losses = [(rank, f"{rank + 1} of 90 calls were not recorded") for rank in range(40)]
-    assert describe_losses(losses) == ["rank 0-39: N of N calls were not recorded"]
+    losses = [(rank, Statement("{} of {} were not recorded", rank + 1, Quantity(90, "call"))) for rank in range(40)]
+    assert describe_losses(losses) == ["rank 0-39: N of 90 calls were not recorded"]
     assert describe_losses([(rank, "hooks failed 1 time") for rank in range(40)]) == ["rank 0-39: hooks failed 1 time"]
     assert len(describe_losses(losses, per_rank=True)) == len(describe_losses(losses[:32]) + losses[32:]) == 40
 

@@ -25,7 +25,8 @@ from commtrace.cli import main
 from commtrace.errors import LogError
 from commtrace.output_files import atomic_directory
 from commtrace.reading.log import open_log
-from commtrace.reading.packed_log import PROCESSES, PackedSegment
+from commtrace.reading.log_notes import merge_notes
+from commtrace.reading.packed_log import PROCESSES, PackedSegment, notes_to_store
 from commtrace.run import open_run
 from commtrace.schema import EVENT_COLUMNS, RECORD, State
 
@@ -162,6 +163,22 @@ def test_one_note_says_that_kept_records_are_not_packed(tmp_path: Path, capsys: 
     pack(tmp_path / "log")
     (line,) = capsys.readouterr().err.splitlines()
     assert "3 processes with last calls of steps that were not recorded; not packed" in line
+
+
+def test_notes_keep_their_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training(tmp_path / "log", ranks=34)
+    for rank, path in enumerate(sorted((tmp_path / "log").rglob("*.jsonl"))):
+        path.write_bytes(path.read_bytes() + b"{" * 5 + b"\n" * (rank + 1) + b"{\n")
+    notes = open_run(tmp_path / "log").notes
+    packed = open_run(pack(tmp_path / "log")).notes
+    assert packed == notes
+    (merged,) = merge_notes(packed)
+    assert merged.text.startswith("34 notes on rank 0-33: 2 lines cannot be read, the first is line ")
+    shutil.rmtree(tmp_path / "packed")
+    as_text = notes_to_store(notes)["notes"]
+    monkeypatch.setattr(commtrace.reading.pack, "notes_to_store", lambda notes: {"notes": as_text})
+    older = open_run(pack(tmp_path / "log")).notes
+    assert [(note.text, note.rank) for note in older] == [(note.text, note.rank) for note in notes]
 
 
 def test_the_log_does_not_change(tmp_path: Path) -> None:
