@@ -42,8 +42,8 @@ def warnings(run: RecordedRun, tables: Tables) -> Iterator[str]:
     if not_selected:
         were = "was" if not_selected.isdecimal() else "were"
         yield (
-            f"{name_ranks(not_selected, 'Rank')} {were} not recorded because of COMMTRACE_RANKS: sums and means are over "
-            "the recorded ranks."
+            f"{name_ranks(not_selected, 'Rank')} {were} not recorded because of COMMTRACE_RANKS: sums and means are "
+            "over the recorded ranks."
         )
     if coverage["not_selected"]:
         yield (

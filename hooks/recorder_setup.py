@@ -71,7 +71,7 @@ def count_fault(unrecorded: int = 0) -> None:
     """
     recorder = session.recorder or (ensure_recorder() if unrecorded else None)
     if recorder is not None:
-        recorder.count_fault(unrecorded)
+        recorder.counters.count_fault(unrecorded)
 
 
 def call_unmeasured(error: Exception, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

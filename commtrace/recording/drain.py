@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,14 +17,13 @@ from commtrace import identity
 from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.settings import Settings
 
+from .counters import Counters
 from .kept_records import KeptDumps, in_flight, select_at_exit
 from .log_writer import LogWriter, warn
 from .recovery import recover_records
-from .slots import NO_SLOTS, SlotNumbers
+from .slots import NO_SLOTS, SlotNumbers, Slots
 from .summary_writer import SummaryWriter
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
+from .table_writer import TableWriter
 
 FIRST_STATS_SECONDS: Final = 10.0
 COST_SECONDS: Final = 2.0
@@ -38,15 +37,35 @@ class Drain:
     """Drain thread of one recorder."""
 
     def __init__(
-        self, recorder: Recorder, writer: LogWriter, settings: Settings, calibrate: Callable[[], int] | None
+        self,
+        slots: Slots,
+        tables: TableWriter,
+        counters: Counters,
+        writer: LogWriter,
+        settings: Settings,
+        rank: int,
+        calibrate: Callable[[], int] | None,
     ) -> None:
-        self._recorder, self._slots, self._writer, self._settings = recorder, recorder.slots, writer, settings
+        """Start the thread.
+
+        Args:
+            slots: The slots whose records it writes.
+            tables: The table rows that it writes.
+            counters: What the hooks counted.
+            writer: The log.
+            settings: How to record.
+            rank: Rank of the process.
+            calibrate: Returns the time in ns that a call takes before and after the hook can read a clock.
+        """
+        self._slots, self._ring, self._tables, self._counters = slots, slots.ring, tables, counters
+        self._writer, self._settings = writer, settings
+        self.callbacks: list[Callable[[], None]] = []
+        """Functions to call at each turn, for hooks that have something to release."""
         self._calibrate = calibrate or (lambda: 0)
         self._selection = rank_ranges(settings.steps)
         self._is_kept = np.zeros(self._slots.capacity, bool)
-        ring, rank = recorder.ring, recorder.rank_identity.rank
-        self._summary = SummaryWriter(settings, rank, ring, writer) if settings.mode == "summary" else None
-        self._dumps = KeptDumps(settings, ring, writer) if settings.kept_records else None
+        self._summary = SummaryWriter(settings, rank, self._ring, writer) if settings.mode == "summary" else None
+        self._dumps = KeptDumps(settings, self._ring, writer) if settings.kept_records else None
         self._crossing_ns = self._written = self._not_selected = self._cpu_ns = 0
         self._costs: dict[str, int] = {}
         self._costs_at = 0.0
@@ -70,48 +89,32 @@ class Drain:
 
     def stats(self) -> dict[str, Any]:
         """Return the current counters, as docs/reference/log-format.md describes them."""
-        recorder, writer = self._recorder, self._writer
+        ring, counters, writer = self._ring, self._counters, self._writer
         if self._reason or time.monotonic() >= self._costs_at:
             self._costs_at = time.monotonic() + COST_SECONDS
-            self._costs = self._cost_sums()
+            self._costs = counters.cost_sums(self._crossing_ns)
         return {
             "mono_ns": time.monotonic_ns(),
-            "calls": sum((self._moved, self._slots.taken, recorder.ring.dropped, recorder.unrecorded)),
-            "dropped": recorder.ring.dropped,
+            "calls": sum((self._moved, self._slots.taken, ring.dropped, counters.unrecorded)),
+            "dropped": ring.dropped,
             "removed": writer.removed,
             "lost": writer.lost,
-            "unrecorded": recorder.unrecorded,
+            "unrecorded": counters.unrecorded,
             "not_selected": self._not_selected,
             "summarized": self._summary.calls if self._summary else 0,
-            "hook_errors": recorder.hook_errors,
-            "first_error": recorder.first_error,
+            "hook_errors": counters.hook_errors,
+            "first_error": counters.first_error,
             "write_errors": writer.errors,
             "last_write_error": writer.last_error,
             **self._costs,
             "drain_cpu_ns": self._cpu_ns,
-            "untimed": recorder.untimed,
-            "device_clock_ns": recorder.device_clock_ns,
+            "untimed": counters.untimed,
+            "device_clock_ns": counters.device_clock_ns,
         }
 
     @property
     def _moved(self) -> int:
         return self._written + self._not_selected + (self._summary.calls if self._summary else 0)
-
-    def _cost_sums(self) -> dict[str, int]:
-        # Add the time from C++ into the hook, which the hook cannot measure. Use `sorted`: the first call of numpy's
-        # percentile takes 60 ms of CPU time.
-        recorder = self._recorder
-        costs = sorted(cost + self._crossing_ns for cost in list(recorder.cost_samples))
-        steady = list(recorder.steady_samples)
-        return {
-            "cost_samples": len(costs),
-            "cost_ns": sum(costs),
-            "cost_p99_ns": costs[len(costs) * 99 // 100] if costs else 0,
-            "first_calls": recorder.first_calls,
-            "first_ns": recorder.first_ns + recorder.first_calls * self._crossing_ns,
-            "steady_samples": len(steady),
-            "steady_ns": sum(steady) + len(steady) * self._crossing_ns,
-        }
 
     def _run(self) -> None:
         # Leave signals of the process to the program's threads.
@@ -120,7 +123,7 @@ class Drain:
         while not self._reason:
             self._slots.wait(self._settings.drain_ms / 1000)
             if not self._reason:
-                self._recorder.ring.alive()
+                self._ring.alive()
                 self._guarded(self._turn)
         self._run_callbacks()
         self._guarded(self._finish)
@@ -129,13 +132,13 @@ class Drain:
         try:
             work()
         except Exception:
-            self._recorder.count_fault()
+            self._counters.count_fault()
 
     def _measure_crossing(self) -> None:
         self._crossing_ns = self._calibrate()
 
     def _run_callbacks(self) -> None:
-        for callback in self._recorder.drain_callbacks:
+        for callback in self.callbacks:
             self._guarded(callback)
 
     def _turn(self) -> None:
@@ -143,7 +146,7 @@ class Drain:
         # Records that are not written to disk leave the ring even while writing fails.
         may_move = self._writer.ready or self._settings.kept_records
         slots = self._slots.finished() if may_move else NO_SLOTS
-        if len(slots) or self._writer.unwritten(self._recorder.tables.lines):
+        if len(slots) or self._writer.unwritten(self._tables.lines):
             self._move(slots)
         if self._summary:
             self._summary.turn()
@@ -161,7 +164,7 @@ class Drain:
         if self._settings.kept_records:
             order = np.argsort(records["t_begin"], kind="stable")
             slots, records = slots[order], records[order]
-            self._recorder.ring.keep(records[~self._is_kept[slots]])
+            self._ring.keep(records[~self._is_kept[slots]])
             finished = ~(is_last & in_flight(records))
             left_out = finished & ~select_steps(records["step"], self._selection)
             self._not_selected += int(left_out.sum())
@@ -170,7 +173,7 @@ class Drain:
                 left_out = finished
             self._slots.release(slots[left_out])
             slots, records = slots[~left_out], records[~left_out]
-        written = slots[: self._writer.write(self._recorder.tables.lines, records)]
+        written = slots[: self._writer.write(self._tables.lines, records)]
         self._is_kept[slots] = True  # those that could not be written will be taken again
         self._is_kept[written] = False
         self._written += len(written)
@@ -178,12 +181,12 @@ class Drain:
 
     def _count(self) -> None:
         due = time.monotonic() >= self._stats_at
-        counted = self._moved, self._slots.taken, self._recorder.ring.dropped, self._recorder.hook_errors
+        counted = self._moved, self._slots.taken, self._ring.dropped, self._counters.hook_errors
         if counted == self._counted and not due:
             return
         self._counted = counted
         stats = self.stats()
-        self._recorder.ring.count(stats)
+        self._ring.count(stats)
         if due:
             # Twice as long each time: a log of several weeks has two dozen of these lines.
             self._stats_every *= 2
@@ -191,11 +194,11 @@ class Drain:
             self._add_stats(stats)
 
     def _add_stats(self, stats: dict[str, Any]) -> None:
-        self._recorder.tables.add("stats", **stats)
-        self._recorder.tables.add("clock", **identity.clock_readings())
+        self._tables.add("stats", **stats)
+        self._tables.add("clock", **identity.clock_readings())
 
     def _finish(self) -> None:
-        recorder, writer = self._recorder, self._writer
+        ring, tables, writer = self._ring, self._tables, self._writer
         slots, unwritten = self._slots.seize()
         if unwritten:
             self._slots.drop(unwritten)
@@ -205,19 +208,19 @@ class Drain:
         is_summary_written = self._summary.finish() if self._summary else True
         self._cpu_ns = time.thread_time_ns()
         stats = self.stats()
-        recorder.ring.count(stats)
+        ring.count(stats)
         self._add_stats(stats)
-        recorder.tables.add("end", reason=self._reason, **identity.clock_readings())
-        writer.finish(recorder.tables.lines, select_at_exit(recorder.ring.kept()))
+        tables.add("end", reason=self._reason, **identity.clock_readings())
+        writer.finish(tables.lines, select_at_exit(ring.kept()))
         unwritten = self._slots.taken
-        if unwritten or not is_summary_written or writer.unwritten(recorder.tables.lines):
+        if unwritten or not is_summary_written or writer.unwritten(tables.lines):
             warn(f"{unwritten} calls could not be written: {writer.last_error}; {self._describe_unwritten()}")
         else:
-            recorder.ring.remove()
+            ring.remove()
             self._slots.close()
             recover_records(writer.directory.parent, shm=self._settings.shm)  # of killed processes of this run
 
     def _describe_unwritten(self) -> str:
-        path = self._recorder.ring.path
+        path = self._ring.path
         place = "are lost" if path is None else f"stay in {path} until `commtrace recover` moves them"
         return f"unwritten records {place}"

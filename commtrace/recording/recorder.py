@@ -11,8 +11,6 @@ import itertools
 import os
 import threading
 import time
-import traceback
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from struct import Struct
@@ -24,8 +22,8 @@ from commtrace.schema import FORMAT, RECORD, RECORD_STRUCT, VERSION, Clock, Stat
 from commtrace.settings import Settings
 
 from . import ring
+from .counters import Counters
 from .drain import Drain
-from .interrupts import reraise_if_from_signal_handler
 from .log_writer import LogWriter
 from .slots import PendingCall, Slots
 from .table_writer import TableWriter
@@ -45,8 +43,6 @@ _T_RETURN, _T_WAIT, _T_END, _PAYLOAD, _SEQ, _PEER, _CLOCK, _STATE = (
     for name in ("t_return", "t_wait", "t_end", "payload", "seq", "peer", "clock", "state")
 )
 _FREE, _BEGUN, _RETURNED, _COMPLETE, _UNOBSERVABLE, _FAILED = (int(state) for state in State)
-
-COST_SAMPLES: Final = 1024
 
 
 class Recorder:
@@ -77,15 +73,7 @@ class Recorder:
         name = f"{os.getuid()}-{self.pid}-{os.urandom(4).hex()}"
         self.rank_identity = rank_identity
         self.sites = settings.sites
-        self.hook_errors = self.unrecorded = 0
-        self.first_error = ""
-        self.untimed = 0
-        self.device_clock_ns = 0
-        self.cost_samples: deque[int] = deque(maxlen=COST_SAMPLES)
-        self.steady_samples: deque[int] = deque(maxlen=COST_SAMPLES)
-        self.first_calls = self.first_ns = 0
-        self.drain_callbacks: list[Callable[[], None]] = []
-        """Functions that the drain thread calls at each turn, for hooks that have something to release."""
+        self.counters = Counters()
         self._threads = itertools.count(1)
         self._thread = threading.local()
         identity_of_ring = {**process, "stem": stem, "steps": settings.steps, "mode": settings.mode}
@@ -108,7 +96,8 @@ class Recorder:
             writer = LogWriter(
                 directory, stem, settings, lambda stem: self.ring.describe({**identity_of_ring, "stem": stem})
             )
-            self._drain = Drain(self, writer, settings, calibrate)
+            self._drain = Drain(self.slots, self.tables, self.counters, writer, settings, rank_identity.rank, calibrate)
+            self.drain_callbacks = self._drain.callbacks
         except BaseException:
             self.ring.remove()
             raise
@@ -233,42 +222,6 @@ class Recorder:
         self._buffer[at + _CLOCK] = clock
         self._buffer[at + _STATE] = state
 
-    def count_fault(self, unrecorded: int = 0) -> None:
-        """Count the exception that is being handled as a hook error; keep the first one for the report.
-
-        Call this in the `except` of a hook. An exception from a signal handler of the program is raised again.
-
-        Args:
-            unrecorded: Number of calls that the program makes without a record because of the exception.
-        """
-        reraise_if_from_signal_handler()
-        with self.slots.lock:
-            self.hook_errors += 1
-            self.unrecorded += unrecorded
-            first = self.hook_errors == 1
-        if first:
-            try:
-                self.first_error = traceback.format_exc(limit=-4)[-2000:]
-            except Exception as error:  # the program's exception fails to format itself
-                self.first_error = type(error).__name__
-
-    def note_cost(self, ns: int, *, sampled: bool, first: bool) -> None:
-        """Count the cost of recording one call.
-
-        Args:
-            ns: Processor time of the program's thread in the hook.
-            sampled: Whether the call is in the sample that represents all calls.
-            first: Whether the call looked something up for the first time (`TableWriter.lookups`).
-        """
-        if sampled:
-            self.cost_samples.append(ns)
-            if not first:
-                self.steady_samples.append(ns)
-        if first:
-            with self.slots.lock:
-                self.first_calls += 1
-                self.first_ns += ns
-
     def close(self, reason: str) -> None:
         """Write everything and end the log; `reason` is "exit" or "stop". Waits at most `exit_seconds`."""
         self._drain.close(reason)
@@ -283,6 +236,7 @@ class Recorder:
         The child may still wait for an operation that was in flight.
         """
         self.slots.forked()
+        self.counters.forked()
         self.tables.forked()
         self.ring.forked()
         self._buffer = self.ring.buffer

@@ -50,7 +50,7 @@ class Slots:
         self.pending: list[PendingCall | None] = [None] * ring.capacity
         self.lock = threading.RLock()
         """Held while the end of a call is recorded or given up. Reentrant, for signal handlers."""
-        self._ring = ring
+        self.ring = ring
         self._records = ring.records
         self._state: Any = ring.records["state"]
         self._seized = -1
@@ -83,7 +83,7 @@ class Slots:
     def drop(self, calls: int) -> None:
         """Count calls that found no free slot."""
         with self.lock:
-            self._ring.dropped += calls
+            self.ring.dropped += calls
 
     def wait(self, seconds: float) -> None:
         """Block the drain thread until `wake` is called or `seconds` have passed."""

@@ -74,7 +74,7 @@ def _return(entry: MpiEntry, result: Any, cost: int) -> None:
         entry.restore_sizes()
         entry.returned(result, t_return)
         if entry.sampled or entry.first:
-            entry.tracer.recorder.note_cost(cost + now() - t_return, sampled=entry.sampled, first=entry.first)
+            entry.tracer.recorder.counters.note_cost(cost + now() - t_return, sampled=entry.sampled, first=entry.first)
     except Exception:
         with suppress(Exception):
             entry.set_unobservable(t_return)

@@ -93,7 +93,7 @@ class MpiRows:
 
     def note_cost(self, ns: int, sampled: bool, first: bool) -> None:
         """Note the cost of a call."""
-        self._tracer.recorder.note_cost(ns, sampled=sampled, first=first)
+        self._tracer.recorder.counters.note_cost(ns, sampled=sampled, first=first)
 
     def wake_if_low(self) -> None:
         """Wake the drain thread if fewer than half of the slots are free."""

@@ -15,8 +15,8 @@ from commtrace.hooks.torch.c10d_operators import Operator
 from commtrace.hooks.torch.tracer import TorchTracer
 from commtrace.hooks.torch.works import WorkPatches
 from commtrace.patching import Patches
+from commtrace.recording.counters import Counters
 from commtrace.recording.log_writer import warn
-from commtrace.recording.recorder import Recorder
 from commtrace.recording.ring import Ring
 from commtrace.recording.session import session
 
@@ -116,24 +116,18 @@ def _start(tracer: TorchTracer) -> None:
     """Start recording in C++ when a recorder has begun."""
     slots = tracer.recorder.slots
     if isinstance(slots, NativeSlots):
-        tracer.recorder.drain_callbacks.append(_collect(tracer.recorder, slots.recording))
+        tracer.recorder.drain_callbacks.append(_collect(tracer.recorder.counters, slots.recording))
         tracer.sites.cleared.append(slots.recording.forget_sites)
         slots.recording.start(Rows(tracer, slots.recording, list(_operators)))
 
 
-def _collect(recorder: Recorder, recording: Any) -> Callable[[], None]:
+def _collect(counters: Counters, recording: Any) -> Callable[[], None]:
     """Return a function that adds what C++ has counted to the recorder's counters."""
 
     def collect() -> None:
         recording.resolve()
-        errors, unrecorded, first_error, costs, steady, first_calls, first_ns, *device = recording.tally()
-        recorder.hook_errors += errors
-        recorder.unrecorded += unrecorded
-        recorder.first_error = recorder.first_error or first_error
-        recorder.cost_samples.extend(costs)
-        recorder.steady_samples.extend(steady)
-        recorder.first_calls += first_calls
-        recorder.first_ns += first_ns
-        recorder.untimed, recorder.device_clock_ns = device
+        *counted, untimed, device_clock_ns = recording.tally()
+        counters.add(*counted)
+        counters.untimed, counters.device_clock_ns = untimed, device_clock_ns
 
     return collect

@@ -25,7 +25,7 @@ def _default_on_error(default: Any) -> Callable[[Callable[..., _Result]], Callab
             try:
                 return method(self, *args)
             except Exception:
-                self.tracer.recorder.count_fault()
+                self.tracer.recorder.counters.count_fault()
                 return default
 
         return wrapper

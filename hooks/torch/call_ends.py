@@ -69,7 +69,7 @@ class Works:
             else:
                 self._recorder.unobservable(call, t_wait)
         if pending.cost:
-            self._recorder.note_cost(pending.cost + now() - t_end, sampled=True, first=pending.first)
+            self._recorder.counters.note_cost(pending.cost + now() - t_end, sampled=True, first=pending.first)
 
     def polled(self, pending: PendingWork, t_end: int) -> None:
         """Record the end of these calls after a poll has shown that the Work is complete."""
@@ -101,7 +101,7 @@ class Works:
         for call in pending.calls:
             self._recorder.unobservable(call)
         if pending.cost:
-            self._recorder.note_cost(pending.cost, sampled=True, first=pending.first)
+            self._recorder.counters.note_cost(pending.cost, sampled=True, first=pending.first)
 
     def release(self) -> None:
         """Drop Works whose callers have had time to take them. Called by the drain thread.

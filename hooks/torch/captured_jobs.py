@@ -77,4 +77,4 @@ class Jobs:
                         if isinstance(group, dist.ProcessGroup):
                             tracer.groups.set_role(group, role, source, table)
         except Exception:
-            tracer.recorder.count_fault()
+            tracer.recorder.counters.count_fault()

@@ -40,7 +40,7 @@ class Registry:
             for name, group in self._groups():
                 tracer.groups.set_role(group, self._roles[name], f"{self._name}.{name}")
         except Exception:
-            tracer.recorder.count_fault()
+            tracer.recorder.counters.count_fault()
 
     def _groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
         """Yield the groups that exist, with the name of their global."""

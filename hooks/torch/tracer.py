@@ -108,7 +108,7 @@ class TorchEntry:
         if sampled and self.pending is not None:
             self.pending.cost, self.pending.first = ns, self.first
         else:
-            self.tracer.recorder.note_cost(ns, sampled=sampled, first=self.first)
+            self.tracer.recorder.counters.note_cost(ns, sampled=sampled, first=self.first)
 
 
 class TorchTracer:

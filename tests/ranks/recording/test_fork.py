@@ -52,7 +52,7 @@ def test_what_a_child_does_to_its_copy_stays_there(tmp_path: Path, new_recorder:
         recorder.failed(0)
         assert processes.call(recorder, 9) == -1
         recorder.tables.add("sites", id=1, file="child", line=1, function="")
-        recorder.count_fault()
+        recorder.counters.count_fault()
 
     assert processes.in_child(child) == 0
     for call in calls:

@@ -309,7 +309,7 @@ def test_hook_errors_are_counted_and_the_first_is_kept(tmp_path: Path, new_recor
         try:
             raise error
         except Exception:
-            recorder.count_fault()
+            recorder.counters.count_fault()
     recorder.close("stop")
     stats = processes.read_one(tmp_path).stats
     assert stats["hook_errors"] == 3
@@ -336,8 +336,8 @@ def test_what_calls_cost(tmp_path: Path) -> None:
         processes.Settings(str(tmp_path)), processes.RankIdentity(0, 1), blind_spots=[], calibrate=lambda: 1000
     )
     for ns in range(1, 101):
-        recorder.note_cost(ns, sampled=True, first=ns > 90)
-    recorder.note_cost(50_000, sampled=False, first=True)
+        recorder.counters.note_cost(ns, sampled=True, first=ns > 90)
+    recorder.counters.note_cost(50_000, sampled=False, first=True)
     recorder.close("stop")
     stats = processes.read_one(tmp_path).stats
     assert stats["cost_samples"] == 100
