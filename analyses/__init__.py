@@ -20,17 +20,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import pandas as pd
 
     from commtrace.reading.recorded_run import RecordedRun
 
     from .analysed_run import AnalysedRun
+    from .fold_engine import AnyAnalysis
 
 
 def analyse(
-    run: AnalysedRun, *, details: bool = False, across_ranks: bool = True, include_matching_steps: bool = True
+    run: AnalysedRun,
+    *,
+    details: bool = False,
+    across_ranks: bool = True,
+    include_matching_steps: bool = True,
+    others: Sequence[AnyAnalysis] = (),
 ) -> dict[str, pd.DataFrame]:
     """Compute the tables of all analyses in one pass over the records, with the run's executor.
 
@@ -39,6 +45,7 @@ def analyse(
         details: Whether to add the tables that only figures use.
         across_ranks: Whether to add the tables that require matching all calls of all ranks.
         include_matching_steps: Whether `expected` and `reconciliation` have the steps without differences, too.
+        others: Further analyses.
 
     Returns:
         The tables by name.
@@ -49,7 +56,8 @@ def analyse(
 
     brief = {} if include_matching_steps else {reconciliation.ANALYSIS.name: reconciliation.DIFFERENCES}
     analyses = [brief.get(analysis.name, analysis) for analysis in ANALYSES]
-    return fold(run, (*analyses, *(ACROSS_RANKS if across_ranks else ()), *(DETAILS.values() if details else ())))
+    optional = (*(ACROSS_RANKS if across_ranks else ()), *(DETAILS.values() if details else ()))
+    return fold(run, (*analyses, *optional, *others))
 
 
 def detail(run: AnalysedRun, name: str) -> pd.DataFrame | None:
@@ -63,13 +71,10 @@ def detail(run: AnalysedRun, name: str) -> pd.DataFrame | None:
 def tables_to_store(run: RecordedRun) -> Iterator[tuple[str, dict[str, pd.DataFrame]]]:
     """Yield the names and tables of the analyses that `commtrace pack` stores for reports and checks.
 
-    Stuck calls, for which few records are read, and ACROSS_RANKS are not stored.
+    ACROSS_RANKS are not stored.
     """
     from . import fold_engine
-    from .across_ranks import stuck_calls
     from .analysed_run import AnalysedRun
     from .analysis_catalog import ANALYSES, DETAILS
 
-    analyses = [analysis for analysis in ANALYSES if analysis is not stuck_calls.ANALYSIS]
-    all_analyses = [*analyses, *DETAILS.values()]
-    return fold_engine.tables_to_store(AnalysedRun(run.log, run.executor), all_analyses)
+    return fold_engine.tables_to_store(AnalysedRun(run.log, run.executor), [*ANALYSES, *DETAILS.values()])

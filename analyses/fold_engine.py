@@ -13,6 +13,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import pandas as pd
@@ -23,6 +24,7 @@ from commtrace.reading.record_columns import IDS, RecordColumns
 from commtrace.reading.stored_tables import MERGED
 from commtrace.summary_format import TIMES
 
+from .across_ranks.matching import BlockCalls, CallReader, Derived
 from .analysed_run import AnalysedRun
 from .grouping import Array
 from .record_blocks import EMPTY_BLOCK, READ_FIELDS, HistogramBlock, RecordBlock, read_blocks
@@ -48,11 +50,20 @@ class Analysis:
     """Whether `finish` receives labels as categoricals, which suit long tables."""
 
 
+class NeededCalls(NamedTuple):
+    """Matched calls that an analysis reads (`AnalysedRun.matched_calls`): all with columns, else those of a sample."""
+
+    columns: tuple[str, ...] = ()
+    """Columns of `match_calls`, besides those of `call_times`."""
+    derived: Mapping[str, Derived] = MappingProxyType({})
+
+
 class RunAnalysis(NamedTuple):
-    """An analysis that is not a fold: `finish` computes its tables from the run alone."""
+    """An analysis that is not a fold: `finish` computes its tables from the run, and from its matched calls."""
 
     name: str
     finish: Callable[[AnalysedRun], NamedTables]
+    calls: NeededCalls | None = None
 
 
 AnyAnalysis: TypeAlias = Analysis | RunAnalysis
@@ -69,7 +80,9 @@ def fold(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
             return stored.get(analysis.name) or analysis.finish(run)
         return analysis.finish(_labelled(analysis, merged.get(analysis.name), run), run)
 
-    return {name: table for analysis in analyses for name, table in finished(analysis).items()}
+    tables = {name: table for analysis in analyses for name, table in finished(analysis).items()}
+    run.call_table = None  # which may be large
+    return tables
 
 
 def merged_table(run: AnalysedRun, analysis: Analysis) -> pd.DataFrame:
@@ -84,8 +97,12 @@ def _merged_tables(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> NamedTa
     folds = [analysis for analysis in analyses if isinstance(analysis, Analysis)]
     read = {fold.name: fold for fold in folds if fold.reads_records is None or fold.reads_records(run)}
     wanted = {name: _Fold(analysis.partial, analysis.merge) for name, analysis in read.items()}
-    partials, merge = functools.partial(_partials, wanted, run.labels), functools.partial(_merged, wanted)
-    merged = run.executor.reduce("fold", partials, merge, run.parts()) if wanted else {}
+    needed = [analysis.calls for analysis in analyses if isinstance(analysis, RunAnalysis) and analysis.calls]
+    if needed:
+        columns = {name: None for calls in needed for name in calls.columns}
+        derived = {name: compute for calls in needed for name, compute in calls.derived.items()}
+        run.call_table = run.new_call_table([*columns], derived)
+    merged = _read(run, wanted) if wanted or needed else {}
     for name, tables in _summary_partials(read, run).items():
         merged[name] = wanted[name].merge([merged[name], *tables])
     return merged
@@ -130,6 +147,22 @@ def _summary_partials(analyses: Mapping[str, Analysis], run: AnalysedRun) -> dic
     return tables
 
 
+def _read(run: AnalysedRun, folds: Mapping[str, _Fold]) -> NamedTables:
+    """Read the records once: return the merged tables of folds, and fill the run's table of calls, if it has one."""
+    merge = functools.partial(_merged, folds)
+    if (table := run.call_table) is None:
+        return run.executor.reduce("fold", functools.partial(_partials, folds, run.labels), merge, run.parts())
+    read = functools.partial(_partials_and_calls, folds, table.reader, run.labels)
+
+    def partials() -> Iterator[NamedTables]:
+        for tables, blocks in run.executor.map("fold", read, run.parts()):
+            for block in blocks:
+                table.append(block)
+            yield tables
+
+    return merge_tree(merge, partials())
+
+
 class _Fold(NamedTuple):
     """The functions of an analysis that run where the records are."""
 
@@ -141,6 +174,20 @@ def _partials(folds: Mapping[str, _Fold], labels: RunLabels, part: RunPart) -> N
     """Return the merged partial tables of a part."""
     partials = ({name: fold.partial(block) for name, fold in folds.items()} for block in read_blocks(part, labels))
     return merge_tree(functools.partial(_merged, folds), partials)
+
+
+def _partials_and_calls(
+    folds: Mapping[str, _Fold], reader: CallReader, labels: RunLabels, part: RunPart
+) -> tuple[NamedTables, list[BlockCalls]]:
+    """Return the merged partial tables of a part, and its calls."""
+    calls = []
+
+    def partials() -> Iterator[NamedTables]:
+        for block in read_blocks(part, labels, fields=reader.record_fields):
+            calls.append(reader.calls(block))
+            yield {name: fold.partial(block) for name, fold in folds.items()}
+
+    return merge_tree(functools.partial(_merged, folds), partials()), calls
 
 
 def _merged(folds: Mapping[str, _Fold], tables: Sequence[NamedTables]) -> NamedTables:

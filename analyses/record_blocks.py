@@ -66,6 +66,10 @@ class RecordBlock:
     def __len__(self) -> int:
         return len(self._records)
 
+    def rows(self, at: Array) -> RecordBlock:
+        """Return the rows with these indices."""
+        return self if len(at) == len(self) else RecordBlock(_Rows(self._records, at), self.labels, self.calls[at])
+
     @cached_property
     def volumes(self) -> dict[str, Array]:
         """Sums of each row: `payload_bytes`, `wire_bytes`, `wire_unknown`, each of shape (n,).

@@ -17,19 +17,21 @@ error added.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from commtrace.analyses.grouping import Array, positions_by_value
-from commtrace.durations import arrivals
 from commtrace.reading.recorded_run import RecordedRun
 
 from .aligned_clock import AlignedClock, clock_within, reference_clock
+from .call_times import COLUMNS as TIME_COLUMNS
 from .clocks import Clocks
 from .corridors import Bounds
-from .dependencies import SOURCE, TARGET, agree, completions, dependencies, operations
-from .matching import NOT_MATCHED, MatchedCalls, host_numbers, match_calls
+from .dependencies import SOURCE, TARGET, agree, completions
+from .matching import NOT_MATCHED, CallTable, MatchedCalls, every_nth, host_numbers, match_calls
 
 MAX_CALLS: Final = 12_000_000
 """Calls that are matched at a time; of a longer log, every n-th operation is used."""
@@ -39,17 +41,24 @@ _MAX_SWEEPS: Final = 64
 _NEVER, _ALWAYS = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 
 
-def align_clocks(run: RecordedRun) -> Clocks:
-    """Return the clocks of a run's hosts. Nothing is read for a run on one host."""
+def align_clocks(run: RecordedRun, table: CallTable | None = None) -> Clocks:
+    """Return the clocks of a run's hosts.
+
+    Args:
+        run: The run. Nothing is read if it has one host.
+        table: Its calls, with the columns of `call_times`; None: read them.
+    """
     hosts, host_of_process = host_numbers(run)
     if len(hosts) < 2 or run.simulated:
         return Clocks(hosts, host_of_process, 0, [reference_clock(0, 0), *(None for _ in hosts[1:])])
-    records = sum(segment.count for process in run.processes for segment in process.segments)
-    columns = {
-        "arrival": arrivals, "completion": completions(run), "depends": dependencies, "operation": operations,
-    }  # fmt: skip
-    calls = match_calls(run, [], derived=columns, part=(0, -(-records // MAX_CALLS) or 1))
+    calls = _read(run) if table is None else table.part(0)
+    calls = replace(calls, columns={**calls.columns, "completion": completions(run, calls)})
     return _Aligner(calls, hosts, host_of_process).align()
+
+
+def _read(run: RecordedRun) -> MatchedCalls:
+    records = sum(segment.count for process in run.processes for segment in process.segments)
+    return match_calls(run, [], derived=TIME_COLUMNS, keep=partial(every_nth, -(-records // MAX_CALLS) or 1))
 
 
 class _Aligner:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.analysed_run import AnalysedRun
-from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
+from commtrace.analyses.fold_engine import NamedTables, NeededCalls, RunAnalysis
 from commtrace.analyses.sections import Block, Report, Section, ShownTable, Tables
 from commtrace.analyses.table_specs.spec import TableSpec, column, count, duration, word_column
 from commtrace.formatting import MAX_SINGLE, format_count, is_known, shorten_names
@@ -67,7 +67,7 @@ def _row(clocks: Clocks, number: int) -> tuple[object, ...]:
     return *names, int(lower[0] + upper[0]) // 2, *drift, clock.half_width_ns, clock.calls, len(clock.steps)
 
 
-ANALYSIS: Final = RunAnalysis("clocks", clock_tables)
+ANALYSIS: Final = RunAnalysis("clocks", clock_tables, NeededCalls())
 
 
 def _show_clocks(report: Report) -> Iterator[Block]:

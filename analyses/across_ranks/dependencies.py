@@ -9,8 +9,7 @@ and calls without a known root.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -33,20 +32,12 @@ UNCERTAIN: Final = 8
 """Bit of a call of an all_to_all in which some ranks may have nothing for each other."""
 FAILED: Final = 4
 """Bit of a call that raised an exception."""
+ON_DEVICE: Final = 16
+"""Bit of a call whose end was observed on a device."""
 
 _LARGEST_ERROR_NS: Final = 1 << 58
 _UNEVEN_VARIANTS: Final = ("v", "w")
 """Last letters of MPI's all_to_alls whose shares may be empty; the recorder does not flag them."""
-
-
-def completions(run: RecordedRun) -> Callable[[RecordBlock], Array]:
-    """Return a function of a block that returns when each call had certainly ended.
-
-    It returns ns, shape (n,), 0 if not known. Device times may be early on the host's clock by an
-    error that the recorder measures; it is added.
-    """
-    errors = np.array([clock_error_ns(process) for process in run.processes], np.int64)
-    return partial(_completions, errors)
 
 
 def clock_error_ns(process: Process) -> int:
@@ -55,14 +46,22 @@ def clock_error_ns(process: Process) -> int:
     return min(max(error or 0, 0), _LARGEST_ERROR_NS)
 
 
-def _completions(errors: Array, block: RecordBlock) -> Array:
-    end = np.where(block["state"] == State.COMPLETE, block["t_end"], 0)
-    on_device = np.isin(block["clock"], DEVICE_CLOCKS) & (end > 0)
-    return np.where(on_device, end + errors[block["process"]], end) if on_device.any() else end
+def completions(run: RecordedRun, calls: MatchedCalls) -> Array:
+    """Return when each call had certainly ended, ns, shape (calls,), 0 if not known.
+
+    Device times may be early on the host's clock by an error that the recorder measures; it is added.
+
+    Args:
+        run: The run.
+        calls: Its calls with the columns "end" (`call_times.ends`) and "depends" (`dependencies`).
+    """
+    errors = np.array([clock_error_ns(process) for process in run.processes], np.int64)
+    late = ((calls["depends"] & ON_DEVICE) > 0) & (calls["end"] > 0)
+    return np.asarray(calls["end"] + np.where(late, errors[calls["process"]], 0)) if late.any() else calls["end"]
 
 
 def dependencies(block: RecordBlock) -> Array:
-    """Return the bits SOURCE, TARGET, UNCERTAIN and FAILED of each call, uint8, shape (n,)."""
+    """Return the bits SOURCE, TARGET, UNCERTAIN, FAILED and ON_DEVICE of each call, uint8, shape (n,)."""
     kinds, labels = block["kind"], block.labels
     pickled = (block["flags"] & int(Flag.OBJECT)) != 0
     moves = (block["payload"] > 0) | pickled
@@ -89,6 +88,7 @@ def dependencies(block: RecordBlock) -> Array:
         Extent.SPLITS: moves & (even | pickled),
     }
     result = np.where(block["state"] == State.FAILED, FAILED, 0).astype(np.uint8)
+    result[np.isin(block["clock"], DEVICE_CLOCKS)] |= ON_DEVICE
     for op, at in labels.by_operation(kinds):
         operation = OPERATIONS.get(op)
         if operation is None or operation.flow not in roles:

@@ -13,11 +13,12 @@ processes use as the same rank, and instances with more calls than ranks, whose 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
+from tempfile import TemporaryFile
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias
+from typing import IO, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -82,6 +83,21 @@ class MatchedCalls:
         """Return a column of the calls, shape (calls,)."""
         return self.columns[name]
 
+    def rows(self, at: Array) -> MatchedCalls:
+        """Return the calls with these indices, ascending. Instances keep their numbers."""
+        return replace(self, columns={name: column[at] for name, column in self.columns.items()})
+
+    def split(self, size: int) -> Iterator[MatchedCalls]:
+        """Yield the calls in parts of about `size` calls, each with entire instances."""
+        parts = -(-len(self) // size)
+        if parts < 2:
+            yield self
+            return
+        number = np.zeros(len(self), np.int64)
+        number[self.matched] = self.seq[self["instance"][self.matched]] % parts
+        for part in range(parts):
+            yield self.rows(np.flatnonzero(number == part))
+
     def text(self, column: str, at: Array | slice = slice(None)) -> Array:
         """Return the labels of a column of the event table, of all calls or of those with these indices."""
         return np.asarray(self.categories[column][self.columns[column][at]])
@@ -141,7 +157,7 @@ def match_calls(
     steps: Array | None = None,
     *,
     derived: Mapping[str, Derived] = MappingProxyType({}),
-    part: tuple[int, int] = (0, 1),
+    keep: Derived | None = None,
     last: int | None = None,
 ) -> MatchedCalls:
     """Read the calls of a run and match them across ranks.
@@ -153,43 +169,96 @@ def match_calls(
             "phase", "state" and "flags" are the values in the record.
         steps: Steps to read, shape (steps,); None: all.
         derived: Further columns by name, computed while the records are read.
-        part: (i, n): only operations whose number in their channel is i modulo n, for a log too
-            long for memory.
+        keep: Function that returns whether to keep each call of a block, bool, shape (n,), such as `every_nth`;
+            None: all.
         last: Number of records to read of each process, its last ones; None: all.
 
     Returns:
         The calls, process by process in the order of the log. Memory: 12 bytes per call plus the
         columns.
     """
-    reader = _CallReader(columns, steps, derived, part)
+    reader = CallReader(columns, derived, steps, keep)
     parts = run.parts(lambda process: process.segments if last is None else last_records(process.segments, last))
-    dtypes = {name: column.dtype for name, column in reader.calls(EMPTY_BLOCK).columns.items()}
-    records = sum(segment.count for run_part in parts for segment in run_part.segments)
-    # Memory that is never written to is not used: rows that are not selected cost none.
-    table = {name: np.empty(records, dtype) for name, dtype in {**dtypes, "key": np.dtype(np.int64)}.items()}
-    channel_numbers: dict[tuple[int, ...], int] = {}
-    users: dict[tuple[int, ...], int] = {}
-
-    def channel_number(use: _Use) -> int:
-        """Return the number of a channel; NOT_MATCHED if another process uses it as the same rank."""
-        number = channel_numbers.setdefault(use[:_ADDRESS], len(channel_numbers))
-        return number if users.setdefault(use[:-1], use[-1]) == use[-1] else NOT_MATCHED
-
-    stop = 0
+    table = CallTable(run.labels, reader, sum(segment.count for part in parts for segment in part.segments))
     for block in chain.from_iterable(run.executor.map("match", partial(_read_part, reader, run.labels), parts)):
-        rows = slice(stop, stop := stop + len(block.use))
-        channel = np.array([*map(channel_number, block.uses), NOT_MATCHED], np.int64)[block.use]
-        table["key"][rows] = np.where(channel == NOT_MATCHED, NOT_MATCHED, channel << 32 | block.seq)
-        for name, column in block.columns.items():
-            table[name][rows] = column
-    table = {name: column[:stop] for name, column in table.items()}
-    labels = run.labels
-    channels = [Channel(labels.groups[group], *addresses) for group, *addresses in channel_numbers]
-    table["instance"], channel_of, seq = _instances(table.pop("key"), channels)
-    categories = {
-        name: (labels.categories if name in _CODED_COLUMNS else labels.distinct)(name) for name in reader.label_columns
-    }
-    return MatchedCalls(table, categories, channels, channel_of, seq)
+        table.append(block)
+    return table.part(0)
+
+
+def every_nth(n: int, block: RecordBlock) -> Array:
+    """Return whether each call's number in its channel is a multiple of n, bool, shape (n,): entire operations."""
+    return np.asarray(block["seq"] % n == 0)
+
+
+class CallTable:
+    """Table of calls as they are read, in one or more parts.
+
+    Part i of n has the operations whose number in their channel is i modulo n. Several parts are kept in files, so
+    that a run may have more calls than fit into memory.
+
+    Args:
+        labels: Labels of the run.
+        reader: Reads the calls.
+        calls: Maximum number of calls.
+        parts: Number of parts.
+    """
+
+    def __init__(self, labels: RunLabels, reader: CallReader, calls: int, parts: int = 1) -> None:
+        self.reader, self._labels, self._stop = reader, labels, 0
+        dtypes = {name: column.dtype for name, column in reader.calls(EMPTY_BLOCK).columns.items()}
+        self._row = np.dtype([*dtypes.items(), ("key", np.int64)])
+        self._files: list[IO[bytes]] = [TemporaryFile() for _ in range(parts)] if parts > 1 else []
+        # Memory that is never written to is not used: rows that are not selected cost none.
+        self._columns = {name: np.empty(0 if self._files else calls, self._row[name]) for name in self._row.names or ()}
+        self._channel_numbers: dict[tuple[int, ...], int] = {}
+        self._users: dict[tuple[int, ...], int] = {}
+        self._matched: MatchedCalls | None = None
+
+    def append(self, block: BlockCalls) -> None:
+        """Append the calls of a block."""
+        channel = np.array([*map(self._channel_number, block.uses), NOT_MATCHED], np.int64)[block.use]
+        columns = {**block.columns, "key": np.where(channel == NOT_MATCHED, NOT_MATCHED, channel << 32 | block.seq)}
+        if not self._files:
+            rows = slice(self._stop, self._stop + len(block.use))
+            self._stop = rows.stop
+            for name, column in columns.items():
+                self._columns[name][rows] = column
+            return
+        table = np.empty(len(block.use), self._row)
+        for name, column in columns.items():
+            table[name] = column
+        for number, file in enumerate(self._files):
+            file.write(table[block.seq % len(self._files) == number].tobytes())
+
+    def parts(self) -> Iterator[MatchedCalls]:
+        """Yield the calls of each part."""
+        return map(self.part, range(max(1, len(self._files))))
+
+    def part(self, number: int) -> MatchedCalls:
+        """Return the calls of a part, matched."""
+        if self._files:
+            self._files[number].seek(0)
+            table = np.frombuffer(self._files[number].read(), self._row)
+            return self._match({name: np.ascontiguousarray(table[name]) for name in self._row.names or ()})
+        if self._matched is None:
+            self._matched = self._match({name: column[: self._stop] for name, column in self._columns.items()})
+            self._columns = {}
+        return self._matched
+
+    def _channel_number(self, use: _Use) -> int:
+        """Return the number of a channel; NOT_MATCHED if another process uses it as the same rank."""
+        number = self._channel_numbers.setdefault(use[:_ADDRESS], len(self._channel_numbers))
+        return number if self._users.setdefault(use[:-1], use[-1]) == use[-1] else NOT_MATCHED
+
+    def _match(self, columns: dict[str, Array]) -> MatchedCalls:
+        labels = self._labels
+        channels = [Channel(labels.groups[group], *addresses) for group, *addresses in self._channel_numbers]
+        columns["instance"], channel_of, seq = _instances(columns.pop("key"), channels)
+        categories = {
+            name: (labels.categories if name in _CODED_COLUMNS else labels.distinct)(name)
+            for name in self.reader.label_columns
+        }
+        return MatchedCalls(columns, categories, channels, channel_of, seq)
 
 
 _Use: TypeAlias = tuple[int, ...]
@@ -199,7 +268,7 @@ _ADDRESS: Final = 4
 """Length of the part of a use that identifies the channel."""
 
 
-class _BlockCalls(NamedTuple):
+class BlockCalls(NamedTuple):
     """Calls of a block.
 
     Attributes:
@@ -215,41 +284,51 @@ class _BlockCalls(NamedTuple):
     seq: Array
 
 
-class _CallReader:
-    """Reader of calls, picklable."""
+class CallReader:
+    """Reader of calls, picklable.
+
+    Args:
+        columns: As in `match_calls`.
+        derived: As in `match_calls`.
+        steps: As in `match_calls`.
+        keep: As in `match_calls`.
+    """
 
     def __init__(
-        self, columns: Sequence[str], steps: Array | None, derived: Mapping[str, Derived], part: tuple[int, int]
+        self,
+        columns: Sequence[str],
+        derived: Mapping[str, Derived],
+        steps: Array | None = None,
+        keep: Derived | None = None,
     ) -> None:
-        self._steps, self._derived, self._part = steps, dict(derived), part
+        self._steps, self._derived, self._keep = steps, dict(derived), keep
         self._fields = [name for name in columns if name not in LABEL_COLUMNS]
         self.label_columns = [name for name in columns if name in LABEL_COLUMNS]
         self.record_fields = [*_KEY_FIELDS, *self._fields]
 
     def select(self, records: Records) -> Records:
-        """Return the records of the requested steps and part."""
-        number, parts = self._part
-        if self._steps is not None:
-            records = records[np.isin(records["step"], self._steps)]
-        return records if parts == 1 else records[records["seq"] % parts == number]
+        """Return the records of the requested steps."""
+        return records if self._steps is None else records[np.isin(records["step"], self._steps)]
 
-    def calls(self, block: RecordBlock) -> _BlockCalls:
+    def calls(self, block: RecordBlock) -> BlockCalls:
         """Return the calls of a block."""
+        if self._keep is not None:
+            block = block.rows(np.flatnonzero(self._keep(block)))
         columns = {"process": block["process"].astype(np.int32)}
         columns |= {name: compute(block) for name, compute in self._derived.items()}
         columns |= {name: block[name] for name in self._fields}
         for name in self.label_columns:
             ids = block.labels.ids(name, block)
             columns[name] = (ids if name in _CODED_COLUMNS else block.labels.codes(name, ids)).astype(np.int32)
-        return _BlockCalls(columns, *_channel_uses(block), block["seq"].astype(np.int64))
+        return BlockCalls(columns, *_channel_uses(block), block["seq"].astype(np.int64))
 
 
-def _read_part(reader: _CallReader, labels: RunLabels, part: RunPart) -> list[_BlockCalls]:
+def _read_part(reader: CallReader, labels: RunLabels, part: RunPart) -> list[BlockCalls]:
     return [reader.calls(block) for block in read_blocks(part, labels, reader.select, reader.record_fields)]
 
 
 def _channel_uses(block: RecordBlock) -> tuple[list[_Use], Array]:
-    """Return `uses` and `use` of `_BlockCalls`."""
+    """Return `uses` and `use` of `BlockCalls`."""
     labels = block.labels
     sends, receives, mpi, not_matched = (
         np.isin(labels.categories(column).astype(str), values)[block["kind"]]

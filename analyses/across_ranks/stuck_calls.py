@@ -31,12 +31,12 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
-from commtrace.analyses.grouping import Array, positions_by_value
+from commtrace.analyses.fold_engine import Analysis, NamedTables
+from commtrace.analyses.grouping import Array, merge_sums, positions_by_value
+from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.analyses.table_specs import shared_columns as shared
 from commtrace.analyses.table_specs.spec import TableSpec, column, duration, text_column, word_column
 from commtrace.formatting import format_count, format_moment, format_ranks
-from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import last_records
 from commtrace.schema import Flag, State
@@ -324,10 +324,15 @@ def _waits_for_itself(stuck: _StuckCall, waits_in: Mapping[Member, _StuckCall]) 
     return not seen.isdisjoint(stuck.waiting)
 
 
-def find_stuck_calls(run: RecordedRun) -> NamedTables:
-    """Return the tables `stuck_calls` and `stuck_ranks` of a run."""
+def find_stuck_calls(run: RecordedRun, failed: Collection[int] | None = None) -> NamedTables:
+    """Return the tables `stuck_calls` and `stuck_ranks` of a run.
+
+    Args:
+        run: The run.
+        failed: Processes that have a failed call, by their index in the log; None: look at their last calls.
+    """
     calls, ranks = [], []
-    if not run.simulated and any(map(_is_suspicious, run.processes)):
+    if not run.simulated and any(_is_suspicious(run, number, failed) for number in range(len(run.processes))):
         last = LastCalls(run)
         for number, stuck in enumerate(_StuckCallSearch(last).stuck_calls()):
             calls.append(_call_row(last, stuck))
@@ -340,14 +345,20 @@ def find_stuck_calls(run: RecordedRun) -> NamedTables:
 _TYPES: Final = {"stuck_calls": {"seq": "Int64"}, "stuck_ranks": {"begin_ns": "Int64"}}
 
 
-def _is_suspicious(process: Process) -> bool:
-    """Return whether a process may have a stuck call: it did not close its log, or one of its last calls failed."""
+def _is_suspicious(run: RecordedRun, number: int, failed: Collection[int] | None) -> bool:
+    """Return whether a process may have a stuck call: it did not close its log, or it has a failed call."""
+    process = run.processes[number]
     if process.tables.end is None:
         return True
-    last = (*last_records(process.segments, 1024), *([process.kept.last(1024)] if process.kept else []))
+    kept = () if process.kept is None else (process.kept.last(_LAST),)
+    last = (*(last_records(process.segments, _LAST) if failed is None else ()), *kept)
     wanted = {"state": [State.FAILED.name.lower()]}
     blocks = (records for segment in last for records in segment.blocks(wanted=wanted))
-    return any(bool((records["state"] == State.FAILED).any()) for records in blocks)
+    return number in (failed or ()) or any(bool((records["state"] == State.FAILED).any()) for records in blocks)
+
+
+_LAST: Final = 1024
+"""Number of last records of a process among which a failed call is searched for."""
 
 
 def _call_row(last: LastCalls, stuck: _StuckCall) -> dict[str, object]:
@@ -383,5 +394,16 @@ def _rank_rows(last: LastCalls, stuck: _StuckCall, number: int) -> Iterator[dict
         }
 
 
-ANALYSIS: Final = RunAnalysis("stuck_calls", find_stuck_calls)
-"""It reads the last records, and none if all processes closed their logs without a failed call."""
+def _failed_calls(block: RecordBlock) -> pd.DataFrame:
+    """Return the number of failed calls of each process that has one."""
+    calls = np.bincount(block["process"][block["state"] == State.FAILED])
+    process = np.flatnonzero(calls)
+    return pd.DataFrame({"process": process, "failed": calls[process]})
+
+
+def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
+    return find_stuck_calls(run, {*table["process"].tolist()})
+
+
+ANALYSIS: Final = Analysis("stuck_calls", _failed_calls, merge_sums("process"), _finish)
+"""It reads the last records again, unless all processes closed their logs without a failed call."""

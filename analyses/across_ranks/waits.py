@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 import pandas as pd
 
 from commtrace.analyses.analysed_run import AnalysedRun
-from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
+from commtrace.analyses.fold_engine import NamedTables, NeededCalls, RunAnalysis
 from commtrace.analyses.grouping import Array, group_rows, sum_groups
 from commtrace.analyses.host_times import busbw_factors
 from commtrace.analyses.record_blocks import RecordBlock, steps_of
@@ -21,13 +21,9 @@ from commtrace.durations import exact_ends
 from commtrace.formatting import format_bandwidth, format_share
 from commtrace.operations import OPERATIONS
 
-from .call_times import COLUMNS, CallTimes
-from .matching import match_calls
+from .call_times import CallTimes
+from .matching import MatchedCalls
 
-CALLS_AT_ONCE: Final = 4_000_000
-"""Calls that are matched at a time; a longer log is read several times."""
-SAMPLED_CALLS: Final = 200_000
-"""Calls of the sample that the table `waiting` is made from."""
 SIGNIFICANT_WAIT: Final = 0.2
 """Share of the time in calls from which waiting is a finding."""
 
@@ -83,9 +79,7 @@ _SUMS: Final = (
 
 def wait_tables(run: AnalysedRun) -> NamedTables:
     """Return the tables `waits_by_...` and `wait_patterns`."""
-    records = sum(segment.count for process in run.processes for segment in process.segments)
-    parts = -(-records // CALLS_AT_ONCE) or 1
-    sums = [_sums(run, [*_KEYS], (number, parts)) for number in range(parts)]
+    sums = [_sums(run, calls, [*_KEYS]) for calls in run.matched_calls()]
     tables = {
         WAITS_BY[name].name: _sum_table(WAITS_BY[name], _KEYS[name], pd.concat([part[name] for part in sums]))
         for name in _KEYS
@@ -98,49 +92,53 @@ def wait_tables(run: AnalysedRun) -> NamedTables:
 
 def sampled_waiting(run: AnalysedRun) -> NamedTables:
     """Return the table `waiting`: sums over a sample of the operations, cheap to compute."""
-    records = sum(segment.count for process in run.processes for segment in process.segments)
-    every = _next_prime(-(-records // SAMPLED_CALLS) or 1)
-    by_operation = _sums(run, ["operation"], (0, every))["operation"]
-    total = by_operation.drop(columns="op").sum().to_frame().T.assign(every=every)
-    return {"waiting": _with_shares(total)[WAITING.column_names]}
+    samples = (calls.rows(np.flatnonzero(calls["is_sampled"])) for calls in run.matched_calls())
+    total = pd.concat([_sums(run, sample, ["rank"])["rank"][[*_SUMS]] for sample in samples]).sum()
+    table = total.to_frame().T.assign(every=run.sampled_every)
+    return {"waiting": _with_shares(table)[WAITING.column_names]}
 
 
-def _next_prime(every: int) -> int:
-    """Return the smallest prime >= `every`: it is unlikely to divide a program's period."""
-    while every > 2 and any(every % divisor == 0 for divisor in range(2, int(every**0.5) + 1)):
-        every += 1
-    return every
-
-
-def _sums(run: AnalysedRun, names: Sequence[str], part: tuple[int, int]) -> dict[str, pd.DataFrame]:
-    """Return sums of the waits of a part of the operations, by each key of `names` (_KEYS)."""
-    rank_of = np.array([process.rank for process in run.processes], np.int64)
-    derived = {**COLUMNS, "bus_bytes": _bus_bytes}
-    if "step" in names:
-        derived["step"] = steps_of
-    labels = [_KEYS[name] for name in names if name not in ("rank", "step")]
-    calls = match_calls(run, labels, derived=derived, part=part)
+def _sums(run: AnalysedRun, calls: MatchedCalls, names: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """Return sums of the waits of calls, by each key of `names` (_KEYS); a value of a key may have several rows."""
     times = CallTimes.of(calls, run.clocks)
-    counted = np.isin(calls["operation"], _SPLIT_OPERATIONS)
-    at = np.flatnonzero(counted)
-    bus = np.where(times.known, calls["bus_bytes"], 0.0)
-    values = {
-        "calls": times.known.astype(np.int64),
-        "calls_unknown": (~times.known).astype(np.int64),
-        "duration_ns": times.duration, "wait_ns": times.wait, "wait_min_ns": times.shortest,
-        "wait_max_ns": times.longest, "transfer_ns": times.transfer,
-        "bus_bytes": bus, "bus_ns": np.where(bus > 0, times.duration, 0),
-        "bus_transfer_ns": np.where(bus > 0, times.transfer, 0),
-    }  # fmt: skip
-    tables = {}
+    at = np.flatnonzero(np.isin(calls["operation"], _SPLIT_OPERATIONS))
+    # Ranks are summed on their own: there would be nearly as many combinations with them as calls.
+    columns = [_KEYS[name] for name in names if name != "rank"]
+    tables = {"rank": _sum_by({"process": calls["process"][at]}, times, at)} if "rank" in names else {}
+    combined = _sum_by({column: calls[column][at] for column in columns}, times, at) if columns else None
     for name in names:
-        column = _KEYS[name]
-        keys = rank_of[calls["process"]] if name == "rank" else calls[column]
-        first, groups = group_rows([keys[at]])
-        labels_of = calls.text(column, at[first]) if column in calls.categories else keys[at][first]
-        sums = {value: sum_groups(all_values[at], groups, len(first)) for value, all_values in values.items()}
-        tables[name] = pd.DataFrame({column: labels_of, **sums})
+        if name == "rank":
+            rank_of = np.array([process.rank for process in run.processes], np.int64)
+            tables[name] = tables[name].assign(rank=rank_of[tables[name]["process"]])
+        elif combined is not None:
+            column = _KEYS[name]
+            sums = combined.groupby(column, as_index=False)[[*_SUMS]].sum()
+            labels = calls.categories.get(column)
+            tables[name] = sums if labels is None else sums.assign(**{column: labels[sums[column]]})
     return tables
+
+
+def _sum_by(keys: Mapping[str, Array], times: CallTimes, at: Array) -> pd.DataFrame:
+    """Return the sums _SUMS of the calls with indices `at`, a row per combination of their keys, shape (n,)."""
+    first, groups = group_rows([*keys.values()])
+    sums = {name: sum_groups(values, groups, len(first)) for name, values in _values(times, at)}
+    return pd.DataFrame({**{name: key[first] for name, key in keys.items()}, **sums})
+
+
+def _values(times: CallTimes, at: Array) -> Iterator[tuple[str, Array]]:
+    """Yield the values to sum, by name, of the calls with indices `at`."""
+    known, duration, wait = times.known[at], times.duration[at], times.wait[at]
+    yield "calls", known.astype(np.int64)
+    yield "calls_unknown", (~known).astype(np.int64)
+    yield "duration_ns", duration
+    yield "wait_ns", wait
+    yield "wait_min_ns", times.shortest[at]
+    yield "wait_max_ns", times.longest[at]
+    yield "transfer_ns", duration - wait
+    bus = np.where(known, times.calls["bus_bytes"][at] if "bus_bytes" in times.calls.columns else 0.0, 0.0)
+    yield "bus_bytes", bus
+    yield "bus_ns", np.where(bus > 0, duration, 0)
+    yield "bus_transfer_ns", np.where(bus > 0, duration - wait, 0)
 
 
 _SPLIT_OPERATIONS: Final = [
@@ -175,8 +173,9 @@ def _with_shares(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-ANALYSIS: Final = RunAnalysis("waits", wait_tables)
-SAMPLE: Final = RunAnalysis("waiting", sampled_waiting)
+_CALLS: Final = NeededCalls(("op", "role", "site"), {"step": steps_of, "bus_bytes": _bus_bytes})
+ANALYSIS: Final = RunAnalysis("waits", wait_tables, _CALLS)
+SAMPLE: Final = RunAnalysis("waiting", sampled_waiting, NeededCalls())
 
 
 def _show_waits(report: Report) -> Iterator[Block]:

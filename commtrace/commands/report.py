@@ -129,11 +129,14 @@ def _tables(
     run: Run, *, details: bool, across_ranks: bool, include_matching_steps: bool, network: str | None = None
 ) -> NamedTables:
     from commtrace.analyses import analyse
-    from commtrace.analyses.fold_engine import fold
 
-    network_analyses = _network_analyses(network)
-    tables = analyse(run, details=details, across_ranks=across_ranks, include_matching_steps=include_matching_steps)
-    return {**tables, **(fold(run, network_analyses) if network_analyses else {})}
+    return analyse(
+        run,
+        details=details,
+        across_ranks=across_ranks,
+        include_matching_steps=include_matching_steps,
+        others=_network_analyses(network),
+    )
 
 
 def _network_analyses(network: str | None) -> list[Analysis]:

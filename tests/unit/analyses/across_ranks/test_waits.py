@@ -9,13 +9,18 @@ import pytest
 from factory import ALL_REDUCE, WORLD, LogFactory, record
 from simulated_ranks import OPERATIONS, Schedule, random_schedule
 
+from commtrace.analyses.across_ranks import waits
 from commtrace.analyses.across_ranks.call_times import COLUMNS, CallTimes
 from commtrace.analyses.across_ranks.matching import match_calls
-from commtrace.analyses.across_ranks.waits import sampled_waiting, wait_tables
+from commtrace.analyses.fold_engine import NamedTables, fold
 from commtrace.run import Run, open_run
 from commtrace.schema import Clock
 
 SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(6, 100))]
+
+
+def tables_of(run: Run) -> NamedTables:
+    return fold(run, [waits.ANALYSIS])
 
 
 def split(run: Run) -> CallTimes:
@@ -38,23 +43,23 @@ def test_wait_and_transfer_are_the_duration_and_the_truth_is_in_the_interval(see
     hosts = int(rng.choice([1, 2, 5, 64 if seed == 0 else 3]))
     schedule = random_schedule(rng, hosts=hosts, ranks=hosts + 2, operations=200)
     schedule.write(tmp_path)
-    waits = split(open_run(tmp_path))
-    assert (waits.wait + waits.transfer == waits.duration).all()
-    assert (waits.shortest <= waits.longest).all()
-    assert (waits.longest <= waits.duration).all()
+    times = split(open_run(tmp_path))
+    assert (times.wait + times.transfer == times.duration).all()
+    assert (times.shortest <= times.longest).all()
+    assert (times.longest <= times.duration).all()
     targets = {"broadcast": False, "scatter": False, "reduce": True, "gather": True}
     calls = [call for rank in range(hosts + 2) for call in schedule.calls if call[0] == rank]
     for number, (call, true) in enumerate(zip(calls, true_waits(schedule), strict=True)):
-        if not waits.known[number] or true is None:
+        if not times.known[number] or true is None:
             continue
         rank, op, peer = call[0], call[1], call[3]
         if op in targets and (rank == peer) != targets[op]:
             true = 0  # this rank waits for no other
         tolerance = 2 + 1e-3 * true  # clock drift
-        assert waits.shortest[number] - tolerance <= true <= waits.longest[number] + tolerance, (call, number)
+        assert times.shortest[number] - tolerance <= true <= times.longest[number] + tolerance, (call, number)
     if hosts == 1:
-        assert waits.known.sum() >= sum(true is not None for true in true_waits(schedule))
-        assert (waits.shortest == waits.longest).all()
+        assert times.known.sum() >= sum(true is not None for true in true_waits(schedule))
+        assert (times.shortest == times.longest).all()
 
 
 def two_ranks(folder: Path, *calls: tuple[str, int, int, int, int], bytes_: int = 1000) -> Run:
@@ -92,7 +97,7 @@ def two_ranks(folder: Path, *calls: tuple[str, int, int, int, int], bytes_: int 
     ],
 )
 def test_patterns(op: str, times: tuple[int, int, int, int], pattern: str, wait: int, tmp_path: Path) -> None:
-    tables = wait_tables(two_ranks(tmp_path, (op, *times)))
+    tables = tables_of(two_ranks(tmp_path, (op, *times)))
     patterns = tables["wait_patterns"].set_index("pattern")["wait_ns"]
     assert patterns[pattern] == wait
     assert patterns.sum() == wait
@@ -101,19 +106,19 @@ def test_patterns(op: str, times: tuple[int, int, int, int], pattern: str, wait:
 
 def test_tables_by_every_key_have_the_same_sums(tmp_path: Path) -> None:
     run = two_ranks(tmp_path, ("all_reduce", 1100, 1400, 1200, 1400), ("message", 2200, 2300, 2100, 2400))
-    tables = {name: table for name, table in wait_tables(run).items() if name != "wait_patterns"}
+    tables = {name: table for name, table in tables_of(run).items() if name != "wait_patterns"}
     for table in tables.values():
         sums = table[["calls", "duration_ns", "wait_ns", "transfer_ns"]].sum().tolist()
         assert sums == [4, 900, 200, 700]
     by_op = tables["waits_by_operation"].set_index("op")
     assert by_op.loc["all_reduce", "busbw_gb_per_s"] == 2000 / 500
     assert by_op.loc["all_reduce", "transfer_busbw_gb_per_s"] == 2000 / 400
-    sample = sampled_waiting(run)["waiting"].iloc[0]
+    sample = fold(run, [waits.SAMPLE])["waiting"].iloc[0]
     assert (sample["every"], sample["calls"], sample["wait_ns"]) == (1, 4, 200)
 
 
 def test_an_operation_that_a_rank_lacks_is_left_out(tmp_path: Path) -> None:
     log = LogFactory(tmp_path)
     log.process(0).known().write([record(kind=ALL_REDUCE)]).end()
-    table = wait_tables(open_run(tmp_path))["waits_by_operation"]
+    table = tables_of(open_run(tmp_path))["waits_by_operation"]
     assert table[["calls", "calls_unknown", "duration_ns"]].to_numpy().tolist() == [[0, 1, 0]]
