@@ -54,6 +54,7 @@ class Isolation:
             "shm_layer": str(self.shm_folder),
             "hidden": [str(path) for path in self.hidden],
             "shared": [str(path) for path in writable],
+            "used": _paths_in(command),
             "parent": os.getpid(),
         }
         return [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps(order), *command]
@@ -79,6 +80,12 @@ class Isolation:
         """Remove what the rank wrote in isolation."""
         for path in (self.folder, self.shm_folder):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _paths_in(command: Sequence[str]) -> list[str]:
+    """Return the paths in the arguments of a command, and the directories of the user and of temporary files."""
+    values = [argument.rpartition("=")[2] for argument in command[1:]]
+    return [tempfile.gettempdir(), os.path.expanduser("~"), *(value for value in values if "/" in value)]
 
 
 def can_be_private() -> str:

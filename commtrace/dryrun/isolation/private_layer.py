@@ -16,7 +16,7 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from . import system_calls
@@ -37,7 +37,7 @@ class _Mount(NamedTuple):
     read_only: bool
 
 
-def enter(layer: str, shm_layer: str, hidden: Sequence[str], shared: Sequence[str]) -> None:
+def enter(layer: str, shm_layer: str, hidden: Sequence[str], shared: Sequence[str], used: Sequence[str]) -> None:
     """Move this process into a private layer.
 
     Args:
@@ -45,18 +45,23 @@ def enter(layer: str, shm_layer: str, hidden: Sequence[str], shared: Sequence[st
         shm_layer: The same on the file system of shared memory, for what is written there.
         hidden: Directories whose contents are hidden from the process.
         shared: Directories, which may be in hidden ones, that are not covered: changes in them are real.
+        used: Paths to which the program is likely to write.
 
     Raises:
         OSError: The kernel does not allow it.
     """
     directory = os.getcwd()
+    foreign = {_last_foreign(os.path.realpath(path)) for path in (directory, *used)}
     try:
         system_calls.unshare(system_calls.CLONE_NEWNS)
     except PermissionError:
         _enter_user_namespace()
+    else:
+        foreign = set()  # a process that may mount may also copy these
     system_calls.mount("", "/", flags=system_calls.MS_REC | system_calls.MS_PRIVATE)
     cover = _Cover(layer, shm_layer)
     cover.add("/")
+    cover.add_again(foreign)
     for path in hidden:
         system_calls.mount("tmpfs", cover.root + path, "tmpfs", options="mode=755")
     for path in shared:
@@ -81,6 +86,17 @@ def _enter_user_namespace() -> None:
     ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
+
+
+def _last_foreign(path: str) -> str:
+    """Return the last directory on a path that has another owner or group than this process."""
+    while path != "/":
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            if stat.S_ISDIR(status.st_mode) and (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+                break
+        path = os.path.dirname(path)
+    return path
 
 
 class _Cover:
@@ -118,6 +134,17 @@ class _Cover:
             system_calls.bind(source, target)
         else:
             self._cover(source, self._layer)
+
+    def add_again(self, directories: Iterable[str]) -> None:
+        """Cover directories once more, within the cover of their file system.
+
+        A change copies all directories above it into the layer. In a user namespace, the kernel does not copy a
+        directory of another owner or group, but the topmost directory of an overlay is never copied.
+        """
+        tops = tuple(f"{path}/" for path, _ in self.covered)
+        for path in sorted(directories):
+            if path.startswith(tops) and not any(mounted.startswith(f"{path}/") for mounted in self._mounts):
+                self._cover(path, self._layer)
 
     def _cover(self, source: str, layer: str) -> None:
         """Mount an overlay over a directory, or make it read-only if the kernel refuses that for its file system."""

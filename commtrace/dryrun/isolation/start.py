@@ -19,7 +19,7 @@ def main() -> None:
     order: dict[str, Any] = json.loads(sys.argv[1])
     try:
         if order["writes"] == "private":
-            private_layer.enter(order["layer"], order["shm_layer"], order["hidden"], order["shared"])
+            private_layer.enter(order["layer"], order["shm_layer"], order["hidden"], order["shared"], order["used"])
         elif order["writes"] == "refuse":
             write_denial.deny_writes(order["shared"])
         # After the above, because a change of credentials resets it.

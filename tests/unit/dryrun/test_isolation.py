@@ -129,6 +129,21 @@ def test_a_file_that_was_only_opened_is_not_listed(work: Path, private_problem: 
     assert isolated("private", work, ["/bin/sh", "-c", "exec 3<>file"]) == (0, "", [])
 
 
+def test_directories_of_another_owner_may_be_above(mode: str, work: Path) -> None:
+    """In a user namespace, the kernel does not copy them into the layer."""
+    if mode != "unprivileged":
+        pytest.skip("concerns user namespaces")
+    (work / "group").mkdir()
+    os.chown(work / "group", 1234, 1234)
+    mine = work / "group" / "mine"
+    make_tree(mine)
+    before = tree_hash(mine)
+    status, output, changes = isolated(mode, mine, ["/bin/sh", "-c", "echo x > old/new; rm file"])
+    assert not status, output
+    assert [(Path(change.path).name, change.change) for change in changes] == [("file", "deleted"), ("new", "created")]
+    assert tree_hash(mine) == before
+
+
 def test_a_process_sees_its_own_files_and_not_those_of_another(mode: str, work: Path) -> None:
     folder = "$TMPDIR" if mode == "refuse" else "."
     write = f"ls {folder}; echo $0 > {folder}/of-$0; cat {folder}/of-$0"
