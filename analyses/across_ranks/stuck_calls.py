@@ -52,13 +52,14 @@ STUCK_CALLS: Final = TableSpec("stuck_calls", "Calls that do not end",
     shared.ranks_column("group_ranks", "ranks", "Ranks that the call needs: of the group, or sender and receiver."),
     column("", format_count, "seq", "number",
         "Sequence number in its group, or for its sender, receiver and tag, from 0; missing for a receive from any "
-        "source or with any tag."),
+        "source or with any tag.", optional=True),
     shared.ranks_column("waiting_ranks", "waiting", "Ranks that are in the call."),
     shared.ranks_column("absent_ranks", "absent", "Ranks that did not enter it, or ended in it."),
     text_column("disagreement", "disagreement",
-        '"operation", "size", "dtype", "root", "tag", "communicator" or "order", and how; "" if the ranks agree.'),
+        '"operation", "size", "dtype", "root", "tag", "communicator" or "order", and how; "" if the ranks agree.',
+        optional=True),
     column("ns", format_moment, "since_ns", "since",
-        "When the first waiting rank entered it, since 1970-01-01 UTC."),
+        "When the first waiting rank entered it, since 1970-01-01 UTC.", optional=True),
     duration("waited_ns", "for", "Lower bound of the time that a rank waited; 0 if none waits."),
     replace(shared.SITE, meaning='Call site of the ranks that are in it; "" if it was not recorded.'),
 ), merge_by="group_ranks")  # fmt: skip
@@ -69,12 +70,12 @@ STUCK_RANKS: Final = TableSpec("stuck_ranks",
     word_column("part", "part", '"waiting": in it; "absent": not in it, or ended in it; "done": completed it.'),
     text_column("call", "last call", "The call, or the last one of a rank that did not enter it."),
     word_column("state", "state", "State of that call; missing if the rank made no call."),
-    column("ns", format_moment, "begin_ns", "since", "When it began, since 1970-01-01 UTC."),
-    shared.SITE,
+    column("ns", format_moment, "begin_ns", "since", "When it began, since 1970-01-01 UTC.", optional=True),
+    replace(shared.SITE, optional=True),
     word_column("end", "process",
         '"runs": it ran when the report was made; "exit": it closed its log; "died": it did not; "unknown": it '
         "runs, or died, on another host."),
-    column("ns", format_moment, "alive_ns", "last seen", "When the process was last known to be alive."),
+    column("ns", format_moment, "alive_ns", "last seen", "When the process was last known to be alive.", optional=True),
 ), merge_by="rank")  # fmt: skip
 _SPECS: Final = {spec.name: spec for spec in (STUCK_CALLS, STUCK_RANKS)}
 
