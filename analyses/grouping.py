@@ -67,26 +67,6 @@ def _dense_codes(column: Array, *, ordered: bool = False) -> tuple[Array, int]:
     return codes.astype(np.int64, copy=False), len(values)
 
 
-def number_sequences(values: Array, begins: Array) -> tuple[Array, Array]:
-    """Number sequences so that equal ones have the same number.
-
-    Args:
-        values: The values of all sequences, concatenated, int64 from 0.
-        begins: Position of the first value of each sequence, ascending, shape (sequences,).
-
-    Returns:
-        The number of each sequence from 0, shape (sequences,), and for each number an example, an index in `begins`.
-    """
-    lengths = np.diff(begins, append=len(values))
-    numbers = np.zeros(len(begins), np.int64)
-    longer = np.arange(len(begins))
-    for position in range(int(lengths.max(initial=0))):
-        longer = longer[lengths[longer] > position]
-        _, numbers[longer] = group_rows([numbers[longer], values[begins[longer] + position]])
-    examples, numbers = group_rows([lengths, numbers])
-    return numbers, examples
-
-
 def concatenated_ranges(begins: Array, lengths: Array) -> Array:
     """Return the concatenated integer ranges that start at `begins` and have these lengths."""
     return np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())

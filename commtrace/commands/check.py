@@ -22,7 +22,7 @@ The first line is the result, unless the job hangs. Exit status:
      or: a rank is missing (--against, --baseline)
   2  the command failed: a log or FILE cannot be read, or the arguments are wrong
   3  nothing differs, but some calls could not be compared: records were lost, a
-     hook failed, or a process was killed
+     hook failed, a process was killed, or the log begins after start-up
      or: the job has no rules, or a rank left no log (with rules)
   4  the job hangs, or a rank died while others were waiting for it in a call;
      the first lines identify the call, and the comparison follows

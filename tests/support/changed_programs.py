@@ -15,7 +15,19 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from factory import ALL_GATHER, ALL_REDUCE, ALONE, BARRIER, KINDS, PAIR, REDUCE_SCATTER, WORLD, LogFactory, record
+from factory import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALONE,
+    BARRIER,
+    KINDS,
+    PAIR,
+    REDUCE_SCATTER,
+    SITES,
+    WORLD,
+    LogFactory,
+    record,
+)
 
 from commtrace.analyses.compare.baseline import read_baseline, to_text
 from commtrace.analyses.compare.call_differences import compare_calls
@@ -207,13 +219,25 @@ class ChangedProgram:
         yield from (Difference(rank, step, ROLES[after.group], op, sizes[op], calls[op]) for op in calls)
 
 
-def write_program(program: ChangedProgram, folder: Path, *, changed: bool, simulated: bool = False) -> Run:
-    """Write the log of a program, in a dry run one rank for all if they are equal; return its run."""
+def write_program(
+    program: ChangedProgram, folder: Path, *, changed: bool, simulated: bool = False, lines_later: int = 0
+) -> Run:
+    """Write the log of a program, in a dry run of one rank that stands for all, and return its run.
+
+    Args:
+        program: The program.
+        folder: The log's directory.
+        changed: Whether the program has its changes.
+        simulated: Whether the log is one of a dry run.
+        lines_later: Number of lines that were added above the call sites.
+    """
     log = LogFactory(folder)
     for rank in [0] if simulated else range(program.ranks):
         process = log.process(rank, pid=rank + 1, world_size=program.ranks, simulated=simulated)
         pair = [rank - rank % 2, rank - rank % 2 + 1]
         process.known({WORLD: [*range(program.ranks)], PAIR: pair, ALONE: [rank]}, ROLES)
+        for row in SITES if lines_later else ():
+            process.add("sites", **{**row, "id": row["id"] + 100, "line": row["line"] + lines_later})
         process.add("job", id=1, rank=rank)
         if simulated:
             process.add("stands_for", ranks=f"0-{program.ranks - 1}", count=program.ranks)
@@ -224,6 +248,7 @@ def write_program(program: ChangedProgram, folder: Path, *, changed: bool, simul
                 local=call.payload // program.group_size(call.group) if call.kind != ALL_REDUCE else 0,
                 group=call.group,
                 phase=call.phase,
+                site=101 if lines_later else 1,
                 step=step,
                 t_begin=1_000 * (step + 2) * 100 + number,
             )
@@ -239,8 +264,8 @@ def _by_rules(program: ChangedProgram, folder: Path) -> Verdict:
     return verdict
 
 
-def _by_run(program: ChangedProgram, folder: Path, *, simulated: bool = False) -> Verdict:
-    expected = write_program(program, folder / "expected", changed=False, simulated=simulated)
+def _by_run(program: ChangedProgram, folder: Path, **log: Any) -> Verdict:
+    expected = write_program(program, folder / "expected", changed=False, **log)
     return compare_calls(read_calls(expected), read_calls(write_program(program, folder / "recorded", changed=True)))
 
 
@@ -254,6 +279,7 @@ def _by_baseline(program: ChangedProgram, folder: Path) -> Verdict:
 SOURCES: Final[Mapping[str, Callable[[ChangedProgram, Path], Verdict]]] = {
     "rules": _by_rules,
     "dry run": lambda program, folder: _by_run(program, folder, simulated=True),
+    "accepted run": lambda program, folder: _by_run(program, folder, lines_later=3),
     "baseline": _by_baseline,
     "run": _by_run,
 }

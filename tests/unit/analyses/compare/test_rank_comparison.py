@@ -9,13 +9,10 @@ from typing import Any
 import damaged_logs
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from repeated_logs import Repetition, write_repeated
 
 from commtrace.analyses.compare import comparison, expected_run, reconciliation
 from commtrace.analyses.fold_engine import fold
-from commtrace.analyses.grouping import concatenated_ranges, number_sequences
 from commtrace.run import open_run
 
 
@@ -80,14 +77,3 @@ def test_steps_whose_records_were_removed_are_not_compared(recorded: Path, tmp_p
     # The first 16 records are of steps 252 to 257, any of which may be incomplete.
     assert {*cells["step"]} == {*range(258, 302)}
     assert run.processes[1].losses == "the first 762 of 912 calls were removed to keep the log below its limit"
-
-
-@given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=30))
-def test_equal_sequences_have_equal_numbers(sequences: list[list[int]]) -> None:
-    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
-    values = np.array([value for sequence in sequences for value in sequence], np.int64)
-    begins = np.cumsum(lengths) - lengths
-    numbers, examples = number_sequences(values, begins)
-    assert len(examples) == len({*map(tuple, sequences)})
-    assert [sequences[examples[number]] for number in numbers] == sequences
-    assert concatenated_ranges(begins, lengths).tolist() == [*range(len(values))]
