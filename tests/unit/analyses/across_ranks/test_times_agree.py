@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from commtrace import cli
 from commtrace.analyses.across_ranks.step_paths import chosen_steps
 from commtrace.analyses.scaling.step_times import step_times
 from commtrace.errors import LogError
+from commtrace.formatting import format_duration
 from commtrace.run import Run, open_run
 from commtrace.schema import Clock, Phase, State
 
@@ -111,6 +114,26 @@ def test_all_reports_agree_with_the_model(seed: int, tmp_path: Path, capsys: pyt
     by_rank = {row["rank"]: (row["wait_ns"], row["transfer_ns"]) for row in tables["waits_by_rank"]}
     assert by_rank == {rank: row[2:] for rank, row in reference.sums_by("rank").items()}
     assert_steps_agree(run, reference)
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_the_page_shows_the_times_of_the_model(seed: int, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
+    run = run_of(log := random_log(seed), tmp_path / "log")
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(tmp_path / "log"), "--html", str(page)]) == 0
+    rows = [
+        [html.unescape(re.sub("<.*?>", "", cell)).strip() for cell in re.findall(r"<t[dh].*?</t[dh]>", row, re.DOTALL)]
+        for row in re.findall(r"<tr>.*?</tr>", page.read_text(), re.DOTALL)
+    ]
+    expected = Reference(log, run).sums_by("op")
+    assert len(expected) > 2
+    for op, (_, _, wait, transfer) in expected.items():
+        shown = [
+            row for row in rows if row and row[0] == op and {format_duration(wait), format_duration(transfer)} <= {*row}
+        ]
+        assert shown, (op, wait, transfer)
 
 
 def assert_waits_agree(tables: Any, reference: Reference) -> None:
