@@ -59,11 +59,17 @@ class AnalysedRun(RecordedRun):
         keep = None if columns or 1 in steps else partial(_every_nth_of_any, steps)
         return CallTable(self.labels, CallReader(columns, derived, keep=keep), records, parts)
 
-    def matched_calls(self) -> Iterator[MatchedCalls]:
-        """Yield the matched calls that analyses need (`fold_engine.NeededCalls`), in parts that fit into memory."""
+    def matched_calls(self, *, sampled: bool = False) -> Iterator[MatchedCalls]:
+        """Yield the matched calls that analyses need (`fold_engine.NeededCalls`), in parts that fit into memory.
+
+        Args:
+            sampled: Whether to yield only those of the sample.
+        """
         if self.call_table is None:
             raise RuntimeError("the analysis does not say which calls it needs")
-        return (part for calls in self.call_table.parts() for part in calls.split(TIMED_AT_ONCE))
+        for calls in self.call_table.parts():
+            wanted = calls.rows(np.flatnonzero(calls["is_sampled"])) if sampled else calls
+            yield from wanted.split(TIMED_AT_ONCE)
 
     @cached_property
     def sampled_every(self) -> int:

@@ -92,7 +92,7 @@ def wait_tables(run: AnalysedRun) -> NamedTables:
 
 def sampled_waiting(run: AnalysedRun) -> NamedTables:
     """Return the table `waiting`: sums over a sample of the operations, cheap to compute."""
-    samples = (calls.rows(np.flatnonzero(calls["is_sampled"])) for calls in run.matched_calls())
+    samples = run.matched_calls(sampled=True)
     total = pd.concat([_sums(run, sample, ["rank"])["rank"][[*_SUMS]] for sample in samples]).sum()
     table = total.to_frame().T.assign(every=run.sampled_every)
     return {"waiting": _with_shares(table)[WAITING.column_names]}
