@@ -121,9 +121,12 @@ class Purpose(Enum):
     PARAMETERS_BACKWARD = "parameters gathered for backward"
     PARAMETERS_RECOMPUTATION = "parameters gathered for recomputation"
     PARAMETERS_ON_REQUEST = "parameters gathered on request"
+    PARAMETERS_AFTER_OPTIMIZER = "parameters gathered after the optimizer"
     GRADIENTS = "gradients reduced"
+    BUCKETS = "buckets agreed"  # DDP, after the first backward pass
     USED_PARAMETERS = "used parameters exchanged"  # DDP with find_unused_parameters
     GRADIENT_NORM = "gradient norm"
+    GRADIENT_OVERFLOW = "overflow of gradients"
     BUFFERS = "buffers broadcast"
     OPTIMIZER = "optimizer step"
     ACTIVATIONS = "activations"
@@ -133,6 +136,7 @@ class Purpose(Enum):
     LOSS = "loss"
     PIPELINE_ACTIVATIONS = "pipeline activations"
     PIPELINE_GRADIENTS = "pipeline gradients"
+    EXPERT_TOKENS = "tokens of experts"
     CHECKPOINT_SAVED = "checkpoint saved"
     CHECKPOINT_LOADED = "checkpoint loaded"
     STATE_DICT = "state dict"

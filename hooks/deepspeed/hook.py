@@ -27,7 +27,7 @@ from commtrace.patching import Patches, around
 from commtrace.progress import progress
 from commtrace.schema import Phase
 
-from . import engine_job
+from . import engine_job, purpose_sources
 from .group_roles import message_roles, roles
 from .pipeline import note_dtypes
 
@@ -67,7 +67,7 @@ def install() -> None:
     _patches.wrap(TorchBackend, "__init__", _backend_init)
     # The engine looks up its instructions in this table, not on the class.
     _patches.replace(PipelineEngine, "_INSTRUCTION_MAP", _traced_instructions)
-    _patches.include(_engines, _passes)
+    _patches.include(_engines, _passes, purpose_sources)
     _patches.on_undo(torch_training.steps.reset)
 
 

@@ -22,7 +22,7 @@ def install() -> None:
     if hasattr(checkpoint, "_CheckpointFrame"):
         _patches.wrap(checkpoint._CheckpointFrame, "__init__", _make_frame)
     if hasattr(checkpoint, "CheckpointFunction"):
-        _patches.replace(checkpoint.CheckpointFunction, "forward", _reentrant_forward)
+        _patches.replace(checkpoint.CheckpointFunction, "forward", reentrant_forward)
 
 
 uninstall = _patches.undo
@@ -34,7 +34,9 @@ def _make_frame(original: Callable[..., None], self: Any, /, *args: Any, **kwarg
     self.recompute_fn = recomputing(self.recompute_fn)
 
 
-def _reentrant_forward(original: Any) -> staticmethod[..., Any]:
+def reentrant_forward(original: Any) -> staticmethod[..., Any]:
+    """Return a replacement of the `forward` of an autograd function that keeps `run_function` to repeat it."""
+
     @functools.wraps(original)
     def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
         result = original.__func__(ctx, run_function, *args)

@@ -79,6 +79,7 @@ def install() -> None:
     _patches.on_undo(register_optimizer_step_pre_hook(steps.begin).remove)
     _patches.on_undo(register_optimizer_step_post_hook(steps.end).remove)
     _patches.wrap(DistributedDataParallel, "__init__", _init_ddp)
+    _patches.wrap(DistributedDataParallel, "_pre_forward", purposes.marking_each(_purpose_before_forward))
     _patches.wrap(DistributedDataParallel, "_sync_buffers", purposes.marking(Purpose.BUFFERS))
     _patches.wrap(DistributedDataParallel, "register_comm_hook", _register_comm_hook)
     for name, purpose in _DDP_FUNCTIONS.items():
@@ -95,6 +96,11 @@ def _init_ddp(original: Callable[..., None], self: Any, /, *args: Any, **kwargs:
     with progress.marked(Phase.INIT):
         original(self, *args, **kwargs)
     _replicas.add(self)
+
+
+def _purpose_before_forward(replica: Any, *_: Any, **__: Any) -> int:
+    """Return the purpose of calls by C++ code before a forward pass. With uneven inputs, there are others."""
+    return 0 if replica._join_config.enable else purposes.number(Purpose.BUCKETS)
 
 
 @around

@@ -13,7 +13,7 @@ from hook_programs.runs import ran as ran_program
 from hook_programs.runs import training as run_training
 from recorders import WAITED, end
 
-from commtrace.schema import Phase
+from commtrace.schema import Phase, Purpose
 
 FORWARD, BACKWARD, OPTIMIZER, INIT, OTHER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.INIT, Phase.OTHER
 ZERO = ("0", "1", "2", "3")
@@ -225,3 +225,24 @@ def test_the_all_reduce_through_shared_memory_is_seen(rank: int, ran: list[Ran],
     )  # fmt: skip
     assert (call.payload, call.ranks) == (24, [0, 1])
     assert (call.state, call.clock) == end(WAITED, call.variant, recorder)
+
+
+# ---- purposes --------------------------------------------------------------------------------------------------------
+
+PURPOSES: dict[tuple[Phase, str], set[Purpose]] = {
+    (Phase.INIT, "broadcast"): {Purpose.PARAMETERS_AT_START, Purpose.MODEL_CHECKED},  # checked: by DDP
+    (FORWARD, "all_gather"): {Purpose.PARAMETERS_FORWARD},
+    (BACKWARD, "all_gather"): {Purpose.PARAMETERS_BACKWARD},
+    (BACKWARD, "all_reduce"): {Purpose.GRADIENTS},
+    (BACKWARD, "reduce_scatter"): {Purpose.GRADIENTS},
+    (OPTIMIZER, "all_gather"): {Purpose.PARAMETERS_AFTER_OPTIMIZER},
+    (OPTIMIZER, "all_reduce"): {Purpose.GRADIENT_NORM},
+}
+"""Of all trainings of the program: DDP, and DeepSpeed with the stages of ZeRO, in float32."""
+
+
+@pytest.mark.parametrize(("phase", "op"), PURPOSES)
+def test_purposes_of_a_phase(phase: Phase, op: str, training: Training) -> None:
+    for log in training.logs:
+        found = {call.purpose.get("name") for call in log.calls if (call.phase, call.op) == (phase, op)}
+        assert found == {purpose.value for purpose in PURPOSES[phase, op]}

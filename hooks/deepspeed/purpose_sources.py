@@ -1,0 +1,143 @@
+"""Purposes of DeepSpeed's calls: the methods and functions that communicate, with the reason.
+
+Those that another version of DeepSpeed does not have are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from commtrace.hooks import purposes
+from commtrace.hooks.torch.recomputation import reentrant_forward
+from commtrace.patching import Patches
+from commtrace.schema import Purpose
+
+_RUNTIME: Final = "deepspeed.runtime"
+_REDUCING: Final = dict.fromkeys(
+    ("reduce_ipg_grads", "reduce_gradients", "average_tensor", "allreduce_gradients", "buffered_allreduce_fallback"),
+    Purpose.GRADIENTS,
+)
+_NORMS: Final = dict.fromkeys(
+    ("scaled_global_norm", "get_grad_norm_direct", "get_global_norm_of_tensors", "get_norm_with_moe_layers"),
+    Purpose.GRADIENT_NORM,
+)
+_STEP: Final = {
+    **_REDUCING,
+    **_NORMS,
+    "has_overflow": Purpose.GRADIENT_OVERFLOW,
+    "all_gather_dp_groups": Purpose.PARAMETERS_AFTER_OPTIMIZER,
+}
+
+# Module, class ("": functions that the module uses), method or function -> purpose.
+_SOURCES: Final = (
+    (
+        f"{_RUNTIME}.engine",
+        "DeepSpeedEngine",
+        {
+            **_REDUCING,
+            "_broadcast_model": Purpose.PARAMETERS_AT_START,
+            "save_checkpoint": Purpose.CHECKPOINT_SAVED,
+            "load_checkpoint": Purpose.CHECKPOINT_LOADED,
+        },
+    ),
+    (f"{_RUNTIME}.engine", "", {"clip_grad_norm_": Purpose.GRADIENT_NORM}),
+    (f"{_RUNTIME}.pipe.engine", "PipelineEngine", {"_aggregate_total_loss": Purpose.LOSS}),
+    *(
+        (f"{_RUNTIME}.{module}", name, _STEP)
+        for module, cls in (
+            ("zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
+            ("zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
+            ("bf16_optimizer", "BF16_Optimizer"),
+        )
+        for name in ("", cls)
+    ),
+    (
+        f"{_RUNTIME}.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3",
+        {
+            "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads": Purpose.GRADIENTS,
+            "_get_norm_groups": Purpose.GRADIENT_NORM,
+            "_post_step": Purpose.PARAMETERS_AFTER_OPTIMIZER,
+        },
+    ),
+    (
+        f"{_RUNTIME}.zero.partition_parameters",
+        "GatheredParameters",
+        dict.fromkeys(("__enter__", "__exit__"), Purpose.PARAMETERS_ON_REQUEST),
+    ),
+    (
+        f"{_RUNTIME}.zero.partition_parameters",
+        "Init",
+        dict.fromkeys(("_post_init_method", "_zero_init_param"), Purpose.PARAMETERS_AT_START),
+    ),
+    (
+        f"{_RUNTIME}.zero.partitioned_param_coordinator",
+        "",
+        {"assert_ints_same_as_other_ranks": Purpose.MODEL_CHECKED},
+    ),
+)
+
+_patches = Patches()
+
+
+@_patches.installer
+def install() -> None:
+    """Mark the calls of DeepSpeed's methods and functions."""
+    for module, cls, names in _SOURCES:
+        owner = _imported(module, cls)
+        for name, purpose in names.items() if owner is not None else ():
+            _patches.wrap(owner, name, purposes.marking(purpose))
+    coordinator = _imported(f"{_RUNTIME}.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
+    if coordinator is not None:
+        name = "_PartitionedParameterCoordinator__all_gather_params"
+        _patches.wrap(coordinator, name, purposes.marking_each(_purpose_of_gathering))
+    checkpoint = _imported(f"{_RUNTIME}.activation_checkpointing.checkpointing", "CheckpointFunction")
+    if checkpoint is not None:
+        _patches.replace(checkpoint, "forward", reentrant_forward)
+    for function, forward, backward in _autograd_functions():
+        _patches.replace(function, "forward", functools.partial(_marked, forward))
+        _patches.replace(function, "backward", functools.partial(_marked, backward))
+
+
+uninstall = _patches.undo
+
+
+def _imported(module: str, name: str) -> Any:
+    """Return a class, or the module for ""; None if it is not imported."""
+    return getattr(sys.modules.get(module), name, None) if name else sys.modules.get(module)
+
+
+def _autograd_functions() -> Iterator[tuple[Any, Purpose, Purpose]]:
+    """Yield the autograd functions that communicate, with the purposes of their forward and backward."""
+    exchange = _imported("deepspeed.moe.sharded_moe", "_AllToAll")
+    if exchange is not None:
+        yield exchange, Purpose.EXPERT_TOKENS, Purpose.EXPERT_TOKENS
+    layers = _imported("deepspeed.module_inject.layers", "")
+    for function in [] if layers is None else list(vars(layers).values()):
+        if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+            yield function, Purpose.ACTIVATIONS, Purpose.ACTIVATION_GRADIENTS
+
+
+def _marked(purpose: Purpose, original: Any) -> Any:
+    """Return a replacement of the `forward` or `backward` of an autograd function."""
+    recomputed = Purpose.ACTIVATIONS_RECOMPUTED if purpose is Purpose.ACTIVATIONS else purpose
+    function = original.__func__ if isinstance(original, staticmethod) else original
+
+    @functools.wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with purposes.Marked(purposes.number(recomputed if purposes.recomputing() else purpose)):
+            return function(*args, **kwargs)
+
+    return staticmethod(marked) if isinstance(original, staticmethod) else marked
+
+
+def _purpose_of_gathering(_: Any, params: Any, forward: bool) -> int:
+    if not forward:
+        return purposes.number(Purpose.PARAMETERS_BACKWARD)
+    repeated = torch._C._current_graph_task_id() >= 0
+    return purposes.number(Purpose.PARAMETERS_RECOMPUTATION if repeated else Purpose.PARAMETERS_FORWARD)
