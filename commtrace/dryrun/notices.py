@@ -18,7 +18,9 @@ from commtrace.recording.session import session
 
 _STDLIB: Final = sysconfig.get_paths()["stdlib"] + os.sep
 # The hooks are in sys.modules: `commtrace.startup` imports them before it makes the process a simulated rank.
-_OWN: Final = tuple(os.path.dirname(file or "") + os.sep for file in (__file__, sys.modules[PACKAGE].__file__))
+_OWN: Final = tuple(
+    os.path.dirname(file or "") + os.sep for file in (os.path.dirname(__file__), sys.modules[PACKAGE].__file__)
+)
 _SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 
 # Files of torch that read values for their caller; the rest of torch reads them for itself.

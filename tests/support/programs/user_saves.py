@@ -151,7 +151,7 @@ def main() -> None:
         try:
             save(job, Path(folder))
             print(f"{name}: saved", flush=True)
-        except Exception as error:
+        except BaseException as error:  # CheckpointException of torch is not an Exception
             if not tolerate:
                 raise
             traceback.print_exc()
