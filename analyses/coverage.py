@@ -8,7 +8,8 @@ from typing import Final
 
 import pandas as pd
 
-from commtrace.formatting import format_count, format_missing, format_ranks
+from commtrace.formatting import format_count
+from commtrace.rank_ranges import format_missing, format_ranks
 from commtrace.reading.log_notes import Note
 from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, Final
 
-from commtrace.formatting import format_bytes, format_plural, format_ranks
+from commtrace.formatting import format_bytes, format_plural
+from commtrace.rank_ranges import format_ranks
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.table_reader import Row
 

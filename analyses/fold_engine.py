@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pandas as pd
 
-from commtrace.reading.executors import RunPart, merge_tree
 from commtrace.reading.labels import LABEL_COLUMNS, RunLabels
 from commtrace.reading.record_columns import IDS, RecordColumns
+from commtrace.reading.run_parts import RunPart, merge_tree
 from commtrace.reading.stored_tables import MERGED
 from commtrace.summary_format import TIMES
 

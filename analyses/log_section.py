@@ -8,15 +8,8 @@ from typing import Any, Final
 
 import pandas as pd
 
-from commtrace.formatting import (
-    format_count,
-    format_moment,
-    format_plural,
-    format_share,
-    is_known,
-    name_ranks,
-    shorten_rank_list,
-)
+from commtrace.formatting import format_count, format_moment, format_plural, format_share, is_known
+from commtrace.rank_ranges import name_ranks, shorten_rank_list
 from commtrace.reading.log_notes import Note, merge_notes
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import WITHOUT_RECORD

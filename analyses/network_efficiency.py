@@ -19,9 +19,10 @@ import numpy as np
 import pandas as pd
 
 from commtrace.durations import arrivals, exact_ends
-from commtrace.formatting import is_known, parse_ranks
+from commtrace.formatting import is_known
 from commtrace.network.networks import Network
 from commtrace.operations import MESSAGES, operations_where
+from commtrace.rank_ranges import parse_ranks
 from commtrace.reading.recorded_run import RecordedRun
 
 from .fold_engine import Analysis, NamedTables

@@ -33,8 +33,8 @@ from commtrace.analyses.protobuf_columns import Column, constant, varint, where
 from commtrace.analyses.record_blocks import EVALUATION
 from commtrace.durations import exact_ends
 from commtrace.errors import LogError, MissingLibraryError
-from commtrace.formatting import format_ranks
 from commtrace.output_files import atomic_write
+from commtrace.rank_ranges import format_ranks
 from commtrace.schema import Flag, Phase
 
 _FIELDS: Final = (

@@ -11,12 +11,12 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.executors import RunPart
-from commtrace.reading.labels import LABEL_COLUMNS, Fields, RunLabels
+from commtrace.reading.labels import LABEL_COLUMNS, RunLabels
 from commtrace.reading.log import Log
 from commtrace.reading.record_columns import RecordColumns, row_groups
+from commtrace.reading.run_parts import RunPart
 from commtrace.reading.segment_reader import BLOCK
-from commtrace.schema import RECORD, Phase, Records
+from commtrace.schema import RECORD, Fields, Phase, Records
 
 from .grouping import Array, group_rows, sum_groups
 

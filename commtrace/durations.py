@@ -7,12 +7,12 @@ times of their own, so their durations are unknown.
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from commtrace.schema import Clock, Flag
+from commtrace.schema import Clock, Fields, Flag
 
 MEASURES: Final = ("in_call", "waiting", "to_completion")
 
@@ -23,14 +23,7 @@ _NO_OWN_TIME: Final = int(Flag.CAPTURED | Flag.SIMULATED)
 _NO_EXACT_END: Final = int(Flag.CAPTURED | Flag.SIMULATED | Flag.COALESCED | Flag.SPARSE | Flag.UNEVEN | Flag.OBJECT)
 
 
-class _Fields(Protocol):
-    """Records, or some of their fields: arrays of shape (n,) by field name."""
-
-    def __getitem__(self, name: str, /) -> Array:
-        """Return a field of all records, shape (n,)."""
-
-
-def durations(measure: str, records: _Fields) -> Array:
+def durations(measure: str, records: Fields) -> Array:
     """Return the duration of each record in ns by one of MEASURES, int64, -1 if it is not known."""
     if measure == "in_call":
         return _between(records["t_begin"], records["t_return"], records)
@@ -40,27 +33,27 @@ def durations(measure: str, records: _Fields) -> Array:
     return _between(records["t_begin"], records["t_end"], records)
 
 
-def flight_times(records: _Fields) -> Array:
+def flight_times(records: Fields) -> Array:
     """Return the time from arrival to the end of each record in ns, int64, -1 if it is not known."""
     return _between(arrivals(records), records["t_end"], records)
 
 
-def has_own_times(records: _Fields) -> Array:
+def has_own_times(records: Fields) -> Array:
     """Return whether the times of each record are its own, bool: not captured into a device graph, not simulated."""
     return np.asarray((records["flags"] & _NO_OWN_TIME) == 0)
 
 
-def wait_begin(records: _Fields) -> Array:
+def wait_begin(records: Fields) -> Array:
     """Return when the program began to wait for each record in ns, 0 if its end was not observed on the host."""
     return np.where(np.isin(records["clock"], _HOST_CLOCKS), records["t_wait"], 0)
 
 
-def arrivals(records: _Fields) -> Array:
+def arrivals(records: Fields) -> Array:
     """Return when each call became active, ns, shape (n,): when it began, on a device after earlier work."""
-    return np.maximum(records["t_begin"], records["t_start"])
+    return np.asarray(np.maximum(records["t_begin"], records["t_start"]))
 
 
-def exact_ends(records: _Fields) -> Array:
+def exact_ends(records: Fields) -> Array:
     """Return whether each record's end is the end of the transfer, not a later observation, bool, shape (n,).
 
     An end is exact if the call, a completion callback or the device observed it. An end observed by a wait is exact
@@ -74,5 +67,5 @@ def exact_ends(records: _Fields) -> Array:
     return np.asarray(exact & ((records["flags"] & _NO_EXACT_END) == 0) & (records["batch"] == 0))
 
 
-def _between(begin: Array, end: Array, records: _Fields) -> Array:
+def _between(begin: Array, end: Array, records: Fields) -> Array:
     return np.where(has_own_times(records) & (begin > 0) & (end >= begin), end - begin, -1)

@@ -1,6 +1,8 @@
-"""Errors that commtrace raises. A message names the file or setting and the value, and says how to fix it."""
+"""Errors that commtrace raises, and warnings. A message names the file or setting and the value, and the fix."""
 
 from __future__ import annotations
+
+import sys
 
 
 class CommtraceError(Exception):
@@ -45,3 +47,11 @@ class LaunchError(CommtraceError):
 
 class ConfigError(CommtraceError):
     """A setting of a model configuration is missing, has an invalid value, or is not supported."""
+
+
+def warn(message: str) -> None:
+    """Print a line on stderr; never on stdout, which belongs to the program."""
+    try:
+        print(f"commtrace: {message}", file=sys.stderr, flush=True)
+    except Exception:
+        pass  # stderr is closed, or the program replaced it with an object that raises

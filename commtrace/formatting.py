@@ -1,25 +1,19 @@
-"""Numbers, sizes, times and lists of ranks as text.
+"""Numbers, sizes and times as text.
 
 An unknown value (None, NaN or pandas' NA) becomes "-".
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import Any, Final
-
-from commtrace.rank_ranges import parse_rank_list, range_items
 
 NOT_KNOWN: Final = "-"
 
 MAX_SINGLE: Final = 32
 """Maximum number of ranks that reports show one by one."""
 
-_MAX_RANGES: Final = 16
-"""The most ranges that ranks 0 to 31 can form."""
-_MANY_RANGES: Final = re.compile(rf"\b\d+(?:-\d+)?(?:,\d+(?:-\d+)?){{{_MAX_RANGES},}}")
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TIME_UNITS: Final = ("ns", "us", "ms", "s")
 
@@ -87,49 +81,12 @@ def format_plural(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Format ranks as ascending ranges, as the kernel writes lists of cores: "0-3,8"."""
-    return ",".join(range_items(sorted({*ranks}), longest_stride=1))
+def wrap_text(text: str, width: int, first: str = "", others: str | None = None) -> list[str]:
+    """Wrap a text at spaces. `first` precedes the first line, `others` the others (default: spaces of its length)."""
+    import textwrap  # here, because ranks of a dry run import this module for the text of ranks
 
-
-def format_missing(ranks: Iterable[int], count: int) -> str:
-    """Format the ranks below `count` that are not among `ranks`; "" if there are none."""
-    return format_ranks({*range(count)} - {*ranks})
-
-
-def shorten_names(names: Sequence[Any], most: int = 8) -> str:
-    """Format ascending ranks, as ranges with strides ("0-2,8-9992:8"), or host names.
-
-    Of more than `most` items, it shows the first three and the last: "0,3,7,...,998 (400 in all)".
-    """
-    items = [str(name) if isinstance(name, str) or name >= 0 else NOT_KNOWN for name in names]
-    if not any(isinstance(name, str) or name < 0 for name in names):
-        items = [*range_items(names)]
-    return ",".join(items) if len(items) <= most else f"{','.join(items[:3])},...,{items[-1]} ({len(names):,} in all)"
-
-
-def shorten_rank_list(ranks: str) -> str:
-    """Shorten a list of ranks, as `format_ranks` writes it, if it has more than 16 ranges."""
-    return shorten_names(parse_ranks(ranks)) if ranks.count(",") >= _MAX_RANGES else ranks
-
-
-def name_ranks(ranks: str, noun: str = "rank") -> str:
-    """Return a list of ranks with its noun, shortened: "rank 3", "ranks 0-3"."""
-    return f"{noun}{'' if ranks.isdecimal() else 's'} {shorten_rank_list(ranks)}"
-
-
-def shorten_ranks(text: str) -> str:
-    """Shorten the lists of ranks in a text, as `format_ranks` writes them, that have more than 16 ranges."""
-    return _MANY_RANGES.sub(lambda match: shorten_names(parse_ranks(match[0])), text)
-
-
-def parse_ranks(text: str) -> list[int]:
-    """Parse ranges in any order, with or without strides: "8,0-3,16-32:8" -> [0, 1, 2, 3, 8, 16, 24, 32].
-
-    Raises:
-        ValueError: The text is not a list of numbers and ranges, or has too many or too large numbers.
-    """
-    return sorted({*parse_rank_list(text)})
+    indent = " " * len(first) if others is None else others
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _with_unit(value: Any, factor: int, units: Sequence[str]) -> str:

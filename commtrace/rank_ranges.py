@@ -1,4 +1,4 @@
-"""Lists of ranks or steps as text, in settings, options and logs.
+"""Lists of ranks or steps as text, in settings, options, logs and reports.
 
 Imports nothing, because every traced process imports this module to read its settings.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import Any, Final
 
 MAX_RANKS: Final = 1 << 20
 """More ranks than any job has. A text or a log with more is wrong, and would take too much memory."""
+
+
+_MAX_RANGES: Final = 16
+"""The most ranges that ranks 0 to 31 can form."""
 
 
 def rank_ranges(text: str) -> list[range]:
@@ -80,3 +84,51 @@ def range_items(ranks: Sequence[int], longest_stride: int = MAX_RANKS) -> Iterat
         last = f"-{ranks[end - 1]}" if end > begin + 1 else ""
         yield f"{ranks[begin]}{last}" + (f":{stride}" if last and stride > 1 else "")
         begin = end
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Format ranks as ascending ranges, as the kernel writes lists of cores: "0-3,8"."""
+    return ",".join(range_items(sorted({*ranks}), longest_stride=1))
+
+
+def format_missing(ranks: Iterable[int], count: int) -> str:
+    """Format the ranks below `count` that are not among `ranks`; "" if there are none."""
+    return format_ranks({*range(count)} - {*ranks})
+
+
+def shorten_names(names: Sequence[Any], most: int = 8) -> str:
+    """Format ascending ranks, as ranges with strides ("0-2,8-9992:8"), or host names.
+
+    Of more than `most` items, it shows the first three and the last: "0,3,7,...,998 (400 in all)".
+    """
+    items = [str(name) if isinstance(name, str) or name >= 0 else "-" for name in names]
+    if not any(isinstance(name, str) or name < 0 for name in names):
+        items = [*range_items(names)]
+    return ",".join(items) if len(items) <= most else f"{','.join(items[:3])},...,{items[-1]} ({len(names):,} in all)"
+
+
+def shorten_rank_list(ranks: str) -> str:
+    """Shorten a list of ranks, as `format_ranks` writes it, if it has more than 16 ranges."""
+    return shorten_names(parse_ranks(ranks)) if ranks.count(",") >= _MAX_RANGES else ranks
+
+
+def name_ranks(ranks: str, noun: str = "rank") -> str:
+    """Return a list of ranks with its noun, shortened: "rank 3", "ranks 0-3"."""
+    return f"{noun}{'' if ranks.isdecimal() else 's'} {shorten_rank_list(ranks)}"
+
+
+def shorten_ranks(text: str) -> str:
+    """Shorten the lists of ranks in a text, as `format_ranks` writes them, that have more than 16 ranges."""
+    import re
+
+    many_ranges = rf"\b\d+(?:-\d+)?(?:,\d+(?:-\d+)?){{{_MAX_RANGES},}}"
+    return re.sub(many_ranges, lambda match: shorten_names(parse_ranks(match[0])), text)
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Parse ranges in any order, with or without strides: "8,0-3,16-32:8" -> [0, 1, 2, 3, 8, 16, 24, 32].
+
+    Raises:
+        ValueError: The text is not a list of numbers and ranges, or has too many or too large numbers.
+    """
+    return sorted({*parse_rank_list(text)})

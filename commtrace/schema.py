@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum, IntFlag
-from typing import Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,17 @@ RECORD: Final = np.dtype(
 )
 assert RECORD.itemsize == 96
 Records: TypeAlias = npt.NDArray[np.void]
+
+
+class Fields(Protocol):
+    """Records, or some of their fields: arrays of shape (n,) by field name."""
+
+    def __len__(self) -> int:
+        """Return n."""
+
+    def __getitem__(self, name: str, /) -> npt.NDArray[Any]:
+        """Return a field of all records, shape (n,)."""
+
 
 # The same layout for `struct.pack_into`, which fills a slot in one call, the state last. A test compares the two.
 RECORD_STRUCT: Final = "<7q3I4iI2H4B"

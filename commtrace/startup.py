@@ -12,7 +12,7 @@ import os
 import sys
 from importlib import import_module
 
-from commtrace.errors import CommtraceError
+from commtrace.errors import CommtraceError, warn
 from commtrace.hook_table import HOOKS, OLDEST, PACKAGE, SIMULATIONS
 
 TYPE_CHECKING = False
@@ -164,10 +164,7 @@ _warned: set[str] = set()
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        try:
-            print(f"commtrace: {message}", file=sys.stderr, flush=True)
-        except Exception:
-            pass  # stderr is closed
+        warn(message)
 
 
 activate()

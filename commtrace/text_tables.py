@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -20,6 +19,8 @@ from typing import Final, Literal
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from commtrace.formatting import wrap_text
 
 MIN_WIDTH: Final = 72
 """Minimum width of reports, in characters."""
@@ -105,8 +106,7 @@ def shorten_call_site(text: str, width: int, ellipsis: str) -> str:
 
 def paragraph(text: str, width: int, *, first: str = "", style: str = "") -> Text:
     """Return wrapped text. `first` precedes the first line; the other lines are indented by its length."""
-    lines = textwrap.wrap(text, width, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False)
-    return Text("\n".join(lines), style=style)
+    return Text("\n".join(wrap_text(text, width, first)), style=style)
 
 
 def terminal_width() -> int:

@@ -20,7 +20,7 @@ since. It is idempotent, too. Kernels of torch's dispatcher stay, because anothe
 inside one; they then only pass calls on.
 
 A replacement passes on all arguments, results and exceptions unchanged, and holds no lock during
-the original call. An error in the hook's own code is counted (`recorder_setup.count_fault`) and never
+the original call. An error in the hook's own code is counted (`recorder_setup.guard`) and never
 raised into the program. Hooks keep objects of the program by weak reference only, and do not import
 pandas.
 

@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 import commtrace
-from commtrace.recording.table_writer import TableWriter
+from commtrace.recording.table_lines import TableLines
 from commtrace.schema import Purpose
 
 from . import purposes
@@ -119,7 +119,7 @@ _MAX_CODES: Final = 50_000
 class CallSites:
     """Rows of the sites table of one recorder."""
 
-    def __init__(self, tables: TableWriter) -> None:
+    def __init__(self, tables: TableLines) -> None:
         self._tables = tables
         # By id: hashing a code object reads all of it. Objects are kept so that ids are not reused.
         self._kinds: dict[int, tuple[CodeType, int]] = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from commtrace.rank_ranges import format_rank_list
-from commtrace.recording.table_writer import TableWriter
+from commtrace.recording.table_lines import TableLines
 
 
 class Group:
@@ -63,7 +63,7 @@ _Group = TypeVar("_Group", bound=Group)
 class Groups(Generic[_Group]):
     """The groups of one library in one recorder's tables, keyed by the library's own object."""
 
-    def __init__(self, tables: TableWriter) -> None:
+    def __init__(self, tables: TableLines) -> None:
         self._tables = tables
         self._known: dict[int, _Group] = {}
         self._created: Counter[tuple[tuple[int, ...], str]] = Counter()

@@ -62,6 +62,24 @@ def ensure_recorder() -> Recorder | None:
     return session.begin(identity, blind_spots=hidden, calibrate=backend.calibrate, make_slots=backend.make_slots)
 
 
+class guard:  # noqa: N801  a context manager, used as a statement
+    """Context of a hook's own code: an error is counted (`count_fault`) and not raised into the program.
+
+    Code that runs in every call has `try` and `except` in its place, which cost nothing without an error; this costs
+    0.4 us.
+    """
+
+    def __enter__(self) -> None:
+        """Begin the hook's code."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        """Return whether there was an error that is now counted."""
+        if isinstance(error, Exception):
+            count_fault()
+            return True
+        return False
+
+
 def count_fault(unrecorded: int = 0) -> None:
     """Count an error in a hook. Call it in the hook's `except`.
 

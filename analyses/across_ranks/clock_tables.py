@@ -12,7 +12,8 @@ from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.fold_engine import NamedTables, NeededCalls, RunAnalysis
 from commtrace.analyses.sections import Block, Report, Section, ShownTable, Tables
 from commtrace.analyses.table_specs.spec import TableSpec, column, count, duration, word_column
-from commtrace.formatting import MAX_SINGLE, format_count, is_known, shorten_names
+from commtrace.formatting import MAX_SINGLE, format_count, is_known
+from commtrace.rank_ranges import shorten_names
 
 from .clocks import Clocks
 

@@ -13,8 +13,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from commtrace.analyses.grouping import Array
-from commtrace.formatting import MAX_SINGLE, format_count, format_ranks, shorten_rank_list
+from commtrace.formatting import MAX_SINGLE, format_count
 from commtrace.operations import MESSAGES, OPERATIONS, Equality, Operation, operations_where
+from commtrace.rank_ranges import format_ranks, shorten_rank_list
 from commtrace.reading.labels import UNKNOWN
 from commtrace.schema import Flag
 

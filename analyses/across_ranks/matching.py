@@ -25,9 +25,9 @@ import numpy as np
 from commtrace.analyses.grouping import Array, group_rows
 from commtrace.analyses.record_blocks import EMPTY_BLOCK, RecordBlock, read_blocks
 from commtrace.operations import operations_where
-from commtrace.reading.executors import RunPart
 from commtrace.reading.labels import LABEL_COLUMNS, UNKNOWN, RunLabels
 from commtrace.reading.recorded_run import RecordedRun
+from commtrace.reading.run_parts import RunPart
 from commtrace.reading.segment_reader import last_records
 from commtrace.reading.table_reader import RecordedGroup
 from commtrace.schema import Flag, Records

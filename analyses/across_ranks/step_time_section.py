@@ -8,13 +8,8 @@ from typing import Final
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.sections import Block, Paragraph, Report, Section, ShownTable, Tables
 from commtrace.analyses.table_specs.equivalent_ranks import ALIKE
-from commtrace.formatting import (
-    MAX_SINGLE,
-    format_duration,
-    format_plural,
-    format_share,
-    shorten_names,
-)
+from commtrace.formatting import MAX_SINGLE, format_duration, format_plural, format_share
+from commtrace.rank_ranges import shorten_names
 
 from . import stragglers
 from .step_time_specs import CRITICAL_PATH, DELAY_BY_RANK_AND_STEP, DELAYS, STEP_TIME_PARTS, STRAGGLERS

@@ -28,7 +28,7 @@ import pandas as pd
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
 from commtrace.analyses.grouping import Array, group_rows, rows_of
-from commtrace.formatting import format_ranks
+from commtrace.rank_ranges import format_ranks
 
 from . import step_time_specs
 from .step_paths import StepPaths, critical_path, step_time_parts

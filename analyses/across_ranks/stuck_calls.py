@@ -36,7 +36,8 @@ from commtrace.analyses.grouping import Array, merge_sums, positions_by_value
 from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.analyses.table_specs import shared_columns as shared
 from commtrace.analyses.table_specs.spec import TableSpec, column, duration, text_column, word_column
-from commtrace.formatting import format_count, format_moment, format_ranks
+from commtrace.formatting import format_count, format_moment
+from commtrace.rank_ranges import format_ranks
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import last_records
 from commtrace.schema import Flag, State

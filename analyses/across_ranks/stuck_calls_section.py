@@ -9,15 +9,8 @@ import pandas as pd
 
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.sections import Section, Tables
-from commtrace.formatting import (
-    format_duration,
-    format_moment,
-    format_plural,
-    format_ranks,
-    is_known,
-    name_ranks,
-    shorten_rank_list,
-)
+from commtrace.formatting import format_duration, format_moment, format_plural, is_known
+from commtrace.rank_ranges import format_ranks, name_ranks, shorten_rank_list
 
 from . import stuck_calls
 from .stuck_calls import STUCK_CALLS, STUCK_RANKS

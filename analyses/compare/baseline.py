@@ -32,7 +32,7 @@ import numpy as np
 
 from commtrace.analyses.grouping import Array
 from commtrace.errors import CommtraceError
-from commtrace.formatting import format_missing, format_ranks, parse_ranks
+from commtrace.rank_ranges import format_missing, format_ranks, parse_ranks
 
 from .call_keys import CallKey
 from .own_calls import is_declared

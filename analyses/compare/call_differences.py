@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from commtrace.formatting import format_plural, format_ranks
+from commtrace.formatting import format_plural
+from commtrace.rank_ranges import format_ranks
 from commtrace.statements import Statement
 
 from .comparison import Comparison

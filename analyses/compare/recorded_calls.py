@@ -21,11 +21,11 @@ import numpy as np
 
 from commtrace.analyses.grouping import Array, group_rows
 from commtrace.analyses.record_blocks import RecordBlock, read_blocks
-from commtrace.formatting import parse_ranks
-from commtrace.reading.executors import RunPart
+from commtrace.rank_ranges import parse_ranks
 from commtrace.reading.labels import UNKNOWN, RunLabels
 from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
+from commtrace.reading.run_parts import RunPart
 from commtrace.reading.table_reader import Kind
 from commtrace.schema import Flag
 from commtrace.statements import Statement

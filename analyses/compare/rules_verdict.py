@@ -10,7 +10,8 @@ from typing import Any
 
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.fold_engine import merged_table
-from commtrace.formatting import MAX_SINGLE, format_missing, format_ranks
+from commtrace.formatting import MAX_SINGLE
+from commtrace.rank_ranges import format_missing, format_ranks
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.statements import merge_texts
 

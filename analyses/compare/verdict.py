@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.grouping import Array
-from commtrace.formatting import format_ranks
+from commtrace.rank_ranges import format_ranks
 from commtrace.statements import merge_texts
 
 from .call_keys import CallKey, CellKey

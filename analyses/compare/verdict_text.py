@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from commtrace.analyses.grouping import rows_of
-from commtrace.formatting import MAX_SINGLE, format_bytes, format_plural, format_ranks, shorten_ranks
+from commtrace.formatting import MAX_SINGLE, format_bytes, format_plural
+from commtrace.rank_ranges import format_ranks, shorten_ranks
 
 from .call_keys import OBJECTS, SUMMED
 from .own_calls import OwnCalls

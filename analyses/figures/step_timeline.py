@@ -9,7 +9,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from commtrace.analyses.grouping import rows_of
-from commtrace.formatting import format_bytes, format_count, format_duration, format_ranks
+from commtrace.formatting import format_bytes, format_count, format_duration
+from commtrace.rank_ranges import format_ranks
 
 from .style import finish, in_order, label, numbered_rows, operation_style, span_bars, time_scale
 

@@ -12,9 +12,10 @@ import pandas as pd
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.fold_engine import NamedTables
 from commtrace.errors import CommtraceError, LogError
-from commtrace.formatting import format_plural, parse_ranks
+from commtrace.formatting import format_plural
 from commtrace.job_facts import known
 from commtrace.job_row import JobRow, ModelSettings
+from commtrace.rank_ranges import parse_ranks
 from commtrace.theory import NotPredictedError, predict
 
 from .fits import fit_runs

@@ -35,7 +35,7 @@ from commtrace.analyses.grouping import Array, merge_sums, sum_groups
 from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.durations import exact_ends, has_own_times, wait_begin
 from commtrace.errors import LogError
-from commtrace.formatting import format_ranks
+from commtrace.rank_ranges import format_ranks
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import DEVICE_CLOCKS, Phase
 

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from commtrace.formatting import MAX_SINGLE, format_count, is_known, parse_ranks, shorten_names, shorten_rank_list
+from commtrace.formatting import MAX_SINGLE, format_count, is_known
+from commtrace.rank_ranges import parse_ranks, shorten_names, shorten_rank_list
 
 from .spec import ColumnSpec, TableSpec, formatted_rows
 

@@ -15,7 +15,6 @@ import argparse
 import importlib.util
 import os
 import tempfile
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from commtrace.errors import CommtraceError
+from commtrace.formatting import wrap_text
 
 from .exit_status import AS_EXPECTED, DIFFERENT, FAILED
 
@@ -48,8 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(title: str, text: str) -> None:
-    indent = " " * 15
-    print(textwrap.fill(text, 100, initial_indent=f"{title:15}", subsequent_indent=indent, break_on_hyphens=False))
+    print(*wrap_text(text, 100, f"{title:15}"), sep="\n")
 
 
 def _environment() -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from commtrace.formatting import parse_ranks
+from commtrace.rank_ranges import parse_ranks
 
 Value = TypeVar("Value", int, float, Fraction)
 

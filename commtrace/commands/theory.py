@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from .option_types import add_shared, positive_integer
 
 if TYPE_CHECKING:
-    from commtrace.theory.configs.job_plan import PlanOptions
+    from commtrace.theory.configs.plan_options import PlanOptions
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +75,6 @@ def options_of(arguments: argparse.Namespace) -> PlanOptions:
     """Return the values of the options that `add_options` added, as PlanOptions."""
     from dataclasses import fields
 
-    from commtrace.theory.configs.job_plan import PlanOptions
+    from commtrace.theory.configs.plan_options import PlanOptions
 
     return PlanOptions(**{field.name: getattr(arguments, field.name) for field in fields(PlanOptions)})

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Final
 
 from commtrace import settings as all_settings
-from commtrace.errors import CommtraceError, LogError
-from commtrace.formatting import format_plural, format_ranks, parse_ranks
+from commtrace.errors import CommtraceError, LogError, warn
+from commtrace.formatting import format_plural
+from commtrace.rank_ranges import format_ranks, parse_ranks
 from commtrace.reading.log import Log, open_log
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.recording.log_writer import warn
 from commtrace.recording.recovery import recover_records
 
 from .distinct_ranks import find_distinct

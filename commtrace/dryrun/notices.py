@@ -12,8 +12,8 @@ import sysconfig
 from types import FrameType
 from typing import Any, Final
 
+from commtrace.errors import warn
 from commtrace.hook_table import PACKAGE
-from commtrace.recording.log_writer import warn
 from commtrace.recording.session import session
 
 _STDLIB: Final = sysconfig.get_paths()["stdlib"] + os.sep

@@ -6,11 +6,10 @@ programs can parse them, too.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from commtrace.formatting import format_bandwidth, format_bytes, format_plural
+from commtrace.formatting import format_bandwidth, format_bytes, format_plural, wrap_text
 from commtrace.operations import OPERATIONS
 from commtrace.text_tables import TextColumn, left_column, rendered_lines, text_table
 from commtrace.volume import busbw_factor
@@ -43,15 +42,16 @@ def results_lines(results: BenchResults, form: str = "auto", width: int = 80) ->
         width: Characters of the widest line, at least 72.
     """
     for text in _header(results):
-        yield from _wrapped(f"# {text}", width)
+        yield from wrap_text(f"# {text}", width, others="#   ")
     for fit in results.fits:
         rows = [row for row in results.rows if (row.op, row.ranks, row.hosts) == (fit.op, fit.ranks, fit.hosts)]
         messages = fit.op in POINT_TO_POINT or fit.op == BARRIER
         is_osu = form == "osu" or (form == "auto" and (messages or results.through == "mpi4py"))
         yield ""
-        yield from _wrapped(f"# {fit.op}, {fit.ranks} ranks on {format_plural(fit.hosts, 'host')}", width)
+        title = f"# {fit.op}, {fit.ranks} ranks on {format_plural(fit.hosts, 'host')}"
+        yield from wrap_text(title, width, others="#   ")
         yield from _osu(rows) if is_osu else _nccl(rows, fit, wide=width >= WIDE)
-        yield from _wrapped(f"# fit: {describe_fit(fit)}", width)
+        yield from wrap_text(f"# fit: {describe_fit(fit)}", width, others="#   ")
     yield ""
     yield from fit_lines(results.fits, width)
 
@@ -138,10 +138,6 @@ def fit_lines(fits: Sequence[Fit], width: int) -> list[str]:
     ]  # fmt: skip
     columns = [left_column("# operation"), *(TextColumn(head) for head in heads)]
     return rendered_lines(text_table(columns, rows, width), width)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, subsequent_indent="#   ", break_on_hyphens=False)
 
 
 def _us(time: float) -> str:

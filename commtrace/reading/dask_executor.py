@@ -1,4 +1,10 @@
-"""Executor on the workers of a Dask cluster, which need the log directory under the same path as this process."""
+"""Executor on the workers of a Dask cluster, which need the log directory under the same path as this process.
+
+Why not `Client.get_executor()`: it merges all results in this process, and sends the function with every part. A report
+of 400 parts (1.1 million records, two local workers) then took 74.6 s of processor time, 25.5 s of them in this
+process, instead of 56.3 s and 18.2 s. It waits in silence for a cluster without workers. Results are equal, and both
+executors repeat what a lost worker had read.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,7 @@ from commtrace.errors import ClusterError, LogError, MissingLibraryError
 from commtrace.formatting import format_plural
 from commtrace.launchers import usable_cores
 
-from .executors import Executor, Facts, Merge, ReadPart, Result, RunPart, batches, read_part, set_facts
+from .run_parts import Executor, Facts, Merge, ReadPart, Result, RunPart, batches, read_part, set_facts
 
 WORKERS_TIMEOUT_SECONDS: Final = 600
 """How long a cluster may be without workers, which may be waiting in a batch queue."""

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import IntEnum
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from commtrace.operations import MESSAGES
 from commtrace.rank_ranges import format_rank_list
-from commtrace.schema import ROLES, Phase, State, flags_label
+from commtrace.schema import ROLES, Fields, Phase, State, flags_label
 from commtrace.volume import wire_bytes
 
 from .group_roles import role_from_description
@@ -38,16 +38,6 @@ LABEL_COLUMNS: Final = {
     **{name: name for name in ("role", "site", "phase", "state", "flags")},
     "purpose": "site",
 }
-
-
-class Fields(Protocol):
-    """Records, or some of their fields: arrays of shape (n,) by field name."""
-
-    def __len__(self) -> int:
-        """Return n."""
-
-    def __getitem__(self, name: str, /) -> Array:
-        """Return a field of all records, shape (n,)."""
 
 
 class RunLabels:

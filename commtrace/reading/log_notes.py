@@ -10,7 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from commtrace.formatting import MAX_SINGLE, shorten_names
+from commtrace.formatting import MAX_SINGLE
+from commtrace.rank_ranges import shorten_names
 from commtrace.statements import Statement, merge_statements, statement_kind
 
 NoteKind = Literal["runs", "version", "cut", "foreign", "unreadable", "garbled", "missing", "process", "salvage"]

@@ -23,7 +23,7 @@ from commtrace.formatting import format_plural
 from commtrace.output_files import atomic_directory
 from commtrace.schema import EVENT_TABLE_VERSION, RECORD, Records
 
-from .executors import DEFAULT_EXECUTOR, Executor, RunPart
+from .executors import DEFAULT_EXECUTOR
 from .labels import ProcessIds
 from .log import Log, LogDirectory, RunFolder
 from .log_notes import Note, error_reason
@@ -42,6 +42,7 @@ from .packed_log import (
 )
 from .record_columns import RecordColumns, row_groups
 from .recorded_run import EVENT_FIELDS, EventTable, RecordedRun
+from .run_parts import Executor, RunPart
 from .segment_reader import Segment, usable_records
 from .stored_tables import SOURCE, STORED, source_digest, to_batches, to_bytes
 

@@ -16,12 +16,13 @@ from commtrace.errors import LogError
 from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.schema import COPIED_COLUMNS, EVENT_COLUMNS, Records
 
-from .executors import DEFAULT_EXECUTOR, Executor, RunPart
+from .executors import DEFAULT_EXECUTOR
 from .labels import LABEL_COLUMNS, UNKNOWN, Array, ProcessIds, RunLabels
 from .log import Log
 from .log_notes import Note
 from .process_reader import Process
 from .record_columns import RecordColumns
+from .run_parts import Executor, RunPart
 from .segment_reader import Segment
 from .table_reader import Row
 

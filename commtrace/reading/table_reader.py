@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from commtrace.errors import NewerLogError
-from commtrace.formatting import format_ranks, parse_ranks
-from commtrace.rank_ranges import MAX_RANKS, format_rank_list, parse_rank_list
+from commtrace.rank_ranges import MAX_RANKS, format_rank_list, format_ranks, parse_rank_list, parse_ranks
 from commtrace.schema import FORMAT, VERSION
 from commtrace.statements import Statement
 

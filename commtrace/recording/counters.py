@@ -61,7 +61,7 @@ class Counters:
         Args:
             ns: Processor time of the program's thread in the hook.
             sampled: Whether the call is in the sample that represents all calls.
-            first: Whether the call looked something up for the first time (`TableWriter.lookups`).
+            first: Whether the call looked something up for the first time (`TableLines.lookups`).
         """
         if sampled:
             self._cost_samples.append(ns)

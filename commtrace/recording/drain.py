@@ -14,16 +14,17 @@ from typing import Any, Final
 import numpy as np
 
 from commtrace import identity
+from commtrace.errors import warn
 from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.settings import Settings
 
 from .counters import Counters
 from .kept_records import KeptDumps, in_flight, select_at_exit
-from .log_writer import LogWriter, warn
+from .log_writer import LogWriter
 from .recovery import recover_records
 from .slots import NO_SLOTS, SlotNumbers, Slots
 from .summary_writer import SummaryWriter
-from .table_writer import TableWriter
+from .table_lines import TableLines
 
 FIRST_STATS_SECONDS: Final = 10.0
 COST_SECONDS: Final = 2.0
@@ -39,7 +40,7 @@ class Drain:
     def __init__(
         self,
         slots: Slots,
-        tables: TableWriter,
+        tables: TableLines,
         counters: Counters,
         writer: LogWriter,
         settings: Settings,
@@ -65,7 +66,7 @@ class Drain:
         self._selection = rank_ranges(settings.steps)
         self._is_kept = np.zeros(self._slots.capacity, bool)
         self._summary = SummaryWriter(settings, rank, self._ring, writer) if settings.mode == "summary" else None
-        self._dumps = KeptDumps(settings, self._ring, writer) if settings.kept_records else None
+        self._dumps = KeptDumps(settings, self._ring, writer.dump) if settings.kept_records else None
         self._crossing_ns = self._written = self._not_selected = self._cpu_ns = 0
         self._costs: dict[str, int] = {}
         self._costs_at = 0.0

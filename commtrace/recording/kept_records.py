@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +22,6 @@ from commtrace.settings import Settings
 
 from .ring import Ring
 from .segment_writer import write_segment
-
-if TYPE_CHECKING:
-    from .log_writer import LogWriter
 
 REQUEST_FILE: Final = "keep"
 """File in the log directory. When it is created or touched, every process writes its kept records."""
@@ -59,9 +57,10 @@ def write_kept(directory: Path, stem: str, kept: Records, number: int = 0) -> No
 class KeptDumps:
     """The dumps of one process's kept records. Only the drain thread uses this."""
 
-    def __init__(self, settings: Settings, ring: Ring, writer: LogWriter) -> None:
+    def __init__(self, settings: Settings, ring: Ring, write: Callable[[Records, int], bool]) -> None:
+        """Create no file yet; `write` writes the dump of a number, and returns whether it succeeded."""
         self._request_file = Path(settings.directory) / REQUEST_FILE
-        self._ring, self._writer = ring, writer
+        self._ring, self._write = ring, write
         self._check_at = 0.0
         self._requested_ns = self._modified_ns()
         self._count, self._changed_at = -1, 0.0
@@ -83,7 +82,7 @@ class KeptDumps:
             self._has_dumped |= is_hung
             self._requested_ns = requested_ns
             number = self._dumps % MAX_DUMPS + 1
-            self._dumps += self._writer.dump(np.concatenate([self._ring.kept(), taken]), number)
+            self._dumps += self._write(np.concatenate([self._ring.kept(), taken]), number)
 
     def _modified_ns(self) -> int:
         with suppress(OSError):

@@ -10,13 +10,13 @@ import contextlib
 import errno
 import itertools
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+from commtrace.errors import warn
 from commtrace.schema import Records
 from commtrace.settings import Settings
 from commtrace.summary_format import TABLES
@@ -202,9 +202,3 @@ class LogWriter:
             warn(f"cannot write the log: {self.last_error}. The program goes on; writing will be retried.")
         self.errors += 1
         self._retry_at = time.monotonic() + RETRY_SECONDS
-
-
-def warn(message: str) -> None:
-    """Print a line on stderr; never on stdout, which belongs to the program."""
-    with contextlib.suppress(Exception):  # stderr is closed, or the program replaced it with an object that raises
-        print(f"commtrace: {message}", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ from .counters import Counters
 from .drain import Drain
 from .log_writer import LogWriter
 from .slots import PendingCall, Slots
-from .table_writer import TableWriter
+from .table_lines import TableLines
 
 __all__ = ["PendingCall", "Recorder", "now"]
 
@@ -83,7 +83,7 @@ class Recorder:
             self.slots = (make_slots or Slots)(self.ring)
             self._free, self._pending = self.slots.free, self.slots.pending
             self._half = self.ring.capacity // 2
-            self.tables = TableWriter(self.ring)
+            self.tables = TableLines(self.ring)
             self.tables.add(
                 "process", format=FORMAT, version=VERSION, run=run, rank=rank_identity.rank,
                 world_size=rank_identity.world_size, local_rank=launchers.launcher_value("local_rank"), host=host,

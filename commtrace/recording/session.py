@@ -70,8 +70,9 @@ class Session:
                     if self._is_fork:
                         self._end_with_multiprocessing()
                 except Exception as error:
+                    from commtrace.errors import warn
+
                     from .interrupts import reraise_if_from_signal_handler
-                    from .log_writer import warn
 
                     reraise_if_from_signal_handler()
                     self.settings = None

@@ -21,7 +21,7 @@ from commtrace.theory.configs.gpt_neox.field_types import (
     number_with_message,
     with_message,
 )
-from commtrace.theory.configs.gpt_neox.setting_checks import FIXED_SETTINGS, block
+from commtrace.theory.configs.gpt_neox.setting_checks import DEEPSPEED_KEYS, FIXED_SETTINGS, block
 from commtrace.theory.configs.gpt_neox.yaml_files import Setting
 
 from .fsdp_settings import FsdpSettings
@@ -154,7 +154,7 @@ def check_fsdp(config: TrainingConfig) -> None:
 
 
 def _unknown_keys(settings: Mapping[str, Setting], values: Mapping[str, Any]) -> tuple[str, ...]:
-    known = {*FIXED_SETTINGS, *neox.DEEPSPEED_KEYS, *_OTHER_KEYS}
+    known = {*FIXED_SETTINGS, *DEEPSPEED_KEYS, *_OTHER_KEYS}
     for name, field in TrainingConfig.model_fields.items():
         alias = field.validation_alias
         if isinstance(alias, AliasChoices):

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from commtrace.errors import CommtraceError, ConfigError
 from commtrace.launchers import LaunchedProcess, find_process
 from commtrace.network.process_exit import wait_for_threads
-from commtrace.theory.configs.gpt_neox.setting_checks import check_engine
+from commtrace.theory.configs.gpt_neox.config import check_engine
 
 from .config import TrainingConfig, check_fsdp, load_config
 from .data import RankData, load_samples

@@ -15,7 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
-from commtrace.hooks.recorder_setup import count_fault
+from commtrace.hooks.recorder_setup import guard
 from commtrace.hooks.torch import training as torch_training
 from commtrace.hooks.torch.c10d_operators import shared_memory_all_reduce
 from commtrace.hooks.torch.captured_jobs import Jobs
@@ -104,10 +104,8 @@ def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
     with progress.marked(Phase.EVALUATION if evaluates else Phase.FORWARD):
         result = original(self, *args, **kwargs)
     if not (torch.is_grad_enabled() or isinstance(self, PipelineEngine)):
-        try:
+        with guard():
             _passes.add(self, PassRow(kind="evaluation" if evaluates else "interruption", times=1))
-        except Exception:
-            count_fault()
     return result
 
 

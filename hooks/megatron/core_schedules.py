@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from commtrace.hooks.recorder_setup import count_fault
+from commtrace.hooks.recorder_setup import guard
 from commtrace.hooks.torch import captured_jobs
 from commtrace.hooks.torch.captured_jobs import Jobs
 from commtrace.hooks.torch.model_facts import architecture, available, buffers, parameters
@@ -151,12 +151,10 @@ def _batch_isend_irecv(original: Callable[..., Any], /, p2p_op_list: Any) -> Any
 def _note_model(arguments: Any) -> None:
     if captured_jobs.any_engine():
         return
-    try:
+    with guard():
         chunks = _chunks(arguments)
         _rows[chunks[0]] = _describe(chunks, arguments)
         _models.add(chunks[0])
-    except Exception:
-        count_fault()
 
 
 def _chunks(arguments: Any) -> Sequence[Any]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from mpi4py import MPI
 
 from commtrace.hooks.groups import Group, GroupDescription, Groups
-from commtrace.recording.table_writer import TableWriter
+from commtrace.recording.table_lines import TableLines
 
 # Open MPI's default names, which contain a number that may differ between ranks.
 _NO_NAME: Final = re.compile(
@@ -70,7 +70,7 @@ class MpiGroup(Group):
 class MpiGroups(Groups[MpiGroup]):
     """The groups in one recorder's tables, by Python object, and by handle for objects that share one."""
 
-    def __init__(self, tables: TableWriter, world: Sequence[int]) -> None:
+    def __init__(self, tables: TableLines, world: Sequence[int]) -> None:
         """Write to these tables; `world` holds the global ranks of MPI.COMM_WORLD."""
         super().__init__(tables)
         self._world = world

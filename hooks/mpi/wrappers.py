@@ -10,7 +10,7 @@ from typing import Any, Final
 from mpi4py import MPI
 
 from commtrace.hooks.native import mpi_recorder as native
-from commtrace.hooks.recorder_setup import call_unmeasured, count_fault
+from commtrace.hooks.recorder_setup import call_unmeasured, count_fault, guard
 from commtrace.patching import Wrapper, around
 from commtrace.recording.interrupts import reraise_if_from_signal_handler
 from commtrace.schema import Clock
@@ -87,13 +87,11 @@ def wrap_persistent_init(method: Method) -> Wrapper:
     @around
     def init(original: Original, self: Any, /, *args: Any, **kwargs: Any) -> Any:
         request = original(self, *args, **kwargs)
-        try:  # after the call: one that mpi4py rejects is neither recorded nor an error of the hook
+        with guard():  # after the call: one that mpi4py rejects is neither recorded nor an error of the hook
             tracer = current() or ensure_tracer()
             plan = None if tracer is None else tracer.plan(method, self, args, kwargs)
             if plan is not None and tracer is not None:
                 tracer.requests.keep(request, plan)
-        except Exception:
-            count_fault()
         return request
 
     return init
@@ -255,12 +253,10 @@ def wrap_handle_free(original: Original, self: Any, /, *args: Any, **kwargs: Any
     """Wrap Free and Disconnect of communicators and windows, because MPI may reuse the handle."""
     tracer = current()
     if tracer is not None:
-        try:
+        with guard():
             if self:
                 tracer.groups.forget(self)
                 native.forget_communicators()
-        except Exception:
-            count_fault()
     return original(self, *args, **kwargs)
 
 

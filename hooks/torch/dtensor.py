@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from commtrace.hooks.recorder_setup import count_fault
+from commtrace.hooks.recorder_setup import guard
 from commtrace.patching import Patches, around
 
 from . import captured_jobs as jobs
@@ -57,10 +57,8 @@ def _record_style(
 ) -> Any:
     with parallelized_modules.within(module):
         result = original(module, device_mesh, parallelize_plan, **kwargs)
-    try:
+    with guard():
         parallelized_modules.record_style(module, device_mesh, parallelize_plan, kwargs.get("src_data_rank", 0))
-    except Exception:
-        count_fault()
     return result
 
 
@@ -69,11 +67,9 @@ def _before_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
     modules = parallelized_modules
     if torch.compiler.is_compiling() or modules.styles_seen == len(modules.styles) or modules.rows or jobs.any_engine():
         return
-    try:
+    with guard():
         modules.styles_seen = len(modules.styles)
         root = modules.root()
         if root is not None:
             modules.rows[root] = describe(root, optimizer)
             _tensor_parallel_only.add(root)
-    except Exception:
-        count_fault()

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from commtrace.hooks import purposes
-from commtrace.hooks.recorder_setup import count_fault
+from commtrace.hooks.recorder_setup import guard
 from commtrace.job_row import JobRow, PassRow
 from commtrace.patching import Patches, around
 from commtrace.schema import Purpose
@@ -63,12 +63,10 @@ def _complete(original: Callable[..., None], self: Any, /) -> None:
     initialized = getattr(self, "_is_root", None) is not None
     original(self)
     if not initialized:
-        try:
+        with guard():
             root = self._modules[0]
             _rows[root] = describe(root)  # now, because running the model replaces parameters
             _roots.add(root)
-        except Exception:
-            count_fault()
 
 
 @around
@@ -76,15 +74,13 @@ def _end_forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwarg
     """Note the end of each unit's forward."""
     # A forward within a backward pass recomputes activations.
     if self._state_ctx.iter_forward_root is self and torch._C._current_graph_task_id() < 0:
-        try:
+        with guard():
             if not self._is_root:
                 _passes.add(_root(self), PassRow(kind="part", times=1))
             elif torch.is_grad_enabled():
                 _forwards[_root(self)] = _forwards.get(_root(self), 0) + 1
             else:
                 _passes.add(_root(self), PassRow(kind="evaluation", times=1))
-        except Exception:
-            count_fault()
     return original(self, *args, **kwargs)
 
 
@@ -92,7 +88,7 @@ def _end_forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwarg
 def _end_backward(original: Callable[..., None], self: Any, /) -> None:
     """Note the end of a backward pass."""
     original(self)
-    try:
+    with guard():
         root = _root(self)
         if _forwards.pop(root, 0) == 1:
             groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
@@ -107,8 +103,6 @@ def _end_backward(original: Callable[..., None], self: Any, /) -> None:
             _passes.add(root, training)
         else:
             _passes.add(root, PassRow(kind="backward", times=1))
-    except Exception:
-        count_fault()
 
 
 def _purpose_of_gathering(group: Any, *_: Any, **__: Any) -> int:

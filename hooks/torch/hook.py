@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from commtrace import reduce_ops
-from commtrace.hooks.native import recorder as native
+from commtrace.hooks.native import torch_recorder as native
 from commtrace.patching import Patches
 from commtrace.recording.session import session
 

@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from commtrace.errors import warn
 from commtrace.hooks.groups import Group, GroupDescription, Groups
-from commtrace.recording.log_writer import warn
-from commtrace.recording.table_writer import TableWriter
+from commtrace.recording.table_lines import TableLines
 
 UNREGISTERED: Final = "unregistered"
 """Name of a group unknown to torch.distributed: only size and this process's position are known."""
@@ -23,7 +23,7 @@ class ThreadedRanksError(Exception):
 class TorchGroups(Groups[Group]):
     """The process groups in one recorder's tables."""
 
-    def __init__(self, tables: TableWriter, rank: int) -> None:
+    def __init__(self, tables: TableLines, rank: int) -> None:
         """Write to the tables of this rank."""
         super().__init__(tables)
         self._rank = rank

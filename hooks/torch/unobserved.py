@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from commtrace.errors import warn
 from commtrace.patching import Patches, around
-from commtrace.recording.log_writer import warn
 from commtrace.recording.session import session
 
 _LOCAL_TENSORS: Final = "torch.distributed._local_tensor"

@@ -55,7 +55,8 @@ def sets_of_files(configs: Path) -> list[tuple[str, ...]]:
 def predicted(files: list[str], vocabulary: int | None = None) -> dict[str, Any]:
     """Return the scheme and parameter count according to theory, or why it refuses the files."""
     from commtrace.theory import NotPredictedError, predict
-    from commtrace.theory.configs.job_plan import PlanError, PlanOptions, plan_job
+    from commtrace.theory.configs.job_plan import plan_job
+    from commtrace.theory.configs.plan_options import PlanError, PlanOptions
 
     try:
         plan = plan_job(files, WORLD, PlanOptions(vocabulary=vocabulary))

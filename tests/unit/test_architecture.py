@@ -102,6 +102,12 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     assert cycles(graph) == []
 
 
+def test_no_two_modules_import_each_other() -> None:
+    """Imports within functions and for type checkers count. `commtrace` itself imports its interface on first use."""
+    graph = {name: (imported(name, lazy=True) & set(modules())) - {name, "commtrace"} for name in modules()}
+    assert [(a, b) for a in graph for b in graph[a] if a < b and a in graph[b]] == []
+
+
 @pytest.mark.parametrize("part", ["", "recording", "reading", "theory", "network", "dryrun", "hooks", "analyses"])
 def test_imports_point_one_way(part: str) -> None:
     """hooks -> commtrace <- analyses; imports within functions and module names in strings count."""
@@ -149,3 +155,22 @@ def test_a_class_name_is_used_once() -> None:
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(name)
     assert {name: where for name, where in classes.items() if len(where) > 1} == {}
+
+
+COMMAND_FOLDER: Final = "commtrace.commands"
+"""Its modules have the names of the commands, whatever other modules are called."""
+ROLES: Final = frozenset(
+    ("hook", "tracer", "fsdp", "gpt_neox", "group_roles", "pipeline", "process_groups", "purposes", "slots")
+)
+"""Names for one subject in several parts, such as the hooks of several libraries."""
+NOT_YET_TOLD_APART: Final = frozenset(("reconciliation", "settings", "step_times", "volume", "waterfall"))
+"""Names of two modules with different subjects. Do not add to them."""
+
+
+def test_a_module_name_is_used_once() -> None:
+    names = defaultdict(list)
+    for name, path in modules().items():
+        if path.name != "__init__.py" and not is_within(name, COMMAND_FOLDER):
+            names[name.rpartition(".")[2]].append(name)
+    twice = {name for name, where in names.items() if len(where) > 1}
+    assert twice - ROLES == NOT_YET_TOLD_APART

@@ -105,7 +105,8 @@ def test_recorded_rows_are_read_without_loss(name: str) -> None:
 
 def test_rows_from_configurations_have_only_defined_fields() -> None:
     pytest.importorskip("yaml")
-    from commtrace.theory.configs.job_plan import PlanOptions, plan_job
+    from commtrace.theory.configs.job_plan import plan_job
+    from commtrace.theory.configs.plan_options import PlanOptions
 
     for options in (PlanOptions(), PlanOptions(engine="ddp"), PlanOptions(engine="fsdp", precision="fp32")):
         for row in plan_job(["tiny"], 4, options).rows:

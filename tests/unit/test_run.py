@@ -11,8 +11,7 @@ import pytest
 from factory import ALL_GATHER, ALL_REDUCE, ALONE, PAIR, RECV, SEND, WORLD, LogFactory, record, training
 
 from commtrace.errors import NoSuchTableError
-from commtrace.formatting import format_ranks, parse_ranks
-from commtrace.rank_ranges import is_selected, rank_ranges, select_steps
+from commtrace.rank_ranges import format_ranks, is_selected, parse_ranks, rank_ranges, select_steps
 from commtrace.reading.labels import group_label, short_paths
 from commtrace.reading.table_reader import RecordedGroup
 from commtrace.run import open_run

@@ -9,7 +9,8 @@ the text of `commtrace theory`.
 
 from __future__ import annotations
 
-from commtrace.theory.configs.job_plan import JobPlan, PlanError, PlanOptions, plan_job
+from commtrace.theory.configs.job_plan import plan_job
+from commtrace.theory.configs.plan_options import JobPlan, PlanError, PlanOptions
 
 from .predicted_volumes import Forecast, forecast
 

@@ -13,7 +13,8 @@ from fractions import Fraction
 from typing import Any, Final
 
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict
-from commtrace.theory.configs.job_plan import DEFAULT_OPTIONS, JobPlan, PlanError, PlanOptions, plan_job
+from commtrace.theory.configs.job_plan import plan_job
+from commtrace.theory.configs.plan_options import DEFAULT_OPTIONS, JobPlan, PlanError, PlanOptions
 from commtrace.theory.expected_calls import total_wire_bytes
 
 START: Final = "start-up"

@@ -10,8 +10,8 @@ from typing import Any, Final
 import pandas as pd
 
 from commtrace.analyses.grouping import rows_of
-from commtrace.formatting import parse_ranks
 from commtrace.network.networks import Network
+from commtrace.rank_ranges import parse_ranks
 from commtrace.theory.closed_forms import parameter_count
 from commtrace.theory.expected_calls import exact_wire_bytes
 from examples.paper_study.parts import Options

@@ -29,7 +29,7 @@ from ports import free_port
 import commtrace.reading.pack
 from commtrace.cli import main
 from commtrace.errors import LogError, OutputError
-from commtrace.reading.executors import Executor
+from commtrace.reading.run_parts import Executor
 from commtrace.run import open_run
 
 dask = pytest.importorskip("dask")
@@ -69,7 +69,7 @@ def address(client: Any) -> str:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each segment its own task, and the tree of merges several levels deep."""
     monkeypatch.setattr("commtrace.reading.recorded_run.RECORDS_PER_TASK", 1)
-    monkeypatch.setattr("commtrace.reading.executors.MERGED_AT_ONCE", 2)
+    monkeypatch.setattr("commtrace.reading.run_parts.MERGED_AT_ONCE", 2)
 
 
 def scheme(name: str, folder: Path) -> Path:

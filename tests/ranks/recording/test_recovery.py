@@ -24,7 +24,7 @@ from commtrace.analyses.fold_engine import fold
 from commtrace.errors import LogError
 from commtrace.recording import recovery, ring
 from commtrace.recording import segment_writer as segments
-from commtrace.recording import table_writer as tables
+from commtrace.recording import table_lines as tables
 from commtrace.recording.ring import identity_of
 
 
@@ -80,7 +80,7 @@ def test_dropped_calls_are_counted_to_the_moment_of_the_kill(log: Path) -> None:
 
 def test_a_process_killed_while_it_began_leaves_nothing(log: Path) -> None:
     def record() -> None:
-        tables.TableWriter.add = die  # type: ignore[method-assign]  # only this child is affected
+        tables.TableLines.add = die  # type: ignore[method-assign]  # only this child is affected
         processes.recorder(log)
 
     assert processes.in_child(record) == -signal.SIGKILL

@@ -31,7 +31,7 @@ from commtrace.analyses.table_specs.equivalent_ranks import (
     text_rows,
 )
 from commtrace.cli import main
-from commtrace.formatting import parse_ranks, shorten_names, shorten_rank_list
+from commtrace.rank_ranges import parse_ranks, shorten_names, shorten_rank_list
 from commtrace.reading.log import recovery_note
 from commtrace.reading.log_notes import Note, merge_notes
 from commtrace.recording.recovery import Recovery

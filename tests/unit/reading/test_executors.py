@@ -19,7 +19,8 @@ from pandas.testing import assert_frame_equal
 
 from commtrace.errors import CommtraceError
 from commtrace.reading import executors
-from commtrace.reading.executors import RunPart, as_executor
+from commtrace.reading.executors import as_executor
+from commtrace.reading.run_parts import RunPart
 from commtrace.run import open_run
 
 

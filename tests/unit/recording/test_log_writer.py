@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from commtrace.errors import warn
 from commtrace.recording import log_writer
 from commtrace.recording.log_writer import LogWriter
 from commtrace.recording.segment_writer import EMPTY, unlinked
@@ -134,8 +135,8 @@ def test_a_line_is_said_to_whoever_listens(monkeypatch: pytest.MonkeyPatch, capf
         def write(self, text: str) -> None:
             raise RuntimeError("a stream of the program")
 
-    log_writer.warn("hello")
+    warn("hello")
     assert capfd.readouterr() == ("", "commtrace: hello\n")
     for stream in (None, Own()):
         monkeypatch.setattr("sys.stderr", stream)
-        log_writer.warn("nobody")
+        warn("nobody")

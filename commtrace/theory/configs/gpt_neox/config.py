@@ -32,16 +32,15 @@ from .field_types import (
     NonNegativeNumber,
     OptionalCount,
     ParallelSize,
-    SettingError,
     choice,
     config_error,
+    raise_first_failed,
 )
 from .yaml_files import COMMAND_LINE, Setting, find_file, merge, read_file
 
 GPT2_VOCAB: Final = 50257
 BYTE_VOCAB: Final = 256
 
-_PRECISIONS: Final = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "bfloat16": "bf16"}
 _OPTIMIZERS: Final = {"adam": "adam", "adamw": "adam", "cpu_torch_adam": "adam"}
 
 # GPT-NeoX's tokenizers need their vocabulary files. Here they only determine the size of the vocabulary, on which
@@ -51,14 +50,10 @@ _VOCABS: Final = {
     "words": "words", "bytes": "bytes", "hftokenizer": "words", "hfgpt2tokenizer": "words",
 }  # fmt: skip
 
-# Keys of DeepSpeed, which are passed on unchanged.
-DEEPSPEED_KEYS: Final = (
-    "communication_data_type", "data_types", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients",
-    "comms_logger", "flops_profiler", "steps_per_print", "wall_clock_breakdown",
-)  # fmt: skip
-
 _SHARING_KEYS: Final = ("model_parallel_size", "sequence_parallel_size", "context_parallel_size")
 """Keys of the parallel dimensions in which ranks share the model or sequences, and so work on the same samples."""
+
+_SEQUENCE_SIZES: Final = ("sequence_parallel_size", "context_parallel_size")
 
 Config = TypeVar("Config", bound="NeoxConfig")
 
@@ -119,7 +114,7 @@ class NeoxConfig(BaseModel):
     )
     train_batch_size: OptionalCount = None
 
-    precision: Annotated[str, choice(_PRECISIONS)] = "fp32"
+    precision: Annotated[str, choice(setting_checks.PRECISIONS)] = "fp32"
     precision_block: dict[str, Any] = {}  # the block `fp16` or `bf16`, with its loss scaling
     zero_optimization: dict[str, Any] = {}
     """ZeRO's block. Only the stage is checked here; DeepSpeed checks the rest."""
@@ -139,9 +134,9 @@ class NeoxConfig(BaseModel):
         setting_checks.block(values, "optimizer")
         return {
             **values,
-            **_precision(values),
-            "zero_optimization": _zero_block(values),
-            "deepspeed_keys": _deepspeed_keys(values),
+            **setting_checks.precision_keys(values),
+            "zero_optimization": setting_checks.zero_block(values),
+            "deepspeed_keys": setting_checks.deepspeed_keys(values),
             "origins": {key: settings[key].source for key in values if key in settings},
         }
 
@@ -159,7 +154,35 @@ class NeoxConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> NeoxConfig:
-        setting_checks.check_combinations(self)
+        """Raise SettingError for the first setting that does not fit the others."""
+        heads, length, tensor_ranks = self.num_attention_heads, self.seq_length, self.model_parallel_size
+        experts, stages, sequence_ranks = self.moe_num_experts, self.pipe_parallel_size, self.sequence_parallel_size
+        experts_key = "moe_num_experts" if "moe_num_experts" in self.origins else "num_experts"
+        zero_key = "zero_stage" if "zero_stage" in self.origins else "zero_optimization"
+        shared = [key for key in (*_SEQUENCE_SIZES, "model_parallel_size") if getattr(self, key) > 1]
+        together = "it is not supported together with"
+        raise_first_failed(
+            (self.hidden_size % heads, "hidden_size",
+             f"it must be a multiple of num_attention_heads, which is {heads}"),
+            (heads % tensor_ranks, "model_parallel_size", f"it must divide num_attention_heads, which is {heads}"),
+            (self.sequence_parallel and length % tensor_ranks, "sequence_parallel",
+             f"model_parallel_size, which is {tensor_ranks}, must divide seq_length, which is {length}"),
+            (len(shared) > 1, "".join(shared[:1]), f"{together} {''.join(shared[1:2])}; set one of them to 1"),
+            *((length % getattr(self, key), key, f"it must divide seq_length, which is {length}")
+              for key in _SEQUENCE_SIZES),
+            (heads % sequence_ranks, "sequence_parallel_size", f"it must divide num_attention_heads, which is {heads}"),
+            (experts % self.moe_expert_parallel_size, "moe_expert_parallel_size",
+             f"it must divide {experts_key}, which is {experts}"),
+            (self.moe_top_k > experts, "moe_top_k",
+             f"it must not exceed {experts_key}, which is {experts}"),
+            *((experts > 1, key, f"{together} experts; set it to 1") for key in shared),
+            (stages > self.num_layers, "pipe_parallel_size",
+             f"each stage needs at least one layer, and num_layers is {self.num_layers}"),
+            *((stages > 1 and getattr(self, key) > 1, shown, f"{together} pipe_parallel_size; leave one out")
+              for key, shown in (*((size, size) for size in _SEQUENCE_SIZES), ("moe_num_experts", experts_key))),
+            (stages > 1 and self.zero_stage > 1, zero_key,
+             "DeepSpeed's pipeline supports ZeRO-0 and ZeRO-1 only; use one of them, or set pipe_parallel_size to 1"),
+        )  # fmt: skip
         return self
 
     @property
@@ -252,33 +275,25 @@ def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _precision(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fp32, fp16 or bf16, and its block.
+def check_engine(config: NeoxConfig, engine: str) -> None:
+    """Check that an engine ("deepspeed", "ddp" or "fsdp") supports the settings.
 
-    A `precision` key (or the command line's) overrides the blocks, except for their loss scaling.
+    Raises:
+        ConfigError: It does not; the message has the setting and what to do.
     """
-    blocks = {"fp16": setting_checks.block(values, "fp16"), "bf16": setting_checks.block(values, "bf16")}
-    enabled = [name for name, block in blocks.items() if block.get("enabled")]
-    if len(enabled) == 2 and "precision" not in values:
-        raise SettingError("bf16", "fp16 is enabled too; enable one of them, or set precision")
-    precision = values.get("precision", enabled[0] if enabled else "fp32")
-    block = blocks.get(_PRECISIONS.get(str(precision).lower(), ""), {})
-    # "fp16" and "type" inside the block are GPT-NeoX's own; DeepSpeed rejects unknown keys.
-    kept = {key: value for key, value in block.items() if key not in ("enabled", "fp16", "type")}
-    return {"precision": precision, "precision_block": kept}
-
-
-def _zero_block(values: Mapping[str, Any]) -> dict[str, Any]:
-    block = setting_checks.block(values, "zero_optimization")
-    stage = values.get("zero_stage", block.get("stage", 0))
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        key = "zero_stage" if "zero_stage" in values else "zero_optimization.stage"
-        raise SettingError(key, "ZeRO's stage must be 0, 1, 2 or 3")
-    return {**block, "stage": stage}
-
-
-def _deepspeed_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    keys = {key: values[key] for key in DEEPSPEED_KEYS if key in values}
-    if values.get("fp32_allreduce") is True:
-        keys["communication_data_type"] = "fp32"
-    return {**keys, **setting_checks.block(values, "deepspeed_extra_args")}
+    is_deepspeed, is_zero_3 = engine == "deepspeed", engine == "deepspeed" and config.zero_stage == 3
+    refused = (
+        (config.pipe_parallel_size > 1 and not is_deepspeed,
+         f"pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine {engine}"),
+        (config.model_parallel_size > 1 and is_zero_3,
+         "tensor parallelism is supported with ZeRO 0 to 2; set model_parallel_size to 1 with ZeRO-3"),
+        (config.sequence_parallel_size > 1 and not is_deepspeed,
+         f"sequence_parallel_size is DeepSpeed's; set it to 1 with --engine {engine}"),
+        (config.sequence_parallel_size > 1 and is_zero_3,
+         "Ulysses is supported with ZeRO 0 to 2; set sequence_parallel_size to 1 with ZeRO-3"),
+        (config.moe_num_experts > 1 and (not is_deepspeed or is_zero_3),
+         "experts are DeepSpeed's, with ZeRO 0 to 2; leave moe_num_experts out, or change the engine"),
+    )  # fmt: skip
+    for is_refused, message in refused:
+        if is_refused:
+            raise ConfigError(message)

@@ -8,17 +8,16 @@ from typing import Any, Final, NamedTuple
 from commtrace.errors import ConfigError
 from commtrace.job_row import JobRow, ModelSettings
 from commtrace.theory.configs.deepspeed_job_row import deepspeed_row
-from commtrace.theory.configs.job_plan import JobPlan, PlanOptions
 from commtrace.theory.configs.pipeline_job_rows import StageDivision, stage_rows
+from commtrace.theory.configs.plan_options import JobPlan, PlanOptions
 from commtrace.theory.configs.rank_layout import ELEMENT_TYPES, RankLayout
 from commtrace.theory.configs.torch_job_rows import ddp_row, fsdp_row
 from commtrace.theory.model_shapes import ModelShape, gpt_neox_model, neox_shape
 
-from .config import NeoxConfig, load_config
+from .config import NeoxConfig, check_engine, load_config
 from .derived_settings import deepspeed_config, neox_args
 from .program_config import ProgramConfig
 from .program_modules import sequential_model
-from .setting_checks import check_engine
 from .yaml_files import find_file, read_file
 
 _EXAMPLE_KEYS: Final = {

@@ -1,16 +1,11 @@
-"""Checks of GPT-NeoX settings: whether there are rules for the model, and whether settings fit together."""
+"""GPT-NeoX settings as in files: whether there are rules for the model, and the values that several keys determine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
-
-from commtrace.errors import ConfigError
+from typing import Any, Final
 
 from .field_types import NOT_A_BLOCK, SettingError, raise_first_failed
-
-if TYPE_CHECKING:
-    from .config import NeoxConfig
 
 # GPT-NeoX settings that change the model or the communication pattern, with the values that have rules. The first
 # value is GPT-NeoX's default. Anything else is refused: a prediction for another model would be wrong.
@@ -34,7 +29,13 @@ FIXED_SETTINGS: Final[dict[str, tuple[Any, ...]]] = {
     "sliding_window_width": (None,),
 }
 
-_SEQUENCE_SIZES: Final = ("sequence_parallel_size", "context_parallel_size")
+PRECISIONS: Final = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "bfloat16": "bf16"}
+
+# Keys of DeepSpeed, which are passed on unchanged.
+DEEPSPEED_KEYS: Final = (
+    "communication_data_type", "data_types", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients",
+    "comms_logger", "flops_profiler", "steps_per_print", "wall_clock_breakdown",
+)  # fmt: skip
 
 
 def refuse_other_models(values: Mapping[str, Any]) -> None:
@@ -64,56 +65,35 @@ def block(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(value)
 
 
-def check_combinations(config: NeoxConfig) -> None:
-    """Raise SettingError for the first setting that does not fit the others."""
-    heads, length, tensor_ranks = config.num_attention_heads, config.seq_length, config.model_parallel_size
-    experts, stages, sequence_ranks = config.moe_num_experts, config.pipe_parallel_size, config.sequence_parallel_size
-    experts_key = "moe_num_experts" if "moe_num_experts" in config.origins else "num_experts"
-    zero_key = "zero_stage" if "zero_stage" in config.origins else "zero_optimization"
-    shared = [key for key in (*_SEQUENCE_SIZES, "model_parallel_size") if getattr(config, key) > 1]
-    together = "it is not supported together with"
-    raise_first_failed(
-        (config.hidden_size % heads, "hidden_size", f"it must be a multiple of num_attention_heads, which is {heads}"),
-        (heads % tensor_ranks, "model_parallel_size", f"it must divide num_attention_heads, which is {heads}"),
-        (config.sequence_parallel and length % tensor_ranks, "sequence_parallel",
-         f"model_parallel_size, which is {tensor_ranks}, must divide seq_length, which is {length}"),
-        (len(shared) > 1, "".join(shared[:1]), f"{together} {''.join(shared[1:2])}; set one of them to 1"),
-        *((length % getattr(config, key), key, f"it must divide seq_length, which is {length}")
-          for key in _SEQUENCE_SIZES),
-        (heads % sequence_ranks, "sequence_parallel_size", f"it must divide num_attention_heads, which is {heads}"),
-        (experts % config.moe_expert_parallel_size, "moe_expert_parallel_size",
-         f"it must divide {experts_key}, which is {experts}"),
-        (config.moe_top_k > experts, "moe_top_k",
-         f"it must not exceed {experts_key}, which is {experts}"),
-        *((experts > 1, key, f"{together} experts; set it to 1") for key in shared),
-        (stages > config.num_layers, "pipe_parallel_size",
-         f"each stage needs at least one layer, and num_layers is {config.num_layers}"),
-        *((stages > 1 and getattr(config, key) > 1, shown, f"{together} pipe_parallel_size; leave one out")
-          for key, shown in (*zip(_SEQUENCE_SIZES, _SEQUENCE_SIZES, strict=True), ("moe_num_experts", experts_key))),
-        (stages > 1 and config.zero_stage > 1, zero_key,
-         "DeepSpeed's pipeline supports ZeRO-0 and ZeRO-1 only; use one of them, or set pipe_parallel_size to 1"),
-    )  # fmt: skip
+def precision_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fp32, fp16 or bf16, and its block.
 
-
-def check_engine(config: NeoxConfig, engine: str) -> None:
-    """Check that an engine ("deepspeed", "ddp" or "fsdp") supports the settings.
-
-    Raises:
-        ConfigError: It does not; the message has the setting and what to do.
+    A `precision` key (or the command line's) overrides the blocks, except for their loss scaling.
     """
-    is_deepspeed, is_zero_3 = engine == "deepspeed", engine == "deepspeed" and config.zero_stage == 3
-    refused = (
-        (config.pipe_parallel_size > 1 and not is_deepspeed,
-         f"pipeline parallelism is DeepSpeed's; set pipe_parallel_size to 1 with --engine {engine}"),
-        (config.model_parallel_size > 1 and is_zero_3,
-         "tensor parallelism is supported with ZeRO 0 to 2; set model_parallel_size to 1 with ZeRO-3"),
-        (config.sequence_parallel_size > 1 and not is_deepspeed,
-         f"sequence_parallel_size is DeepSpeed's; set it to 1 with --engine {engine}"),
-        (config.sequence_parallel_size > 1 and is_zero_3,
-         "Ulysses is supported with ZeRO 0 to 2; set sequence_parallel_size to 1 with ZeRO-3"),
-        (config.moe_num_experts > 1 and (not is_deepspeed or is_zero_3),
-         "experts are DeepSpeed's, with ZeRO 0 to 2; leave moe_num_experts out, or change the engine"),
-    )  # fmt: skip
-    for is_refused, message in refused:
-        if is_refused:
-            raise ConfigError(message)
+    blocks = {"fp16": block(values, "fp16"), "bf16": block(values, "bf16")}
+    enabled = [name for name, settings in blocks.items() if settings.get("enabled")]
+    if len(enabled) == 2 and "precision" not in values:
+        raise SettingError("bf16", "fp16 is enabled too; enable one of them, or set precision")
+    precision = values.get("precision", enabled[0] if enabled else "fp32")
+    chosen = blocks.get(PRECISIONS.get(str(precision).lower(), ""), {})
+    # "fp16" and "type" inside the block are GPT-NeoX's own; DeepSpeed rejects unknown keys.
+    kept = {key: value for key, value in chosen.items() if key not in ("enabled", "fp16", "type")}
+    return {"precision": precision, "precision_block": kept}
+
+
+def zero_block(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ZeRO's block with its stage. Raise SettingError for another stage than 0 to 3."""
+    zero = block(values, "zero_optimization")
+    stage = values.get("zero_stage", zero.get("stage", 0))
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        key = "zero_stage" if "zero_stage" in values else "zero_optimization.stage"
+        raise SettingError(key, "ZeRO's stage must be 0, 1, 2 or 3")
+    return {**zero, "stage": stage}
+
+
+def deepspeed_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that DeepSpeed gets unchanged."""
+    keys = {key: values[key] for key in DEEPSPEED_KEYS if key in values}
+    if values.get("fp32_allreduce") is True:
+        keys["communication_data_type"] = "fp32"
+    return {**keys, **block(values, "deepspeed_extra_args")}

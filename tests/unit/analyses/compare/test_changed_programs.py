@@ -14,7 +14,7 @@ from commtrace.analyses.compare.counted_calls import DETAILED_STEPS
 from commtrace.analyses.compare.verdict import Verdict
 from commtrace.analyses.grouping import rows_of
 from commtrace.cli import main
-from commtrace.formatting import parse_ranks
+from commtrace.rank_ranges import parse_ranks
 
 PROGRAMS_PER_TEST = 10
 

@@ -1,4 +1,6 @@
-"""Table writer: the rows that records refer to by id, and the facts of a run, as JSON lines.
+"""Tables of a process as JSON lines: the rows that records refer to by id, and the facts of a run.
+
+`LogWriter` writes the lines to the log.
 
 Format: docs/reference/log-format.md.
 
@@ -20,7 +22,7 @@ from typing import Any
 from .ring import Ring
 
 
-class TableWriter:
+class TableLines:
     """The tables of one process. Rows are numbered from 1 in each table. Thread-safe."""
 
     def __init__(self, ring: Ring) -> None:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from commtrace.errors import CommtraceError
+from commtrace.errors import CommtraceError, warn
 from commtrace.hooks import purposes, recorder_setup
 from commtrace.hooks.recorder_setup import KernelBackend, count_fault
 from commtrace.hooks.torch import recording_kernels as torch_kernels
@@ -16,7 +16,6 @@ from commtrace.hooks.torch.tracer import TorchTracer
 from commtrace.hooks.torch.works import WorkPatches
 from commtrace.patching import Patches
 from commtrace.recording.counters import Counters
-from commtrace.recording.log_writer import warn
 from commtrace.recording.ring import Ring
 from commtrace.recording.session import session
 

@@ -11,7 +11,7 @@ import pytest
 
 from commtrace.recording import ring
 from commtrace.recording.ring import Ring
-from commtrace.recording.table_writer import TableWriter
+from commtrace.recording.table_lines import TableLines
 
 
 @pytest.fixture
@@ -19,12 +19,12 @@ def memory(tmp_path: Path) -> Ring:
     return ring.make_ring(16, str(tmp_path), "1-2-3", {"stem": "x"})
 
 
-def rows(tables: TableWriter) -> list[dict[str, Any]]:
+def rows(tables: TableLines) -> list[dict[str, Any]]:
     return [json.loads(line) for line in tables.lines]
 
 
 def test_rows_are_numbered_from_one_in_each_table(memory: Ring) -> None:
-    tables = TableWriter(memory)
+    tables = TableLines(memory)
     assert [tables.new("groups", {"name": name}) for name in "ab"] == [1, 2]
     assert tables.row_id("sites", "key", lambda: {"file": "f"}) == 1
     tables.add("clock", mono_ns=5)
@@ -37,7 +37,7 @@ def test_rows_are_numbered_from_one_in_each_table(memory: Ring) -> None:
 
 
 def test_the_same_key_is_the_same_row(memory: Ring) -> None:
-    tables = TableWriter(memory)
+    tables = TableLines(memory)
     created: list[int] = []
     for key in ("a", "b", "a", ("a", 1), "b"):
         tables.row_id("kinds", key, lambda: created.append(1) or {})  # type: ignore[func-returns-value]
@@ -46,7 +46,7 @@ def test_the_same_key_is_the_same_row(memory: Ring) -> None:
 
 
 def test_a_copy_lies_beside_the_ring(memory: Ring) -> None:
-    tables = TableWriter(memory)
+    tables = TableLines(memory)
     for number in range(5):
         tables.add("sites", id=number, file="ü\n")
     assert memory.path is not None
@@ -55,13 +55,13 @@ def test_a_copy_lies_beside_the_ring(memory: Ring) -> None:
 
 
 def test_what_json_does_not_know_is_written_as_text(memory: Ring) -> None:
-    tables = TableWriter(memory)
+    tables = TableLines(memory)
     tables.add("job", path=Path("/a"), kinds={1})
     assert rows(tables) == [{"table": "job", "path": "/a", "kinds": "{1}"}]
 
 
 def test_threads_get_one_number_for_one_key(memory: Ring) -> None:
-    tables = TableWriter(memory)
+    tables = TableLines(memory)
     numbers: list[list[int]] = [[] for _ in range(8)]
     start = threading.Barrier(8)
 
@@ -81,6 +81,6 @@ def test_threads_get_one_number_for_one_key(memory: Ring) -> None:
 
 def test_a_row_that_adds_rows(memory: Ring) -> None:
     """A signal handler that communicates may add a row while another row is being made."""
-    tables = TableWriter(memory)
+    tables = TableLines(memory)
     assert tables.row_id("sites", "outer", lambda: {"inner": tables.row_id("sites", "inner", dict)}) == 2
     assert rows(tables) == [{"table": "sites", "id": 1}, {"table": "sites", "id": 2, "inner": 1}]
