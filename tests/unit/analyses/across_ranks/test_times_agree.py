@@ -90,7 +90,8 @@ class Reference:
 
     def end(self, rank: int, step: int) -> int:
         """Return when the last call of a rank's step or of the step before it stopped blocking it, on one clock."""
-        return max(last for _, _, last, call in self.pieces[rank] if call["step"] in (step, step - 1))
+        steps = {step, step - 1} - {-1}  # what start-up left in flight belongs to no step
+        return max(last for _, _, last, call in self.pieces[rank] if call["step"] in steps)
 
 
 def blocked_and_late(begin: int, end: int, pieces: list[tuple[int, int, int, Call]]) -> tuple[int, int]:
