@@ -1,4 +1,7 @@
-"""Coverage of the log: its processes, call states, blind spots and problems."""
+"""Coverage of the log: its processes, call states, blind spots and problems.
+
+Each hook says in its `hook.py` what it does not observe; this module only counts it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Cost of tracing each process of a run."""
+"""Cost of tracing each process of a run.
+
+The recording kernels of the hooks measure a sample of their calls, and `recording/counters.py` sums them for the table
+`stats` of the log.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 FORMAT: Final = "commtrace"
 
-# History of the format. A reader refuses a log of a newer version; it reads every older one.
+# History of the format. The reader (`reading/table_reader.py`) refuses a log of a newer version and reads older ones.
 #   1  2026-11  first: 96-byte records, one JSON-lines table file per process
 #   2  2026-11  member lists of groups as ranges with strides
 VERSION: Final = 2

@@ -1,1 +1,13 @@
-"""Analyses across ranks: matched calls, aligned clocks, waits, critical paths, stuck calls."""
+"""Analyses across ranks.
+
+    matching                       which calls of different ranks are one operation
+    dependencies                   which of them wait for which
+    clocks, clock_alignment, aligned_clock, corridors, clock_tables    the clocks of the hosts, from the calls alone
+    call_times                     the model: arrival, release, end, wait and transfer of each call
+    blocked_time                   the model of ranks: when calls block them; begin and end of steps
+    waits                          sums of waits and transfers, for the tables `waits_by_...`
+    step_paths, stragglers         critical paths; which rank the others wait for, and where its delay began
+    last_calls, stuck_calls, disagreements    hung and dead jobs
+
+Modules named `..._section` and `..._specs` show and describe the tables of these subjects.
+"""

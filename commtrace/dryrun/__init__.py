@@ -4,4 +4,15 @@ What a program communicates does not depend on the numbers that it computes. Ten
 memory (`untouched_memory`, `dispatch_mode`), and collectives send nothing (`collectives`, `process_groups`). Everything
 else is real: the program, torch, DeepSpeed, autograd, and the recording hooks. Examples and limits are in
 docs/how-to/dry-run.md.
+
+    dry_run, distinct_ranks        which ranks run; their log
+    rank_processes, rank_messages  processes of simulated ranks, and small values that they exchange
+    isolation/                     what the program writes does not reach the user's files
+    simulation                     this process becomes a rank: installs the modules below
+    dispatch_mode, operators, untouched_memory, storage_set    tensors without numbers and memory
+    collectives, process_groups    collectives that send nothing, in groups of one process
+    simulated_cuda, cuda_autocast  devices
+    torch_functions, checkpoint_patches, deepspeed_patches, inert    functions of libraries that are no operators
+    notices                        lines of the program that need what a dry run does not have
+    simulated_log                  the log of a rank, marked and without times
 """

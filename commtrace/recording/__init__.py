@@ -1,1 +1,15 @@
-"""Recording: from a hooked call to records in the log directory. Imported by every traced process."""
+"""Recording: from a hooked call to records in the log directory. Imported by every traced process.
+
+session                        whether this process is traced, and by which recorder
+recorder                       what the hooks call for each call (in C++: hooks/native/recording.h)
+ring, slots                    memory that outlives the process; its slots, and what happens if they are too few
+drain                          thread that moves finished records from the ring to the log
+log_writer                     the files of one process; tolerates failures of the file system
+segment_writer                 files of records: sizes, and when a new one begins
+table_writer                   rows that records refer to by number
+summary, summary_writer, summary_files    COMMTRACE_MODE=summary: counts in place of calls
+kept_records                   the last calls of a process, whatever its steps, for hung jobs
+counters                       faults of the hooks, and the cost of recording (table `stats`)
+interrupts                     exceptions of the program's signal handlers
+recovery                       after `kill -9`: from the ring to the log
+"""
