@@ -55,7 +55,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
         write_log(small, options.fewer)
         analyse = [sys.executable, "-c", ANALYSE]
         cases = {
-            f"matching and clocks of {options.events:,} calls": [*analyse, str(large), "clocks"],
+            f"matching and clocks of {options.events:,} calls": [*analyse, str(large), "clock_tables"],
             f"clocks and waits of {options.events:,} calls": [*analyse, str(large), "waits"],
             f"clocks, critical paths, delays of {options.fewer:,} calls": [*analyse, str(small), "stragglers"],
         }
