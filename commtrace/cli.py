@@ -86,6 +86,7 @@ def _run(arguments: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"commtrace {commtrace.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    program: list[str] = []
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == chosen:
@@ -93,7 +94,12 @@ def _run(arguments: list[str]) -> int:
             sub.description = inspect.getdoc(command)
             command.prepare(sub)
             sub.set_defaults(run=command.run)
+            if sub.get_default("program") is not None and "--" in arguments:
+                # argparse would take the program, which follows "--", for arguments of the command.
+                at = arguments.index("--")
+                arguments, program = arguments[:at], arguments[at + 1 :]
     parsed = parser.parse_args(arguments)
+    parsed.program = program
     status: int = parsed.run(parsed)
     return status
 

@@ -1,15 +1,20 @@
 """Compare a run with its expected calls, for continuous integration.
 
-The expected calls come from one of three sources:
+The expected calls come from one of four sources:
 
   rules            predicted from the job (its parameters, parallel degrees and
                    settings) by rules that reproduce the calls of PyTorch,
                    DeepSpeed and Megatron. Calls of the program itself, or of a
                    framework without rules, are listed; they fail the check only
                    with --strict
+  --dryrun -- CMD  a dry run of CMD, the command that the launcher started on each
+                   rank, with as many ranks and hosts as in the log. Nothing of
+                   it is kept
   --against DIR2   the log of a dry run of the same program or of an earlier run
   --baseline FILE  a text file for version control, which --update-baseline FILE
                    writes
+
+    commtrace check logs/run1 --dryrun -- python train.py --steps 5
 
 With rules, whose calls have no order, cells are compared. A cell is one
 operation of one parallel dimension in one step of one rank.
@@ -39,7 +44,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +54,7 @@ from commtrace.errors import CommtraceError
 from commtrace.output_files import atomic_write
 from commtrace.reading.log_notes import print_notes
 
+from .dryrun import repeat
 from .exit_status import STUCK, status_of
 from .option_types import add_shared, exact_fraction
 from .theory import add_options, options_of
@@ -60,6 +68,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_shared(parser, "directory")
     add, add_source = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add_source("--dryrun", action="store_true",
+        help="compare with a dry run instead of rules; the command of the program follows at the end, after --")  # fmt: skip
     add_source("--against", metavar="DIR2", type=Path, help="compare with a dry run or an earlier run instead of rules")
     add_source("--baseline", metavar="FILE", type=Path, help="compare with a baseline instead of rules")
     add_source("--update-baseline", metavar="FILE", type=Path,
@@ -73,6 +83,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="FILE", action="append", help="configuration file to predict calls from; may be repeated")
     add_shared(parser, "--per-rank", "--dask", "--width")
     add_options(parser.add_argument_group("with --config"), parser.add_argument_group("model, with --config"))
+    parser.set_defaults(program=[])
+    parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip().replace('%', '%%')} [-- CMD ...]"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,10 +93,14 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.run import open_run
 
     by_rules = {"--tolerance": arguments.tolerance, "--config": arguments.config, "--strict": arguments.strict}
-    source = next((name for name in ("against", "baseline", "update_baseline") if getattr(arguments, name)), None)
+    sources = ("dryrun", "against", "baseline", "update_baseline")
+    source = next((name for name in sources if getattr(arguments, name)), None)
     for option in (name for name, value in by_rules.items() if value and source):
         other = str(source).replace("_", "-")
         raise CommtraceError(f"{option} is only for the comparison with rules; remove it or --{other}")
+    if bool(arguments.program) != arguments.dryrun:
+        missing = "no program given" if arguments.dryrun else f"{arguments.program[0]}: a program is only for --dryrun"
+        raise CommtraceError(f"{missing}; give both: commtrace check {arguments.directory} --dryrun -- python train.py")
     compare = _update_baseline if arguments.update_baseline else _check_calls if source else _check_rules
     with open_executor(arguments.dask) as executor:
         return _check(open_run(arguments.directory, recover=True, executor=executor), arguments, compare)
@@ -116,19 +132,18 @@ def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
     if run.simulated:
         print(f"simulated: {len(run.ranks):,} of {run.world_size:,} ranks were run, and nothing was sent")
     if not verdict.compared[0]:
-        _print_alternatives(run, arguments)
+        _print_alternatives(arguments)
     return status
 
 
-def _print_alternatives(run: Run, arguments: argparse.Namespace) -> None:
+def _print_alternatives(arguments: argparse.Namespace) -> None:
     """Print what else a run without rules can be compared with."""
     from commtrace.analyses.compare.verdict_text import wrapped
 
     log = arguments.directory
     hints = (
-        "to compare with a dry run of the same program instead:",
-        f"    commtrace dryrun --world-size {run.world_size or 'N'} --ranks all --out DIR2 python train.py ...",
-        f"    commtrace check {log} --against DIR2",
+        "to compare with a dry run of the same program instead (give the command that runs on each rank):",
+        f"    commtrace check {log} --dryrun -- python train.py ...",
         "to accept this run as the baseline of later ones:",
         f"    commtrace check {log} --update-baseline FILE",
     )
@@ -147,10 +162,14 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
         own += baseline.own
         expected, source = baseline.run, f"the baseline {arguments.baseline}"
     else:
-        against = open_run(arguments.against, recover=True, executor=run.executor)
-        expected = read_calls(against, own)
+        with tempfile.TemporaryDirectory(prefix="commtrace-check-") as folder:
+            if arguments.dryrun:
+                repeat(arguments.program, run, Path(folder))
+            against = open_run(arguments.against or folder, recover=True, executor=run.executor)
+            expected = replace(read_calls(against, own), name=str(arguments.against or "the dry run"))
         print_notes(against.notes, per_rank=arguments.per_rank)
-        source = f"the {'dry run' if against.simulated else 'run'} {arguments.against}"
+        kind = "dry run" if against.simulated else "run"
+        source = f"the {kind} {arguments.against or 'of ' + ' '.join(arguments.program)}"
     verdict = compare_calls(expected, read_calls(run, own))
     return _print_verdict(verdict, source, "the tables of `commtrace diff --json`", run, arguments)
 

@@ -23,10 +23,24 @@ job communicates.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from commtrace.errors import CommtraceError
 
 from .option_types import add_program, add_shared, add_timeout, positive_integer
+
+if TYPE_CHECKING:
+    from commtrace.reading.recorded_run import RecordedRun
+
+_TIMEOUT_SECONDS: Final = 1800
+_ALL_RANKS: Final = 4
+"""Size up to which `repeat` simulates all ranks of a job."""
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +61,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add("--jobs", metavar="N", type=positive_integer,
         help="number of ranks to run at once, not counting ranks that wait for others (default: number of cores, "
         "at most 4)")  # fmt: skip
-    add_timeout(parser, 1800, "stop a rank that takes longer")
+    add_timeout(parser, _TIMEOUT_SECONDS, "stop a rank that takes longer")
     add_program(parser)
 
 
@@ -81,3 +95,45 @@ def run(arguments: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def repeat(command: Sequence[str], run: RecordedRun, out: Path) -> None:
+    """Dry-run the program of a recorded run, with as many ranks on as many hosts; only progress is shown.
+
+    Args:
+        command: The command that runs on each rank.
+        run: The run. A job of more than _ALL_RANKS ranks is simulated by those of them that are distinct.
+        out: Directory for the log.
+
+    Raises:
+        CommtraceError: The program cannot be run, a rank failed, or the number of ranks is not in the log.
+    """
+    from commtrace.dryrun.dry_run import ALL_DISTINCT, dry_run
+    from commtrace.dryrun.isolation.policy import Writes
+    from commtrace.dryrun.rank_processes import DryRunRequest
+    from commtrace.launchers import usable_cores
+
+    from .run import traced
+
+    if run.world_size is None:
+        raise CommtraceError(
+            f"{run.log.path}: the log does not say how many ranks the run has; make the dry run yourself "
+            "(commtrace dryrun --world-size N ...) and compare with --against"
+        )
+    ranks_by_host = Counter(process.host for process in run.processes)
+    with contextlib.redirect_stdout(io.StringIO()):  # the lines of a log that is not kept
+        dry_run(
+            DryRunRequest(
+                command=command,
+                environment=traced(os.environ, str(out)),
+                world_size=run.world_size,
+                ranks="all" if run.world_size <= _ALL_RANKS else ALL_DISTINCT,
+                out=out,
+                ranks_per_node=max(ranks_by_host.values(), default=run.world_size),
+                device=None,
+                jobs=min(4, usable_cores()),
+                timeout_s=_TIMEOUT_SECONDS,
+                writes=Writes.PRIVATE,
+                shows_output=False,
+            )
+        )

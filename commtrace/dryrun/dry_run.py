@@ -81,7 +81,7 @@ def dry_run(request: DryRunRequest) -> None:
 def _dry_run(request: DryRunRequest, ranks: Sequence[int], device: str) -> None:
     run_id = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + os.urandom(3).hex()
     with _folders(request) as (folder, shm):
-        job = SimulatedJob(request, device, run_id, folder, shm, shown_rank=ranks[0])
+        job = SimulatedJob(request, device, run_id, folder, shm, ranks[0] if request.shows_output else None)
         outcomes: dict[int, RankOutcome] = {}
         represented: Mapping[int, Sequence[int]] = dict.fromkeys(ranks, ())
         try:

@@ -45,6 +45,7 @@ class DryRunRequest:
     jobs: int  # number of ranks to run at once, not counting those that wait for messages
     timeout_s: float  # seconds after which a rank is stopped
     writes: Writes  # what happens to files that the program changes
+    shows_output: bool = True  # whether the output of the first rank goes to this process's stdout and stderr
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class SimulatedJob:
     run: str  # the id of the run
     folder: Path  # an empty directory for everything that the ranks write: logs, output, messages, changed files
     shm: Path  # the same in shared memory, for their rings
-    shown_rank: int  # the rank whose output goes to this process's stdout and stderr
+    shown_rank: int | None  # the rank whose output goes to this process's stdout and stderr
 
     @property
     def messages(self) -> Path:

@@ -81,6 +81,15 @@ def test_a_fault_of_the_program_is_not_a_difference(
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["--dryrun"], ["--", "python"], ["--against", ".", "--", "python"]])
+def test_a_program_is_only_for_a_dry_run(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training(tmp_path)
+    assert main(["check", str(tmp_path), *arguments]) == 2
+    assert "give both: commtrace check" in capsys.readouterr().err
+
+
 def test_a_newer_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LogFactory(tmp_path).process(version=VERSION + 1)
     assert main(["report", str(tmp_path)]) == 2

@@ -88,6 +88,14 @@ def test_rules_list_calls_of_the_program(logs: Path, capsys: Captured) -> None:
     assert run_command(capsys, "check", logs / "more", "--strict", "--own", "changed_training.py")[0] == 0
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("change", "expected"), [("none", 0), ("more", 1)])
+def test_a_check_makes_the_dry_run_itself(change: str, expected: int, logs: Path, capsys: Captured) -> None:
+    program = ("--dryrun", "--width", "160", "--", sys.executable, PROGRAM, "4", "none")
+    status = main([*map(str, ("check", logs / change, *program))])
+    assert status == expected, capsys.readouterr().out
+
+
 def test_a_dry_run_is_the_reference(logs: Path, tmp_path: Path, capsys: Captured) -> None:
     """A dry run with fewer steps is enough, because steps repeat."""
     command = [sys.executable, "-m", "commtrace.cli", "dryrun", "--world-size", "2", "--ranks", "all", "--jobs", "2"]
