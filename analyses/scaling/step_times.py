@@ -82,8 +82,7 @@ def step_times(run: AnalysedRun) -> StepTimes:
     steps = _choose_steps(recorded, run) if marked else np.array([_UNMARKED])
     if not len(steps):
         raise LogError(f"{run.log.path}: no training step completed on every rank; record at least three in a row")
-    # A step begins at the end of the one before it, and the next one shows which operations it waits for in its end.
-    blocked = _read(run, np.unique([steps - 1, steps, steps + 1]) if marked else steps)
+    blocked = _read(run, _blocking_steps(recorded, steps) if marked else steps)
     table = pd.concat(_step_rows(run, blocked, steps, marked=marked), ignore_index=True)
     if not table["step_ns"].max() > 0:
         raise LogError(f"{run.log.path}: its steps have no duration, so its times are damaged")
@@ -93,12 +92,14 @@ def step_times(run: AnalysedRun) -> StepTimes:
 
 
 def _recorded_steps(block: RecordBlock) -> pd.DataFrame:
-    """Return the steps of each process, and whether their records have an evaluation."""
+    """Return the steps of each process, when their calls began and ended, and whether they have an evaluation."""
     used = np.flatnonzero(block["t_begin"] > 0)
     columns = {
         "process": block["process"],
         "step": block["step"].astype(np.int64),
         "evaluates": (block["phase"] == Phase.EVALUATION).astype(np.int64),
+        "begin": block["t_begin"],
+        "end": np.maximum(block["t_return"], block["t_end"]),
     }
     return _merge_steps([pd.DataFrame({name: column[used] for name, column in columns.items()}, copy=False)])
 
@@ -107,7 +108,7 @@ def _finish_steps(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     return {"recorded_steps": table}
 
 
-_merge_steps: Final = merge_sums("process", "step", evaluates="max")
+_merge_steps: Final = merge_sums("process", "step", evaluates="max", begin="min", end="max")
 _RECORDED_STEPS: Final = Analysis("recorded_steps", _recorded_steps, _merge_steps, _finish_steps)
 
 
@@ -117,6 +118,21 @@ def _choose_steps(recorded: pd.DataFrame, run: AnalysedRun) -> Array:
     steps, regular = measured_steps(StepsOfProcesses(*columns), len(run.processes))
     selected = run.select_steps(steps)
     return (steps[selected & regular] if (selected & regular).any() else steps[selected])[-MAX_STEPS:]
+
+
+def _blocking_steps(recorded: pd.DataFrame, steps: Array) -> Array:
+    """Return the steps whose calls may block a rank within `steps`, ascending.
+
+    A step begins at the end of the one before it, and the next one shows which operations it waits for in its end.
+    Calls of earlier steps, or of start-up, may still be in flight.
+    """
+    process, step, begin, end = (recorded[name].to_numpy() for name in ("process", "step", "begin", "end"))
+    first = step == steps[0] - 1
+    begun = np.full(process.max() + 1, np.iinfo(np.int64).max)
+    begun[process[first]] = begin[first]
+    in_flight = (step < steps[0]) & (end > begun[process])
+    within = (step >= steps[0] - 1) & (step <= steps[-1] + 1)
+    return np.unique(step[in_flight | within])
 
 
 _COLUMNS: Final = (*FIELDS, "micro_batch", "t_start", "payload", "peer", "tag", "batch", "op")
