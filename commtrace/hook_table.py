@@ -7,7 +7,7 @@ HOOKS = {
     "torch": "commtrace.hooks.torch.hook",
     "mpi4py.MPI": "commtrace.hooks.mpi.hook",
     "deepspeed": "commtrace.hooks.deepspeed.hook",
-    "torch.distributed._local_tensor": "commtrace.hooks.torch.unobserved",
+    "torch.distributed._local_tensor": "commtrace.hooks.torch.blind_spot_warnings",
     "torch.distributed.tensor.parallel.api": "commtrace.hooks.torch.dtensor",
     "torch.distributed.tensor._api": "commtrace.hooks.torch.redistribution",
     "torch.utils.checkpoint": "commtrace.hooks.torch.recomputation",
@@ -17,11 +17,11 @@ HOOKS = {
     "torch.distributed.checkpoint.state_dict_saver": "commtrace.hooks.torch.entry_points",
     "torch.distributed.checkpoint.state_dict_loader": "commtrace.hooks.torch.entry_points",
     "torch.distributed.tensor.parallel.loss": "commtrace.hooks.torch.entry_points",
-    "torch.distributed.fsdp._fully_shard._fsdp_state": "commtrace.hooks.torch.fsdp",
-    "megatron.core.parallel_state": "commtrace.hooks.megatron.megatron_core",
+    "torch.distributed.fsdp._fully_shard._fsdp_state": "commtrace.hooks.torch.fsdp2",
+    "megatron.core.parallel_state": "commtrace.hooks.megatron.core_groups",
     "megatron.core.optimizer.optimizer": "commtrace.hooks.megatron.core_optimizer",
     "megatron.core.pipeline_parallel.schedules": "commtrace.hooks.megatron.core_schedules",
-    "megatron.mpu.initialize": "commtrace.hooks.megatron.gpt_neox",
+    "megatron.mpu.initialize": "commtrace.hooks.megatron.gpt_neox_groups",
     "megatron.training": "commtrace.hooks.megatron.gpt_neox_training",
 }
 

@@ -33,7 +33,7 @@ from commtrace.statements import Statement
 from .call_keys import OBJECTS, CallKey, group_shape, peer_label, site_name
 from .own_calls import OwnRow, is_declared, sum_own_calls
 from .run_calls import NO_CALLS, Call, GroupLabel, RankCalls, RunCalls, StepCalls, periods
-from .settings import setting_facts
+from .setting_differences import setting_facts
 
 _STREAM_BITS: Final = 34  # of `RunLabels.ids("role", ...)`
 

@@ -152,8 +152,8 @@ def _print_alternatives(arguments: argparse.Namespace) -> None:
 
 def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.compare.baseline import read_baseline
-    from commtrace.analyses.compare.call_differences import compare_calls
     from commtrace.analyses.compare.recorded_calls import read_calls
+    from commtrace.analyses.compare.two_runs import compare_calls
     from commtrace.run import open_run
 
     own = [*arguments.own]

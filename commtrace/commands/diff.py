@@ -31,8 +31,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences, and return the exit status."""
-    from commtrace.analyses.compare.call_differences import compare_calls
     from commtrace.analyses.compare.recorded_calls import read_calls
+    from commtrace.analyses.compare.two_runs import compare_calls
     from commtrace.analyses.compare.verdict_text import heading, shortened_lines, verdict_lines
     from commtrace.analyses.report.document import diff_to_json
     from commtrace.reading.executors import open_executor

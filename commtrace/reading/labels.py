@@ -17,9 +17,9 @@ from commtrace.rank_ranges import format_rank_list
 from commtrace.schema import ROLES, Fields, Phase, State, flags_label
 from commtrace.volume import wire_bytes
 
-from .group_roles import role_from_description
 from .log import Log
 from .process_reader import Process
+from .roles_by_name import role_from_description
 from .table_reader import ProcessTables, RecordedGroup, Site, integer_or_none
 
 Array: TypeAlias = npt.NDArray[Any]

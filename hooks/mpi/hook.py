@@ -12,7 +12,7 @@ from functools import partial
 from mpi4py import MPI
 
 from commtrace.hooks import recorder_setup
-from commtrace.hooks.native import mpi_recorder as native
+from commtrace.hooks.native import compiled_wrappers as native
 
 from . import pickled_objects as mpi_pickle
 from . import tracer as mpi_tracer

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from mpi4py import MPI
 
-from commtrace.hooks.native import mpi_recorder as native
+from commtrace.hooks.native import compiled_wrappers as native
 from commtrace.hooks.recorder_setup import call_unmeasured, count_fault, guard
 from commtrace.patching import Wrapper, around
 from commtrace.recording.interrupts import reraise_if_from_signal_handler

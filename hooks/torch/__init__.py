@@ -5,10 +5,10 @@ tracer, c10d_operators                calls: their records, and the meaning of a
 backend_methods                       direct calls of backend objects
 works, call_ends                      ends of calls
 process_groups, group_registry        groups and their roles
-training, dtensor, fsdp               steps, phases, and hooks for torch's parallel libraries
+training, dtensor, fsdp2              steps, phases, and hooks for torch's parallel libraries
 captured_jobs, *_job, model_facts     rows of the job table: settings that determine communication
-recomputation, redistribution,        purposes of calls (training, fsdp: those of DDP and FSDP2)
+recomputation, redistribution,        purposes of calls (training, fsdp2: those of DDP and FSDP2)
   pipelining, entry_points
 passes                                rows of the passes table: what ran in each step
-unobserved                            warnings about calls that are not recorded
+blind_spot_warnings                   warnings about calls that are not recorded
 """

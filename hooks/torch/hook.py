@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from commtrace import reduce_ops
-from commtrace.hooks.native import torch_recorder as native
+from commtrace.hooks.native import compiled_kernels as native
 from commtrace.patching import Patches
 from commtrace.recording.session import session
 
-from . import backend_methods, unobserved
+from . import backend_methods, blind_spot_warnings
 from . import training as torch_training
 from .c10d_operators import WAITS, Operator, known_operators, operator_names
 from .dispatcher import Kernels
@@ -68,7 +68,7 @@ def install() -> None:
         _patches.on_undo(native.uninstall)
     else:
         _install_python(operators)
-    _patches.include(torch_training, unobserved)
+    _patches.include(torch_training, blind_spot_warnings)
     backend_methods.install(operators)
     _patches.on_undo(backend_methods.uninstall)
 

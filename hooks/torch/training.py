@@ -16,9 +16,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from commtrace.current_step import progress
 from commtrace.hooks import purposes
 from commtrace.patching import Patches, around
-from commtrace.progress import progress
 from commtrace.schema import Phase, Purpose
 
 from .captured_jobs import Jobs

@@ -18,10 +18,10 @@ from commtrace.theory import ExpectedCall, NotPredictedError, Prediction
 
 from .call_keys import CellKey
 from .causes import PROGRAM_CAUSES, UNEXPLAINED
-from .comparison import Comparison, EqualRanks
-from .expected_run import ExpectedRun, ExpectedSteps, RuledStep, captured_job, other_versions, versions_of
+from .compared_ranks import Comparison, EqualRanks
+from .rules_run import ExpectedRun, ExpectedSteps, RuledStep, captured_job, other_versions, versions_of
 from .run_calls import RankCalls, RunCalls, StepCalls
-from .step_comparison import ComparedStep
+from .step_differences import ComparedStep
 from .step_pairs import StepPairs
 from .theory_specs import EXPECTED_CALLS, RECONCILIATION, THEORY, WATERFALL, WATERFALL_BY_ROLE
 from .waterfall import WaterfallRows, waterfall

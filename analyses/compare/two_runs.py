@@ -15,10 +15,10 @@ from commtrace.formatting import format_plural
 from commtrace.rank_ranges import format_ranks
 from commtrace.statements import Statement
 
-from .comparison import Comparison
+from .compared_ranks import Comparison
 from .run_calls import RunCalls
-from .settings import compare_settings
-from .step_comparison import NO_KEY, DifferenceRow
+from .setting_differences import compare_settings
+from .step_differences import NO_KEY, DifferenceRow
 from .step_pairs import pair_steps
 from .verdict import Verdict, judge, sentences_of_ranks, table_row
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commtrace.reading.group_roles import role_from_description
+from commtrace.reading.roles_by_name import role_from_description
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from commtrace.recording.ring import Ring
 from commtrace.recording.session import session
 
 from . import libraries
+from .native_slots import NativeSlots
 from .rows import Rows
-from .slots import NativeSlots
 
 _library: Any = None
 _operators: list[Operator] = []

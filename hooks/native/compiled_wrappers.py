@@ -13,12 +13,12 @@ from typing import Any, Final
 
 from mpi4py import MPI
 
+from commtrace.current_step import progress
 from commtrace.errors import CommtraceError, warn
 from commtrace.hooks import call_context
 from commtrace.hooks.mpi.buffers import predefined
 from commtrace.hooks.mpi.methods import Method
 from commtrace.hooks.mpi.tracer import MpiTracer
-from commtrace.progress import progress
 from commtrace.recording.ring import RECORDS_AT
 from commtrace.recording.session import session
 

@@ -27,7 +27,7 @@ from commtrace.reading.summary_reader import MIXED
 
 from . import counted_calls
 from .counted_calls import count_steps
-from .rule_comparison import RuleComparison
+from .rules_tables import RuleComparison
 
 _FIRST_RECORDS: Final = 16
 

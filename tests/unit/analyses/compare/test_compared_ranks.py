@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from repeated_logs import Repetition, write_repeated
 
-from commtrace.analyses.compare import comparison, expected_run, reconciliation
+from commtrace.analyses.compare import compared_ranks, rules_analysis, rules_run
 from commtrace.analyses.fold_engine import fold
 from commtrace.run import open_run
 
@@ -33,7 +33,7 @@ def long_log(recorded: Path, scheme: str, folder: Path, **repetition: Any) -> Pa
 @pytest.mark.parametrize("scheme", damaged_logs.SCHEMES)
 def test_a_repeated_log_is_as_expected(scheme: str, recorded: Path, tmp_path: Path) -> None:
     run = open_run(long_log(recorded, scheme, tmp_path, ranks=4, repeats=70, per_host=2))
-    tables = fold(run, [reconciliation.ANALYSIS])
+    tables = fold(run, [rules_analysis.ANALYSIS])
     assert tables["theory"]["matched_share"].tolist() == [1.0] * 4
     assert set(tables["reconciliation"]["cause"]) == {"expected"}
     cells = tables["reconciliation"].groupby("rank")["step"].agg(["min", "max"])
@@ -45,7 +45,7 @@ def test_comparisons_do_not_grow_with_ranks_and_steps(
     ranks: int, repeats: int, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: Counter[str] = Counter()
-    for module, name in ((expected_run, "predict"), (comparison, "compare_step")):
+    for module, name in ((rules_run, "predict"), (compared_ranks, "compare_step")):
         function = getattr(module, name)
 
         def counted(*arguments: Any, name: str = name, function: Any = function) -> Any:
@@ -54,7 +54,7 @@ def test_comparisons_do_not_grow_with_ranks_and_steps(
 
         monkeypatch.setattr(module, name, counted)
     log = long_log(recorded, "ddp", tmp_path, ranks=ranks, repeats=repeats, together=True)
-    tables = fold(open_run(log), [reconciliation.ANALYSIS])
+    tables = fold(open_run(log), [rules_analysis.ANALYSIS])
     # Start-up, the first two steps, the other steps with sizes, and those without.
     assert calls == {"predict": 1, "compare_step": 5}
     for name in ("expected", "reconciliation"):
@@ -72,7 +72,7 @@ def test_steps_whose_records_were_removed_are_not_compared(recorded: Path, tmp_p
         late["step"] = -1
         np.save(path, np.concatenate([records, late]))
     run = open_run(log)
-    cells = fold(run, [reconciliation.ANALYSIS])["reconciliation"]
+    cells = fold(run, [rules_analysis.ANALYSIS])["reconciliation"]
     assert {*cells["cause"]} == {"expected"}
     # The first 16 records are of steps 252 to 257, any of which may be incomplete.
     assert {*cells["step"]} == {*range(258, 302)}

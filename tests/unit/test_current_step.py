@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import commtrace
-from commtrace.progress import Progress
+from commtrace.current_step import Progress
 from commtrace.schema import Phase
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commtrace.progress import progress
+from commtrace.current_step import progress
 from commtrace.recording.ring import DROPPED_AT, RECORDS_AT, Ring
 from commtrace.recording.session import session
 from commtrace.recording.slots import SlotNumbers, Slots

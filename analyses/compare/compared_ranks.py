@@ -11,7 +11,7 @@ from commtrace.analyses.grouping import Array, group_rows
 
 from .causes import StepContext
 from .run_calls import RankCalls, RunCalls
-from .step_comparison import ComparedStep, compare_step
+from .step_differences import ComparedStep, compare_step
 from .step_pairs import StepPairs
 
 
