@@ -8,6 +8,7 @@
     wait_tables                    sums of waits and transfers, for the tables `waits_by_...`
     critical_paths, stragglers     what the end of a step depends on; whom others wait for, and where its delay began
     last_calls, stuck_calls, disagreements    hung and dead jobs
+    stalls                         what ranks that make no progress are doing
 
 Modules named `..._section` and `..._specs` show and describe the tables of these subjects.
 """

@@ -57,6 +57,31 @@ class CallPurpose(NamedTuple):
     facts: tuple[tuple[str, str | int], ...] = ()
 
 
+class ThreadStack(NamedTuple):
+    """A thread in a sample of stacks, as docs/reference/log-format.md describes it."""
+
+    name: str
+    is_main: bool
+    state: str
+    system_call: str
+    cpu_ns: int | None
+    frames: tuple[tuple[str, int, str], ...]
+    """File, line and function, the innermost first."""
+
+
+class StackSample(NamedTuple):
+    """What the threads of a process did while it made no progress."""
+
+    mono_ns: int
+    calls: int
+    """Number of calls that the process had begun."""
+    pause_ns: int
+    in_call: bool
+    window_ns: int
+    """Time over which processor times of threads were measured."""
+    threads: tuple[ThreadStack, ...]
+
+
 class Site(NamedTuple):
     """A call site, with its caller if it is in a helper that many lines call, and the purpose of its calls."""
 
@@ -97,6 +122,8 @@ class ProcessTables:
     stats: Row | None = None
     end: Row | None = None
     salvage: list[Row] = field(default_factory=list)
+    stacks: StackSample | None = None
+    """The last sample of its stacks."""
     notices: list[Row] = field(default_factory=list)
     """Dry run: lines of the program that read values that were not computed."""
     writes: list[Row] = field(default_factory=list)
@@ -183,6 +210,21 @@ def _kind(row: Row) -> Kind:
     return Kind(str(row["op"]), *(str(row.get(name) or "") for name in Kind._fields[1:]))
 
 
+def _stacks(row: Row) -> StackSample:
+    threads = (
+        ThreadStack(
+            str(thread["name"]), thread["main"] is True, str(thread["state"]), str(thread["system_call"]),
+            None if thread["cpu_ns"] is None else _natural(thread["cpu_ns"]),
+            tuple((str(file), int(line), str(function)) for file, line, function in thread["frames"]),
+        )
+        for thread in row["threads"]
+    )  # fmt: skip
+    return StackSample(
+        _natural(row["mono_ns"]), _natural(row["calls"]), _natural(row["pause_ns"]), row["in_call"] is True,
+        _natural(row["window_ns"]), tuple(threads),
+    )  # fmt: skip
+
+
 def _role(row: Row) -> str:
     return str(row["role"])
 
@@ -197,6 +239,10 @@ def _keep_all(name: str, tables: ProcessTables, row: Row) -> None:
 
 def _keep_by(key: str, name: str, tables: ProcessTables, row: Row) -> None:
     getattr(tables, name)[_id(row[key])] = row["value"]
+
+
+def _keep_stacks(tables: ProcessTables, row: Row) -> None:
+    tables.stacks = row["value"]
 
 
 def _keep_group(tables: ProcessTables, row: Row) -> None:
@@ -230,12 +276,14 @@ _STATS_LIMITS: Final = {
     **dict.fromkeys(("steady_samples", "steady_ns", "drain_cpu_ns", "untimed"), _MAX_COUNTER),
     "mono_ns": _MAX_TIME,
 }
+_STACKS_LIMITS: Final = {"mono_ns": _MAX_TIME, "calls": _MAX_COUNTER, "pause_ns": _MAX_TIME, "window_ns": _MAX_TIME}
 _ROW_TYPES: Final[Mapping[str, _RowType]] = {
     "process": _RowType(partial(_keep_last, "process"), _PROCESS_LIMITS),
     "stats": _RowType(partial(_keep_last, "stats"), _STATS_LIMITS),
     "end": _RowType(partial(_keep_last, "end"), _CLOCKS),
     "clock": _RowType(partial(_keep_all, "clock"), _CLOCKS),
     "salvage": _RowType(partial(_keep_all, "salvage")),
+    "stacks": _RowType(_keep_stacks, _STACKS_LIMITS, value=_stacks),
     "notices": _RowType(partial(_keep_all, "notices")),
     "writes": _RowType(partial(_keep_all, "writes")),
     "kinds": _RowType(partial(_keep_by, "id", "kinds"), value=_kind),

@@ -23,6 +23,7 @@ from .kept_records import KeptDumps, in_flight, select_at_exit
 from .log_writer import LogWriter
 from .recovery import recover_records
 from .slots import NO_SLOTS, SlotNumbers, Slots
+from .stacks import StackSampler
 from .summary_writer import SummaryWriter
 from .table_lines import TableLines
 
@@ -67,6 +68,7 @@ class Drain:
         self._is_kept = np.zeros(self._slots.capacity, bool)
         self._summary = SummaryWriter(settings, rank, self._ring, writer) if settings.mode == "summary" else None
         self._dumps = KeptDumps(settings, self._ring, writer.dump) if settings.kept_records else None
+        self._stacks = StackSampler(settings, slots, tables)
         self._crossing_ns = self._written = self._not_selected = self._cpu_ns = 0
         self._costs: dict[str, int] = {}
         self._costs_at = 0.0
@@ -153,6 +155,7 @@ class Drain:
             self._summary.turn()
         if self._dumps:
             self._dumps.turn()
+        self._stacks.turn(self._moved + self._slots.taken + self._ring.dropped)
         self._cpu_ns = time.thread_time_ns()
         self._count()
 
