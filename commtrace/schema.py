@@ -145,6 +145,9 @@ class Purpose(Enum):
     ACTIVATION_GRADIENTS = "activation gradients"
     TENSORS = "distributed tensors outside of the model"  # full_tensor() or redistribute() by the program
     LOSS = "loss"
+    METRICS = "metrics"  # losses and metrics gathered to be logged
+    EVALUATION = "evaluation"  # results of an evaluation, other than metrics
+    DATA = "data"  # batches, and what ranks agree on about them
     PIPELINE_ACTIVATIONS = "pipeline activations"
     PIPELINE_GRADIENTS = "pipeline gradients"
     EXPERT_TOKENS = "tokens of experts"
@@ -154,6 +157,8 @@ class Purpose(Enum):
     RANDOM_STATE = "random state"
     OBJECTS = "objects exchanged"
     MODEL_CHECKED = "model compared between ranks"
+    FLAGS = "flags agreed"  # stop? save? received a signal?
+    BARRIER = "barriers of libraries"
 
 
 WITHOUT_RECORD: Final = ("dropped", "removed", "lost", "unrecorded")

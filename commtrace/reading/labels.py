@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import IntEnum
@@ -222,7 +222,10 @@ def short_paths(files: Iterable[str]) -> dict[str, str]:
 
 
 def roles_of(log: Log) -> dict[RecordedGroup, str]:
-    """Return the role of each group: as a rank recorded it, else from its description, else from its ranks."""
+    """Return the role of each group: as a rank recorded it, else from its description, else from its ranks.
+
+    A group that a program makes for itself has the role of a group with the same ranks, if there is exactly one.
+    """
     roles: dict[RecordedGroup, str] = {}
     world = format_rank_list(range(log.world_size)) if log.world_size else None
     all_tables = [process.tables for process in log.processes]
@@ -237,6 +240,13 @@ def roles_of(log: Log) -> dict[RecordedGroup, str]:
             role = source(tables, number, group)
             if role in ROLES:
                 roles.setdefault(group, role)
+    by_members: dict[str, set[str]] = defaultdict(set)
+    for group, role in roles.items():
+        by_members[group.members].add(role)
+    for group in [group for group, role in roles.items() if role == UNKNOWN]:
+        known = by_members[group.members] - {UNKNOWN}
+        if len(known) == 1:
+            roles[group] = known.pop()
     return roles
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from commtrace.hooks import purposes
+from commtrace.hooks.marked_sources import unclaimed
 from commtrace.patching import Patches
 from commtrace.schema import Purpose
 
@@ -17,6 +18,7 @@ _CHECKPOINT: Final = "torch.distributed.checkpoint"
 _NORMS: Final = ("clip_grad_norm_", "clip_grad_norm", "get_total_norm", "clip_grads_with_norm_")
 
 MODULES: Final[Mapping[str, Mapping[str, Purpose]]] = {
+    "torch.distributed.distributed_c10d": dict.fromkeys(("barrier", "monitored_barrier"), Purpose.BARRIER),
     "torch.nn.utils.clip_grad": dict.fromkeys((*_NORMS, "_get_total_norm"), Purpose.GRADIENT_NORM),
     f"{_CHECKPOINT}.state_dict": dict.fromkeys(
         (
@@ -37,7 +39,7 @@ MODULES: Final[Mapping[str, Mapping[str, Purpose]]] = {
 }
 """Module -> its functions. A function that this torch does not have is left out."""
 
-_EXPORTING: Final = (_CHECKPOINT, "torch.nn.utils")
+_EXPORTING: Final = (_CHECKPOINT, "torch.nn.utils", "torch.distributed")
 """Packages that export some of these functions."""
 
 _patches: Final[dict[str, Patches]] = {name: Patches() for name in MODULES}
@@ -60,7 +62,7 @@ def uninstall() -> None:
 
 def _wrap(patches: Patches, home: Any, name: str, purpose: Purpose) -> None:
     original = vars(home).get(name)
-    if patches.wrap(home, name, purposes.marking(purpose)):
+    if patches.wrap(home, name, (unclaimed if purpose is Purpose.BARRIER else purposes.marking)(purpose)):
         replacement = vars(home)[name]
         _rebind(original, replacement)
         patches.on_undo(_rebind, replacement, original)  # also where it was bound since: the package is still imported
