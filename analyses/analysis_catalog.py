@@ -10,6 +10,7 @@ from . import (
     log_section,
     message_sizes,
     network_efficiency,
+    setup_section,
     side_by_side,
     steps,
     volume_by_purpose,
@@ -51,6 +52,7 @@ SECTIONS: Final[tuple[Section, ...]] = (
     volume_tables.RANKS_SECTION,
     step_time_section.STEP_TIME_SECTION,
     network_efficiency.NETWORK_SECTION,
+    setup_section.SECTION,
     log_section.LOG_SECTION,
 )
 """The sections of the report of one run, in its order."""

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from commtrace.analyses.grouping import Array, group_rows
+from commtrace.analyses.process_settings import settings_by_rank
 from commtrace.analyses.record_blocks import RecordBlock, read_blocks
 from commtrace.rank_ranges import parse_ranks
 from commtrace.reading.labels import UNKNOWN, RunLabels
@@ -118,7 +119,7 @@ def read_calls(run: RecordedRun, own: Sequence[str] = ()) -> RunCalls:
     all_lines = {call: frozenset(call_lines) for call, call_lines in lines.items()}
     return RunCalls(
         str(run.log.path), [*numbers], ranks, run.world_size, run.simulated, setting_facts(run), all_lines,
-        sum_own_calls(own_rows), run.step_ranges,
+        sum_own_calls(own_rows), settings_by_rank(run), run.step_ranges,
     )  # fmt: skip
 
 

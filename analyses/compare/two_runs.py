@@ -48,7 +48,7 @@ def compare_calls(a: RunCalls, b: RunCalls) -> Verdict:
         sentences_of_ranks(reasons, compared),
         rank_rows=rank_rows,
         notes=tuple(sentences_of_ranks(notes, compared)),
-        settings=compare_settings(a.facts, b.facts),
+        settings=compare_settings(a, b),
     )
 
 

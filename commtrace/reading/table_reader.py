@@ -119,6 +119,12 @@ class ProcessTables:
     sites: dict[int, Site] = field(default_factory=dict)
     jobs: dict[int, Row] = field(default_factory=dict)
     clock: list[Row] = field(default_factory=list)
+    backends: dict[int, str] = field(default_factory=dict)
+    """Backends by group."""
+    creation_ns: dict[int, int] = field(default_factory=dict)
+    """Time that the library took to create a group, by group, where it is known."""
+    setup: Row | None = None
+    """How the process was set up; None in logs of earlier releases, and of processes that were killed at once."""
     stats: Row | None = None
     end: Row | None = None
     salvage: list[Row] = field(default_factory=list)
@@ -248,6 +254,9 @@ def _keep_stacks(tables: ProcessTables, row: Row) -> None:
 def _keep_group(tables: ProcessTables, row: Row) -> None:
     _keep_by("id", "groups", tables, row)
     tables.descriptions[row["id"]] = str(row.get("desc") or "")
+    tables.backends[row["id"]] = str(row.get("backend") or "")
+    if row.get("create_ns") is not None:
+        tables.creation_ns[row["id"]] = row["create_ns"]
 
 
 def _keep_job(tables: ProcessTables, row: Row) -> None:
@@ -279,6 +288,7 @@ _STATS_LIMITS: Final = {
 _STACKS_LIMITS: Final = {"mono_ns": _MAX_TIME, "calls": _MAX_COUNTER, "pause_ns": _MAX_TIME, "window_ns": _MAX_TIME}
 _ROW_TYPES: Final[Mapping[str, _RowType]] = {
     "process": _RowType(partial(_keep_last, "process"), _PROCESS_LIMITS),
+    "setup": _RowType(partial(_keep_last, "setup")),
     "stats": _RowType(partial(_keep_last, "stats"), _STATS_LIMITS),
     "end": _RowType(partial(_keep_last, "end"), _CLOCKS),
     "clock": _RowType(partial(_keep_all, "clock"), _CLOCKS),
@@ -287,7 +297,7 @@ _ROW_TYPES: Final[Mapping[str, _RowType]] = {
     "notices": _RowType(partial(_keep_all, "notices")),
     "writes": _RowType(partial(_keep_all, "writes")),
     "kinds": _RowType(partial(_keep_by, "id", "kinds"), value=_kind),
-    "groups": _RowType(_keep_group, value=_group),
+    "groups": _RowType(_keep_group, {"create_ns": _MAX_COUNTER}, value=_group),
     "roles": _RowType(partial(_keep_by, "group", "roles"), value=_role),
     "message_roles": _RowType(partial(_keep_by, "group", "message_roles"), value=_role),
     "sites": _RowType(partial(_keep_by, "id", "sites"), value=_site),

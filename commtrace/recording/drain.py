@@ -15,6 +15,7 @@ import numpy as np
 
 from commtrace import identity
 from commtrace.errors import warn
+from commtrace.process_setup.setup_reader import SetupReader
 from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.settings import Settings
 
@@ -30,6 +31,7 @@ from .table_lines import TableLines
 FIRST_STATS_SECONDS: Final = 10.0
 COST_SECONDS: Final = 2.0
 """Interval between summaries of the cost samples: sorting them takes most of the time of a turn."""
+FIRST_SETUP_SECONDS: Final = 1.0
 
 # Signals that a thread gets for its own faults.
 _OWN_FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT}
@@ -75,6 +77,10 @@ class Drain:
         self._counted: object = None
         self._stats_every = FIRST_STATS_SECONDS
         self._stats_at = time.monotonic() + FIRST_STATS_SECONDS
+        # A dry run shows a job on other machines than the one that it runs on.
+        self._setup = None if settings.simulated else SetupReader()
+        self._setup_every = FIRST_SETUP_SECONDS
+        self._setup_at = 0.0
         self._reason = ""  # why the log ended; empty before
         self._count()
         self._thread = threading.Thread(target=self._run, name="commtrace-drain", daemon=True)
@@ -123,6 +129,7 @@ class Drain:
         # Leave signals of the process to the program's threads.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_FAULTS)
         self._guarded(self._measure_crossing)
+        self._guarded(self._read_setup)
         while not self._reason:
             self._slots.wait(self._settings.drain_ms / 1000)
             if not self._reason:
@@ -140,12 +147,22 @@ class Drain:
     def _measure_crossing(self) -> None:
         self._crossing_ns = self._calibrate()
 
+    def _read_setup(self) -> None:
+        # Twice as long each time: libraries are loaded in the first seconds, if not in the first call.
+        self._setup_at = time.monotonic() + self._setup_every
+        self._setup_every *= 2
+        row = self._setup.changed_row() if self._setup else None
+        if row is not None:
+            self._tables.add("setup", **row)
+
     def _run_callbacks(self) -> None:
         for callback in self.callbacks:
             self._guarded(callback)
 
     def _turn(self) -> None:
         self._run_callbacks()
+        if time.monotonic() >= self._setup_at:
+            self._read_setup()
         # Records that are not written to disk leave the ring even while writing fails.
         may_move = self._writer.ready or self._settings.kept_records
         slots = self._slots.finished() if may_move else NO_SLOTS
@@ -203,6 +220,7 @@ class Drain:
 
     def _finish(self) -> None:
         ring, tables, writer = self._ring, self._tables, self._writer
+        self._guarded(self._read_setup)
         slots, unwritten = self._slots.seize()
         if unwritten:
             self._slots.drop(unwritten)
