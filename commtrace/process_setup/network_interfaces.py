@@ -7,61 +7,78 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .system_files import list_folder, read_number, read_text
 
 _FOLDER: Final = "/sys/class/net"
-_GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR
+_GET_FLAGS, _GET_ADDRESS, _GET_MTU, _GET_HARDWARE = 0x8913, 0x8915, 0x8921, 0x8927  # SIOCGIF...
+_UP: Final = 0x41  # IFF_UP | IFF_RUNNING
 _LISTEN: Final = "0A"  # TCP_LISTEN
 _NO_ADDRESS: Final = ("0.0.0.0", "::")
 _MAX_INTERFACES: Final = 64
 _MAX_FILES: Final = 4096
 
 
-def read_interfaces(folder: str = _FOLDER) -> list[dict[str, Any]]:
+class Link(NamedTuple):
+    """An interface of the process's network namespace.
+
+    Attributes:
+        is_up: Whether it is switched on, and has a connection.
+        mtu: Largest packet in bytes.
+        hardware: Hardware address, as /sys has it.
+        address: IPv4 address; "" if it has none.
+    """
+
+    is_up: bool
+    mtu: int
+    hardware: str
+    address: str
+
+
+def read_links() -> dict[str, Link]:
+    """Return the interfaces by name."""
+    links = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                flags, mtu = (struct.unpack("i", _ask(sock, name, what)[:4])[0] for what in (_GET_FLAGS, _GET_MTU))
+                hardware = _ask(sock, name, _GET_HARDWARE)[2:8].hex(":")
+                is_up = flags & _UP == _UP
+                links[name] = Link(is_up, mtu, hardware, _address(sock, name))
+    return links
+
+
+def _ask(sock: socket.socket, name: str, what: int) -> bytes:
+    """Return the kernel's answer on an interface (netdevice(7)), without the name before it."""
+    return fcntl.ioctl(sock.fileno(), what, struct.pack("40s", os.fsencode(name)[:15]))[16:]
+
+
+def _address(sock: socket.socket, name: str) -> str:
+    with suppress(OSError):
+        return socket.inet_ntoa(_ask(sock, name, _GET_ADDRESS)[4:8])
+    return ""
+
+
+def read_interfaces(links: Mapping[str, Link], folder: str = _FOLDER) -> list[dict[str, Any]]:
     """Return a row per interface: name, state, speed in Mbit/s if it is known, and MTU in bytes.
 
     Interfaces of other containers, which come and go, are left out: those without hardware below them and without an
-    address, and bridges.
+    address, and bridges. /sys may show the interfaces of another network namespace, which have other addresses.
     """
     rows: list[dict[str, Any]] = []
-    for name in list_folder(folder):
+    for name, link in sorted(links.items())[:_MAX_INTERFACES]:
         path = os.path.join(folder, name)
-        if len(rows) < _MAX_INTERFACES and _is_own(path, name):
-            numbers = {key: read_number(path, key) for key in ("speed", "mtu")}
-            known = {key: number for key, number in numbers.items() if number}  # without a link, the speed is 0 or -1
-            rows.append({"name": name, "state": _state(path, name), **known})
+        entries = [*list_folder(path)] if read_text(path, "address") == link.hardware else []
+        is_below = any(entry in ("device", "bonding") or entry.startswith("lower_") for entry in entries)
+        if "bridge" not in entries and (is_below or link.address):
+            speed = read_number(path, "speed") if entries else None
+            known = {"speed": speed} if speed else {}  # without a connection, it is 0 or -1
+            rows.append({"name": name, "state": "up" if link.is_up else "down", **known, "mtu": link.mtu})
     return rows
-
-
-def _is_own(path: str, name: str) -> bool:
-    if os.path.exists(os.path.join(path, "bridge")):
-        return False
-    below = [entry for entry in list_folder(path) if entry in ("device", "bonding") or entry.startswith("lower_")]
-    return bool(below) or name == "lo" or bool(_address(name))
-
-
-def _state(path: str, name: str) -> str:
-    """Return "up" or "down". Interfaces that do not report a state, such as the loopback interface, have only flags."""
-    state = read_text(path, "operstate")
-    if state != "unknown":
-        return state
-    flags = read_text(path, "flags")
-    with suppress(ValueError):
-        return "up" if int(flags, 16) & 1 else "down"
-    return state
-
-
-def _address(name: str) -> str:
-    """Return the IPv4 address of an interface; "" if it has none."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        request = struct.pack("256s", os.fsencode(name)[:15])
-        return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _GET_ADDRESS, request)[20:24])
-    return ""
 
 
 def interfaces_listened_on() -> list[str]:
@@ -108,9 +125,7 @@ def _text_of(address: bytes) -> str:
 def _addresses() -> Iterator[tuple[str, str]]:
     """Yield address and name of each interface."""
     yield "127.0.0.1", "lo"
-    for _, name in socket.if_nameindex():
-        if address := _address(name):
-            yield address, name
+    yield from ((link.address, name) for name, link in read_links().items() if link.address)
     for line in read_text("/proc/self/net/if_inet6").splitlines():
         digits, _, _, _, _, name = line.split()
         yield _text_of(bytes.fromhex(digits)), name

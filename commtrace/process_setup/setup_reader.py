@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from .devices import read_devices
 from .mapped_libraries import MappedLibraries
-from .network_interfaces import interfaces_listened_on, read_interfaces
+from .network_interfaces import interfaces_listened_on, read_interfaces, read_links
 from .processor_limits import read_limits, read_processors
 
 library_facts: Final[dict[str, Callable[[], Mapping[str, Any]]]] = {}
@@ -35,7 +35,7 @@ class SetupReader:
         """
         if self._host is None:
             self._host = {
-                "interfaces": _read(read_interfaces),
+                "interfaces": _read(lambda: read_interfaces(read_links())),
                 "limits": _read(read_limits),
                 **(_read(read_devices) or {}),
                 **(_read(read_processors) or {}),

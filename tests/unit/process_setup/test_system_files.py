@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commtrace.process_setup.devices import read_devices
-from commtrace.process_setup.network_interfaces import read_interfaces
+from commtrace.process_setup.network_interfaces import Link, read_interfaces, read_links
 from commtrace.process_setup.processor_limits import core_list, read_limits, read_processors
 from commtrace.process_setup.setup_reader import SetupReader, library_facts
 
@@ -45,18 +45,34 @@ def test_limits_that_are_not_set_are_missing(tmp_path: Path, text: str) -> None:
 
 
 def test_interfaces(tmp_path: Path) -> None:
-    write(tmp_path / "ens1", operstate="up", speed="100000", mtu="9000", device__vendor="0x15b3")
-    write(tmp_path / "ens2", operstate="down", speed="-1", mtu="1500", device__vendor="0x15b3")
-    write(tmp_path / "bond7", operstate="up", speed="50000", mtu="1500", bonding__mode="802.3ad 4")
-    write(tmp_path / "lo", operstate="unknown", flags="0x9", mtu="65536")
-    write(tmp_path / "br-4f1a", operstate="up", mtu="1500", bridge__bridge_id="8000")
-    write(tmp_path / "veth3a9f", operstate="up", speed="10000", mtu="1500")
-    assert read_interfaces(str(tmp_path)) == [
+    write(tmp_path / "ens1", address="02:00:00:00:00:01", speed="100000", device__vendor="0x15b3")
+    write(tmp_path / "ens2", address="02:00:00:00:00:02", speed="-1", device__vendor="0x15b3")
+    write(tmp_path / "bond7", address="02:00:00:00:00:03", speed="50000", bonding__mode="802.3ad 4")
+    write(tmp_path / "br-4f1a", address="02:00:00:00:00:04", bridge__bridge_id="8000")
+    write(tmp_path / "veth3a9f", address="02:00:00:00:00:05", speed="10000")
+    write(tmp_path / "eth0", address="02:00:00:00:00:06", speed="400000", device__vendor="0x15b3")
+    links = {
+        "lo": Link(True, 65536, "00:00:00:00:00:00", "127.0.0.1"),
+        "ens1": Link(True, 9000, "02:00:00:00:00:01", "10.0.0.1"),
+        "ens2": Link(False, 1500, "02:00:00:00:00:02", ""),
+        "bond7": Link(True, 1500, "02:00:00:00:00:03", ""),
+        "br-4f1a": Link(True, 1500, "02:00:00:00:00:04", "172.17.0.1"),
+        "veth3a9f": Link(True, 1500, "02:00:00:00:00:05", ""),
+        "eth0": Link(True, 1500, "02:00:00:00:00:77", "10.1.0.1"),  # that of /sys is in another namespace
+    }
+    assert read_interfaces(links, str(tmp_path)) == [
         {"name": "bond7", "state": "up", "speed": 50000, "mtu": 1500},
         {"name": "ens1", "state": "up", "speed": 100000, "mtu": 9000},
         {"name": "ens2", "state": "down", "mtu": 1500},
+        {"name": "eth0", "state": "up", "mtu": 1500},
         {"name": "lo", "state": "up", "mtu": 65536},
     ]
+
+
+def test_the_loopback_interface_of_this_process() -> None:
+    link = read_links()["lo"]
+    assert (link.hardware, link.address) == ("00:00:00:00:00:00", "127.0.0.1")
+    assert link.mtu > 0
 
 
 def test_devices(tmp_path: Path) -> None:
