@@ -19,8 +19,8 @@ from secrets_list import SECRETS
 
 pytest.importorskip("torch")
 
-from commtrace.analyses.compare.call_differences import compare_calls
 from commtrace.analyses.compare.recorded_calls import read_calls
+from commtrace.analyses.compare.two_runs import compare_calls
 from commtrace.run import open_run
 
 Differences = list[tuple[str, str, str]]
