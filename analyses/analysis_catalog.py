@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from . import (
+    expert_load,
     host_times,
     log_section,
     message_sizes,
@@ -42,6 +43,7 @@ SECTIONS: Final[tuple[Section, ...]] = (
     volume_tables.DIMENSIONS_SECTION,
     volume_tables.PHASES_SECTION,
     volume_by_purpose.PURPOSES_SECTION,
+    expert_load.EXPERTS_SECTION,
     steps.STEPS_SECTION,
     volume_tables.SITES_SECTION,
     message_sizes.SIZES_SECTION,

@@ -131,6 +131,7 @@ class Purpose(Enum):
     PARAMETERS_FORWARD = "parameters gathered for forward"
     PARAMETERS_BACKWARD = "parameters gathered for backward"
     PARAMETERS_RECOMPUTATION = "parameters gathered for recomputation"
+    PARAMETERS_STAGE = "parameters gathered for a pipeline stage"
     PARAMETERS_ON_REQUEST = "parameters gathered on request"
     PARAMETERS_AFTER_OPTIMIZER = "parameters gathered after the optimizer"
     GRADIENTS = "gradients reduced"
@@ -150,7 +151,15 @@ class Purpose(Enum):
     DATA = "data"  # batches, and what ranks agree on about them
     PIPELINE_ACTIVATIONS = "pipeline activations"
     PIPELINE_GRADIENTS = "pipeline gradients"
+    PIPELINE_SET_UP = "pipeline stages set up"  # shapes agreed, and connections made, before the first step
     EXPERT_TOKENS = "tokens of experts"
+    EXPERT_COUNTS = "numbers of tokens of experts"
+    EXPERT_DISPATCH = "tokens dispatched to experts"
+    EXPERT_COMBINE = "tokens combined from experts"
+    EXPERT_GRADIENTS = "gradients of tokens of experts"
+    ATTENTION = "keys and values of other ranks"  # ring attention
+    ATTENTION_GRADIENTS = "gradients of keys and values of other ranks"
+    BATCH_STATISTICS = "batch statistics"  # SyncBatchNorm
     CHECKPOINT_SAVED = "checkpoint saved"
     CHECKPOINT_LOADED = "checkpoint loaded"
     STATE_DICT = "state dict"

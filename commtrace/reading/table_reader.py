@@ -113,6 +113,8 @@ class ProcessTables:
     groups: dict[int, RecordedGroup] = field(default_factory=dict)
     roles: dict[int, str] = field(default_factory=dict)
     message_roles: dict[int, str] = field(default_factory=dict)
+    dimensions: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Roles of the mesh dimensions that use a group."""
     """Role of point-to-point messages by group, where it differs from the group's."""
     descriptions: dict[int, str] = field(default_factory=dict)
     """Descriptions by group."""
@@ -251,6 +253,13 @@ def _keep_stacks(tables: ProcessTables, row: Row) -> None:
     tables.stacks = row["value"]
 
 
+def _keep_dimension(tables: ProcessTables, row: Row) -> None:
+    group, role = _id(row["group"]), str(row["role"])
+    known = tables.dimensions.get(group, ())
+    if role not in known:
+        tables.dimensions[group] = *known, role
+
+
 def _keep_group(tables: ProcessTables, row: Row) -> None:
     _keep_by("id", "groups", tables, row)
     tables.descriptions[row["id"]] = str(row.get("desc") or "")
@@ -300,6 +309,7 @@ _ROW_TYPES: Final[Mapping[str, _RowType]] = {
     "groups": _RowType(_keep_group, {"create_ns": _MAX_COUNTER}, value=_group),
     "roles": _RowType(partial(_keep_by, "group", "roles"), value=_role),
     "message_roles": _RowType(partial(_keep_by, "group", "message_roles"), value=_role),
+    "dimensions": _RowType(_keep_dimension),
     "sites": _RowType(partial(_keep_by, "id", "sites"), value=_site),
     "job": _RowType(_keep_job),
     "passes": _RowType(_keep_passes),

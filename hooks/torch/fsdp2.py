@@ -20,6 +20,7 @@ from commtrace.job_row import JobRow, PassRow
 from commtrace.patching import Patches, around
 from commtrace.schema import Purpose
 
+from . import pipelining
 from .captured_jobs import Jobs
 from .fsdp_job import describe, groups_of, roles
 from .passes import Passes
@@ -28,7 +29,7 @@ STATES: Final = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 _PARAMETER_GROUPS: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _GATHERED_FOR: Final = {"FORWARD": Purpose.PARAMETERS_FORWARD, "PRE_BACKWARD": Purpose.PARAMETERS_BACKWARD}
-"""Name of a parameter group's training state -> why it gathers. In other states, the program has called `unshard`."""
+"""Name of a group's training state -> why it gathers. In others, the program or a pipeline has called `unshard`."""
 
 _patches = Patches()
 _rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
@@ -106,7 +107,8 @@ def _end_backward(original: Callable[..., None], self: Any, /) -> None:
 
 
 def _purpose_of_gathering(group: Any, *_: Any, **__: Any) -> int:
-    purpose = _GATHERED_FOR.get(group._training_state.name, Purpose.PARAMETERS_ON_REQUEST)
+    on_request = Purpose.PARAMETERS_STAGE if pipelining.stepping() else Purpose.PARAMETERS_ON_REQUEST
+    purpose = _GATHERED_FOR.get(group._training_state.name, on_request)
     if purpose is Purpose.PARAMETERS_FORWARD and torch._C._current_graph_task_id() >= 0:
         purpose = Purpose.PARAMETERS_RECOMPUTATION
     return purposes.number(purpose, module=group._module_fqn or "")

@@ -21,10 +21,11 @@ from commtrace.patching import Patches
 from commtrace.process_setup.setup_reader import library_facts
 from commtrace.recording.session import session
 
-from . import backend_methods, blind_spot_warnings
+from . import backend_methods, blind_spot_warnings, mesh_roles
 from . import training as torch_training
 from .c10d_operators import WAITS, Operator, known_operators, operator_names
 from .dispatcher import Kernels
+from .group_registry import declared_roles
 from .process_groups import creations
 from .recording_kernels import blind_spots, functional_kernel, kernel_for, measure_crossing, wait_kernel
 from .works import WorkPatches
@@ -76,7 +77,7 @@ def install() -> None:
         _patches.wrap(distributed_c10d, "split_group", creations.timed(_name_of_group))
     library_facts["torch"] = _facts
     _patches.on_undo(library_facts.pop, "torch")
-    _patches.include(torch_training, blind_spot_warnings)
+    _patches.include(torch_training, blind_spot_warnings, declared_roles, mesh_roles)
     backend_methods.install(operators)
     _patches.on_undo(backend_methods.uninstall)
 
