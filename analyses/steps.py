@@ -27,7 +27,8 @@ VOLUME_BY_STEP: Final = TableSpec("volume_by_step", "Volume by step", "A row per
     shared.STEP, shared.CALLS, shared.PAYLOAD, shared.WIRE,
 ))  # fmt: skip
 STEADY_STEP: Final = TableSpec("steady_step", "A training step",
-    'A row for "all", then one per operation, by payload. No rows if the log has no training step.', (
+    'A row for "all", then one per operation, by payload. Steps in which a process ended, or runs, do not count. No '
+    "rows if the log has no other training step.", (
     shared.OP,
     count("calls_per_rank", "calls", "Calls of the median step, per recorded rank."),
     bytes_column("payload_bytes_per_rank", "payload", "Payload of the median step, per recorded rank."),
@@ -54,9 +55,10 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     table = _selected(table, run)
     steps = table.groupby("step", as_index=False)[SUMS].sum()
-    training = steps.loc[steps["step"] >= 0].assign(op=ALL)
+    # A step in which a process ended may lack calls.
+    training = steps.loc[is_complete(steps["step"], run)].assign(op=ALL)
     # The sum comes first, so that the stable sort below keeps it before the operation of a run that has only one.
-    all_and_each = pd.concat([training, table.loc[table["step"] >= 0]]) if len(training) else training
+    all_and_each = pd.concat([training, table.loc[is_complete(table["step"], run)]]) if len(training) else training
     rows = [
         _steady(str(op), rows, training["step"], ranks_seen(run)) for op, rows in all_and_each.groupby("op", sort=False)
     ]
@@ -70,6 +72,11 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
 def _selected(table: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     """Return the rows of selected steps. The log may have calls of other steps that were in flight at its end."""
     return table.loc[run.select_steps(table["step"].to_numpy())]
+
+
+def is_complete(steps: pd.Series[int], run: RecordedRun) -> pd.Series[bool]:
+    """Return whether steps are training steps that every process completed, shape (n,)."""
+    return (steps >= 0) & (steps < (np.iinfo(np.int64).max if run.cut_step is None else run.cut_step))
 
 
 def ranks_seen(run: RecordedRun) -> int:
@@ -124,7 +131,12 @@ BY_OPERATION: Final = Analysis(
 def _show(report: Report) -> Iterator[Block]:
     steps, steady = report.tables["volume_by_step"], report.tables["steady_step"]
     if not len(steady):
-        yield Paragraph("The log has no training step: all calls belong to start-up or evaluations.")
+        cut = steps.loc[steps["step"] >= 0, "step"]
+        if len(cut):
+            step = int(cut.min())
+            yield Paragraph(f"The log has no complete training step: a process ended, or still runs, in step {step:,}.")
+        else:
+            yield Paragraph("The log has no training step: all calls belong to start-up or evaluations.")
         return
     number, differing = int(steady["steps"].iloc[0]), int(steady["differing_steps"].max())
     basis = (

@@ -17,6 +17,7 @@ from commtrace.hook_table import HOOKS, OLDEST, PACKAGE, SIMULATIONS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _installed: list[str] = []
 _registered: list[bool] = []
+_threads_followed: list[Callable[[], None]] = []
 
 
 def activate() -> None:
@@ -66,6 +68,8 @@ def stop() -> None:
     _follower.wanted.clear()
     if _follower in sys.meta_path:
         sys.meta_path.remove(_follower)
+    while _threads_followed:
+        _threads_followed.pop()()
     while _installed:
         import_module(_installed.pop()).uninstall()
 
@@ -81,6 +85,10 @@ def _switch_on(settings: Settings | None) -> None:
         # Registered before the exit functions of libraries, so it runs after them: their calls are recorded.
         atexit.register(session.end, "exit")
         os.register_at_fork(after_in_child=session.forked)
+    if not _threads_followed:
+        from commtrace.recording.thread_exceptions import follow_threads
+
+        _threads_followed.append(follow_threads())
     if settings.simulated:
         _follower.wanted.update(dict.fromkeys(SIMULATIONS, ""))  # those of libraries without a hook
     _follower.wanted.update(HOOKS)

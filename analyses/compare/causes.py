@@ -14,8 +14,8 @@ from typing import Final, TypeAlias
 from commtrace.theory import Prediction
 from commtrace.theory.expected_calls import sorted_calls
 
+from .expected_run import RuledStep
 from .own_calls import is_library_call, is_program_call
-from .rules_run import RuledStep
 from .run_calls import Call, EqualCalls, StepCalls
 
 UNEXPLAINED: Final = "unexplained"
@@ -33,7 +33,7 @@ PROGRAM_CAUSES: Final = frozenset({_EVALUATION, _CHECKPOINT, _BARRIER, _SMALL, _
 """Causes of extra calls that the program itself may have made."""
 
 _BEGINS_LATE: Final = "the log begins after start-up"
-_ENDS_WITHIN: Final = "the log ends within this step"
+ENDS_WITHIN: Final = "the log ends within this step"
 _ENDS_BEFORE: Final = "the log ends before this step, unlike the logs of other ranks"
 _LOST: Final = "records missing from the log"
 
@@ -57,7 +57,7 @@ class StepContext:
 
     def is_incomplete(self, cause: str) -> bool:
         """Return whether calls with this cause may have been made, but are not in the log."""
-        return cause in (_BEGINS_LATE, _ENDS_WITHIN, _LOST) or (cause == _ENDS_BEFORE and not self.has_ended)
+        return cause in (_BEGINS_LATE, ENDS_WITHIN, _LOST) or (cause == _ENDS_BEFORE and not self.has_ended)
 
 
 Selector: TypeAlias = Callable[[Sequence[EqualCalls], StepContext], Sequence[EqualCalls]]
@@ -115,7 +115,7 @@ def _repeated_reductions(unmatched: Sequence[EqualCalls], context: StepContext) 
 
 CAUSES: Final[Mapping[str, Selector]] = {
     _BEGINS_LATE: _missing(lambda context: context.is_start and not context.has_calls),
-    _ENDS_WITHIN: _missing(lambda context: context.log_ends_within),
+    ENDS_WITHIN: _missing(lambda context: context.log_ends_within),
     _ENDS_BEFORE: _missing(lambda context: context.log_ends_before),
     _EVALUATION: _fitting(lambda calls: calls.key.phase == "evaluation"),
     "optimizer skipped: gradients overflowed": _overflow,

@@ -20,7 +20,6 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from commtrace.analyses.grouping import Array, group_rows
-from commtrace.analyses.process_settings import settings_by_rank
 from commtrace.analyses.record_blocks import RecordBlock, read_blocks
 from commtrace.rank_ranges import parse_ranks
 from commtrace.reading.labels import UNKNOWN, RunLabels
@@ -34,7 +33,7 @@ from commtrace.statements import Statement
 from .call_keys import OBJECTS, CallKey, group_shape, peer_label, site_name
 from .own_calls import OwnRow, is_declared, sum_own_calls
 from .run_calls import NO_CALLS, Call, GroupLabel, RankCalls, RunCalls, StepCalls, periods
-from .setting_differences import setting_facts
+from .settings import setting_facts
 
 _STREAM_BITS: Final = 34  # of `RunLabels.ids("role", ...)`
 
@@ -110,23 +109,27 @@ def read_calls(run: RecordedRun, own: Sequence[str] = ()) -> RunCalls:
             lines[call] |= part_lines
         own_rows += part.own
     ranks: dict[int, RankCalls] = {}
+    ended = dict(zip(map(id, run.processes), (not end.is_cut for end in run.ends), strict=True))
     for rank, group in itertools.groupby(run.processes, attrgetter("rank")):
         processes = [*group]
+        is_ended = all(ended[id(process)] for process in processes)
         represented = parse_ranks(processes[0].tables.stands_for[0]) or [rank]
         rank_periods = steps.get(rank) or periods(*np.zeros((2, 0), np.int64))
-        ranks |= dict.fromkeys(represented, _rank_calls(rank_periods, processes, run.selection_problem))
+        ranks |= dict.fromkeys(represented, _rank_calls(rank_periods, processes, run.selection_problem, is_ended))
     ranks.pop(-1, None)  # a process whose rank is not known
     all_lines = {call: frozenset(call_lines) for call, call_lines in lines.items()}
     return RunCalls(
         str(run.log.path), [*numbers], ranks, run.world_size, run.simulated, setting_facts(run), all_lines,
-        sum_own_calls(own_rows), settings_by_rank(run), run.step_ranges,
+        sum_own_calls(own_rows), run.step_ranges,
     )  # fmt: skip
 
 
-def _rank_calls(steps: tuple[Array, Array], processes: Sequence[Process], problem: str | None) -> RankCalls:
+def _rank_calls(
+    steps: tuple[Array, Array], processes: Sequence[Process], problem: str | None, is_ended: bool
+) -> RankCalls:
     calls = RankCalls(
         *steps,
-        all(process.tables.end is not None for process in processes),
+        is_ended,
         sum(process.lost_records for process in processes),
         Statement.joined("; ", (process.losses for process in processes if process.losses)),
     )

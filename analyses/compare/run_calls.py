@@ -16,7 +16,6 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from commtrace.analyses.grouping import Array
-from commtrace.analyses.process_settings import ProcessSettings
 
 from .call_keys import CallKey, CellKey
 from .own_calls import OwnCalls
@@ -118,7 +117,7 @@ class RankCalls:
     Attributes:
         first: First step of each period, int64, shape (periods,), ascending. Step -1 is start-up.
         content: Index into `RunCalls.contents` for the steps of each period, int64, shape (periods,).
-        ended: Whether the rank exited cleanly. If not, its last step may be incomplete.
+        ended: Whether the rank ran to its end. If not, its last step may be incomplete.
         lost_records: Number of counted calls that have no record.
         losses: What recording lost (`Process.losses`).
         problem: Why the rank cannot be compared (`Process.steps_problem`).
@@ -168,13 +167,11 @@ class RunCalls:
     partial: bool = False
     """Whether ranks may be absent because they were not run (dry run)."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """World size, versions and job of the run, as text."""
+    """Settings, versions and job of the run, as text."""
     lines: Mapping[Call, frozenset[str]] = field(default_factory=dict)
     """Lines of code that made a call: "project/train.py:40 main"."""
     own: Mapping[tuple[str, str], OwnCalls] = field(default_factory=dict)
     """Calls that were declared to be the program's own, by call site and operation."""
-    settings: Mapping[int, ProcessSettings] = field(default_factory=dict)
-    """How each rank was set up; empty: not known."""
     step_ranges: Sequence[range] = ()
     """Steps that were recorded; none: all."""
 

@@ -25,11 +25,11 @@ from commtrace.rank_ranges import format_ranks
 from commtrace.statements import merge_texts
 
 from .call_keys import CallKey, CellKey
-from .causes import SPLIT_DIFFERENTLY
-from .compared_ranks import Comparison, EqualRanks
+from .causes import ENDS_WITHIN, SPLIT_DIFFERENTLY
+from .comparison import Comparison, EqualRanks
 from .own_calls import OwnCalls, OwnRow, is_program_call, sum_own_calls
 from .run_calls import EqualCalls
-from .step_differences import ComparedStep, DifferenceRow, Differences, ExplainedCalls, Lines, differences
+from .step_comparison import ComparedStep, DifferenceRow, Differences, ExplainedCalls, Lines, differences
 from .step_matching import Cell
 
 COLUMNS: Final = (
@@ -145,6 +145,8 @@ def _judge_step(step: ComparedStep, lines: tuple[Lines, Lines], tolerance: Fract
         rest = [(cause, calls) for cause, calls in of_cell if calls not in program]
         if not _agrees(cell, rest, tolerance, step.expected.max_calls.get(cell.key)):
             differing += rest
+    if step.context.log_ends_within:  # calls may be missing, also before those that are too many
+        differing = [(ENDS_WITHIN, calls) for _, calls in differing]
     incomplete = frozenset(cause for cause, _ in differing if step.context.is_incomplete(cause))
     shown = [(cause, calls) for cause, calls in differing if cause not in incomplete]
     number, size = step.measured.volume

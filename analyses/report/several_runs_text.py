@@ -27,7 +27,7 @@ def warnings_of_runs(runs: Mapping[str, RecordedRun], tables: Mapping[str, Table
         f"{name}: {text}"
         for name, run in runs.items()
         for section in SECTIONS
-        for text in section.warnings(run, tables[name])
+        for text in (*section.alarms(tables[name]), *section.warnings(run, tables[name]))
     ]
 
 

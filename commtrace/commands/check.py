@@ -19,7 +19,9 @@ The expected calls come from one of four sources:
 With rules, whose calls have no order, cells are compared. A cell is one
 operation of one parallel dimension in one step of one rank.
 
-The first line is the result, unless the job hangs. Exit status:
+The first line is the result, unless a process failed or the job hangs: then
+the first lines say which process ended first and by what, and where the others
+are. Calls of a step in which a process ended are not compared. Exit status:
 
   0  as expected; with --tolerance, the payloads of all cells are within it
   1  a call differs; it is printed with call sites and, if one is known, the
@@ -31,6 +33,8 @@ The first line is the result, unless the job hangs. Exit status:
      or: the job has no rules, or a rank left no log (with rules)
   4  the job hangs, or a rank died while others were waiting for it in a call;
      the first lines identify the call, and the comparison follows
+  5  the program failed, and the job does not hang: a process ended by an
+     exception, a signal, or a status other than 0; the comparison follows
 
 With rules, the job comes from the log. The hooks capture it when DDP or
 DeepSpeed is set up, or at the first forward pass of an FSDP2 model. A model
@@ -55,7 +59,7 @@ from commtrace.output_files import atomic_write
 from commtrace.reading.log_notes import print_notes
 
 from .dryrun import repeat
-from .exit_status import STUCK, status_of
+from .exit_status import PROGRAM_FAILED, STUCK, status_of
 from .option_types import add_shared, exact_fraction
 from .theory import add_options, options_of
 
@@ -68,11 +72,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_shared(parser, "directory")
     add, add_source = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add_source(
-        "--dryrun",
-        action="store_true",
-        help="compare with a dry run instead of rules; the command of the program follows at the end, after --",
-    )
+    add_source("--dryrun", action="store_true",
+        help="compare with a dry run instead of rules; the command of the program follows at the end, after --")  # fmt: skip
     add_source("--against", metavar="DIR2", type=Path, help="compare with a dry run or an earlier run instead of rules")
     add_source("--baseline", metavar="FILE", type=Path, help="compare with a baseline instead of rules")
     add_source("--update-baseline", metavar="FILE", type=Path,
@@ -110,16 +111,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argparse.Namespace], int]) -> int:
-    """Print the stuck calls, the comparison and the notes, and return the exit status."""
+    """Print how processes ended, the stuck calls, the comparison and the notes, and return the exit status."""
+    from commtrace.analyses.across_ranks.endings import find_endings
+    from commtrace.analyses.across_ranks.endings_section import describe_endings
     from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
     from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
     from commtrace.analyses.compare.verdict_text import wrapped
 
     try:
         stuck = [*diagnosis(find_stuck_calls(run))]
-        print(*(line for text in stuck for line in wrapped(text, arguments.width)), sep="\n", end="\n" * bool(stuck))
+        for text in (*describe_endings(find_endings(run)), *stuck):
+            print(*wrapped(text, arguments.width), sep="\n")
         status = compare(run, arguments)
-        return STUCK if stuck else status
+        is_failed = any(end.is_failure for end in run.ends)
+        return STUCK if stuck else PROGRAM_FAILED if is_failed else status
     finally:  # damage in records is known only after they have been read
         print_notes(run.notes, per_rank=arguments.per_rank)
 
@@ -155,8 +160,8 @@ def _print_alternatives(arguments: argparse.Namespace) -> None:
 
 def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.compare.baseline import read_baseline
+    from commtrace.analyses.compare.call_differences import compare_calls
     from commtrace.analyses.compare.recorded_calls import read_calls
-    from commtrace.analyses.compare.two_runs import compare_calls
     from commtrace.run import open_run
 
     own = [*arguments.own]

@@ -4,13 +4,15 @@ Calls are compared by operation, payload (except for pickled objects), dtype,
 reduction, group, peer or root, phase and step, and by their order within a
 group, but not by times. Ranks and steps with the same difference are merged. If
 one run has more steps, each additional step must equal a step of the other run.
-Settings, versions and job fields that differ are listed. Exit status:
+Settings, versions and job fields that differ are listed. If a process of a run
+failed, the first lines say which one ended first and by what; calls of the step
+in which it ended are not compared. Exit status:
 
   0  equal; calls may come from other call sites, which are listed
   1  a call differs, or a rank is missing
   2  the command failed: a log cannot be read, or the arguments are wrong
   3  nothing differs, but some calls could not be compared: records were lost, a
-     hook failed, or a process was killed
+     hook failed, or a process failed or was killed
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences, and return the exit status."""
+    from commtrace.analyses.across_ranks.endings import find_endings
+    from commtrace.analyses.across_ranks.endings_section import describe_endings
+    from commtrace.analyses.compare.call_differences import compare_calls
     from commtrace.analyses.compare.recorded_calls import read_calls
-    from commtrace.analyses.compare.two_runs import compare_calls
-    from commtrace.analyses.compare.verdict_text import heading, shortened_lines, verdict_lines
+    from commtrace.analyses.compare.verdict_text import heading, shortened_lines, verdict_lines, wrapped
     from commtrace.analyses.report.document import diff_to_json
     from commtrace.reading.executors import open_executor
     from commtrace.reading.log_notes import print_notes
@@ -44,6 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         a, b = (read_calls(run, arguments.own) for run in runs)
     print_notes((note for run in runs for note in run.notes), per_rank=arguments.per_rank)
     verdict = compare_calls(a, b)
+    for name, run in zip("AB", () if arguments.json else runs, strict=False):
+        for text in describe_endings(find_endings(run)):
+            print(*wrapped(f"{name}: {text}", arguments.width), sep="\n")
     if arguments.json:
         print(diff_to_json(verdict, per_rank=arguments.per_rank))
         return status_of(verdict)

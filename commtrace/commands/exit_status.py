@@ -17,6 +17,8 @@ NOT_COMPARED: Final = 3
 """Nothing differs, but some calls could not be compared."""
 STUCK: Final = 4
 """The job hangs, or a rank died while others were waiting for it."""
+PROGRAM_FAILED: Final = 5
+"""A process of the program ended by an exception, a signal, or a status other than 0."""
 INTERRUPTED: Final = 130
 """The user interrupted the command: 128 and the number of SIGINT, as shells have it."""
 

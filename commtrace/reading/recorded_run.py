@@ -20,6 +20,7 @@ from .executors import DEFAULT_EXECUTOR
 from .labels import LABEL_COLUMNS, UNKNOWN, Array, ProcessIds, RunLabels
 from .log import Log
 from .log_notes import Note
+from .process_ends import ProcessEnd, last_step, process_ends
 from .process_reader import Process
 from .record_columns import RecordColumns
 from .run_parts import Executor, RunPart
@@ -169,6 +170,17 @@ class RecordedRun:
     def simulated(self) -> bool:
         """Whether this is a dry run: it has the calls of the job, but nothing was sent and there are no times."""
         return any(bool(process.tables.process.get("simulated")) for process in self.log.processes)
+
+    @cached_property
+    def ends(self) -> list[ProcessEnd]:
+        """How each of `processes` ended."""
+        return process_ends(self.processes)
+
+    @cached_property
+    def cut_step(self) -> int | None:
+        """The first step that a process did not complete, because it ended within it or still runs; None: none."""
+        steps = [last_step(process) for process, end in zip(self.processes, self.ends, strict=True) if end.is_cut]
+        return min((step for step in steps if step is not None and step >= 0), default=None)
 
     @property
     def stands_for(self) -> dict[int, int]:

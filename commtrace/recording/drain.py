@@ -9,13 +9,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from commtrace import identity
 from commtrace.errors import warn
-from commtrace.process_setup.setup_reader import SetupReader
 from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.settings import Settings
 
@@ -24,14 +24,12 @@ from .kept_records import KeptDumps, in_flight, select_at_exit
 from .log_writer import LogWriter
 from .recovery import recover_records
 from .slots import NO_SLOTS, SlotNumbers, Slots
-from .stacks import StackSampler
 from .summary_writer import SummaryWriter
 from .table_lines import TableLines
 
 FIRST_STATS_SECONDS: Final = 10.0
 COST_SECONDS: Final = 2.0
 """Interval between summaries of the cost samples: sorting them takes most of the time of a turn."""
-FIRST_SETUP_SECONDS: Final = 1.0
 
 # Signals that a thread gets for its own faults.
 _OWN_FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT}
@@ -49,6 +47,7 @@ class Drain:
         settings: Settings,
         rank: int,
         calibrate: Callable[[], int] | None,
+        before_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the thread.
 
@@ -60,7 +59,9 @@ class Drain:
             settings: How to record.
             rank: Rank of the process.
             calibrate: Returns the time in ns that a call takes before and after the hook can read a clock.
+            before_end: Called before the last rows are written.
         """
+        self._before_end = before_end
         self._slots, self._ring, self._tables, self._counters = slots, slots.ring, tables, counters
         self._writer, self._settings = writer, settings
         self.callbacks: list[Callable[[], None]] = []
@@ -70,18 +71,15 @@ class Drain:
         self._is_kept = np.zeros(self._slots.capacity, bool)
         self._summary = SummaryWriter(settings, rank, self._ring, writer) if settings.mode == "summary" else None
         self._dumps = KeptDumps(settings, self._ring, writer.dump) if settings.kept_records else None
-        self._stacks = StackSampler(settings, slots, tables)
         self._crossing_ns = self._written = self._not_selected = self._cpu_ns = 0
         self._costs: dict[str, int] = {}
         self._costs_at = 0.0
         self._counted: object = None
         self._stats_every = FIRST_STATS_SECONDS
         self._stats_at = time.monotonic() + FIRST_STATS_SECONDS
-        # A dry run shows a job on other machines than the one that it runs on.
-        self._setup = None if settings.simulated else SetupReader()
-        self._setup_every = FIRST_SETUP_SECONDS
-        self._setup_at = 0.0
         self._reason = ""  # why the log ended; empty before
+        self.finished_tables: Path | None = None
+        """The file of the table lines, once all of them are in it."""
         self._count()
         self._thread = threading.Thread(target=self._run, name="commtrace-drain", daemon=True)
         self._thread.start()
@@ -129,13 +127,13 @@ class Drain:
         # Leave signals of the process to the program's threads.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_FAULTS)
         self._guarded(self._measure_crossing)
-        self._guarded(self._read_setup)
         while not self._reason:
             self._slots.wait(self._settings.drain_ms / 1000)
             if not self._reason:
                 self._ring.alive()
                 self._guarded(self._turn)
         self._run_callbacks()
+        self._guarded(self._before_end)
         self._guarded(self._finish)
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -147,22 +145,12 @@ class Drain:
     def _measure_crossing(self) -> None:
         self._crossing_ns = self._calibrate()
 
-    def _read_setup(self) -> None:
-        # Twice as long each time: libraries are loaded in the first seconds, if not in the first call.
-        self._setup_at = time.monotonic() + self._setup_every
-        self._setup_every *= 2
-        row = self._setup.changed_row() if self._setup else None
-        if row is not None:
-            self._tables.add("setup", **row)
-
     def _run_callbacks(self) -> None:
         for callback in self.callbacks:
             self._guarded(callback)
 
     def _turn(self) -> None:
         self._run_callbacks()
-        if time.monotonic() >= self._setup_at:
-            self._read_setup()
         # Records that are not written to disk leave the ring even while writing fails.
         may_move = self._writer.ready or self._settings.kept_records
         slots = self._slots.finished() if may_move else NO_SLOTS
@@ -172,7 +160,6 @@ class Drain:
             self._summary.turn()
         if self._dumps:
             self._dumps.turn()
-        self._stacks.turn(self._moved + self._slots.taken + self._ring.dropped)
         self._cpu_ns = time.thread_time_ns()
         self._count()
 
@@ -220,7 +207,6 @@ class Drain:
 
     def _finish(self) -> None:
         ring, tables, writer = self._ring, self._tables, self._writer
-        self._guarded(self._read_setup)
         slots, unwritten = self._slots.seize()
         if unwritten:
             self._slots.drop(unwritten)
@@ -238,6 +224,7 @@ class Drain:
         if unwritten or not is_summary_written or writer.unwritten(tables.lines):
             warn(f"{unwritten} calls could not be written: {writer.last_error}; {self._describe_unwritten()}")
         else:
+            self.finished_tables = writer.tables_path
             ring.remove()
             self._slots.close()
             recover_records(writer.directory.parent, shm=self._settings.shm)  # of killed processes of this run

@@ -19,9 +19,15 @@ def reraise_if_from_signal_handler() -> None:
     """Re-raise the current exception if a signal handler of the program raised it. Call this in an `except`."""
     error = sys.exc_info()[1]
     if error is not None and threading.current_thread() is threading.main_thread():
-        handlers = {code for code in map(_code, map(signal.getsignal, signal.valid_signals())) if code is not None}
+        handlers = signal_of_handler()
         if handlers and any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise error
+
+
+def signal_of_handler() -> dict[CodeType, int]:
+    """Return the number of the signal that each handler in Python handles, by the handler's code."""
+    codes = ((_code(signal.getsignal(number)), int(number)) for number in signal.valid_signals())
+    return {code: number for code, number in codes if code is not None}
 
 
 def _code(handler: Any) -> CodeType | None:

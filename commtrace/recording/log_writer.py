@@ -134,6 +134,11 @@ class LogWriter:
         """Return how many of the table lines are not in the log."""
         return len(lines) - self._lines_written
 
+    @property
+    def tables_path(self) -> Path:
+        """The file of the table lines."""
+        return self._tables_path
+
     def finish(self, lines: list[bytes], kept: Records = EMPTY) -> None:
         """Write the last lines and the kept records, and close the files. Never raises OSError."""
         self._retry_at = 0.0

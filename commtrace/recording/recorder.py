@@ -18,15 +18,16 @@ from typing import Any, Final
 
 from commtrace import identity, launchers
 from commtrace.identity import RankIdentity
-from commtrace.process_setup.processor_limits import core_list
-from commtrace.process_setup.variables import read_variables
 from commtrace.schema import FORMAT, RECORD, RECORD_STRUCT, VERSION, Clock, State
 from commtrace.settings import Settings
 
 from . import ring
 from .counters import Counters
 from .drain import Drain
+from .exit_byte import append_exit_status
+from .leaving import Leaving
 from .log_writer import LogWriter
+from .peer_watch import PeerWatch
 from .slots import PendingCall, Slots
 from .table_lines import TableLines
 
@@ -89,8 +90,8 @@ class Recorder:
             self.tables.add(
                 "process", format=FORMAT, version=VERSION, run=run, rank=rank_identity.rank,
                 world_size=rank_identity.world_size, local_rank=launchers.launcher_value("local_rank"), host=host,
-                pid=self.pid, boot_id=identity.boot_id(), cores=core_list(), recorder=self.slots.recorder,
-                versions=identity.versions(), environment=read_variables(),
+                pid=self.pid, boot_id=identity.boot_id(), cores=identity.cores(), recorder=self.slots.recorder,
+                versions=identity.versions(), environment=identity.environment(),
                 launcher=identity.launcher_run_name(), settings=settings.as_dict(), **identity.clock_readings(),
                 simulated=False, blind_spots=blind_spots,
             )  # fmt: skip
@@ -98,7 +99,15 @@ class Recorder:
             writer = LogWriter(
                 directory, stem, settings, lambda stem: self.ring.describe({**identity_of_ring, "stem": stem})
             )
-            self._drain = Drain(self.slots, self.tables, self.counters, writer, settings, rank_identity.rank, calibrate)
+            peers = PeerWatch(self.ring, settings.shm, run, rank_identity.rank, self.tables)
+            try:
+                self._drain = Drain(
+                    self.slots, self.tables, self.counters, writer, settings, rank_identity.rank, calibrate, peers.stop
+                )
+            except BaseException:
+                peers.stop()
+                raise
+            self.leaving = Leaving(self.tables, peers.check)
             self.drain_callbacks = self._drain.callbacks
         except BaseException:
             self.ring.remove()
@@ -227,6 +236,13 @@ class Recorder:
     def close(self, reason: str) -> None:
         """Write everything and end the log; `reason` is "exit" or "stop". Waits at most `exit_seconds`."""
         self._drain.close(reason)
+
+    def close_at_exit(self) -> None:
+        """Close the log at the end of the process, which appends its exit status."""
+        self.leaving.leave()
+        self.close("exit")
+        if self._drain.finished_tables is not None:
+            append_exit_status(self._drain.finished_tables)
 
     def stats(self) -> dict[str, Any]:
         """Return the current counters, as docs/reference/log-format.md describes them."""

@@ -225,8 +225,6 @@ class RingContent(NamedTuple):
     """What its summary had not written, read before `kept`."""
     is_alive: bool = False
     """Whether its process was running."""
-    turn_ns: int = 0
-    """Monotonic ns of the last turn of its drain thread: long ago if it is stopped, or another thread keeps the GIL."""
 
     @property
     def capacity(self) -> int:
@@ -257,7 +255,7 @@ def copy_ring(path: Path) -> RingContent | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), _opened(path, os.O_RDONLY) as fd:
         now, content = time.monotonic_ns(), _read(path, fd)
         if _holder(fd) in (content.identity.get("pid"), None):
-            return content._replace(alive_ns=now, is_alive=True, turn_ns=content.alive_ns)
+            return content._replace(alive_ns=now, is_alive=True)
         return content if os.fstat(fd).st_nlink > 0 else None
     return None
 
@@ -267,6 +265,13 @@ def identity_of(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError), _opened(path, os.O_RDONLY) as fd:
         return _identity(os.pread(fd, COUNTERS_AT, 0))
     return {}
+
+
+def owner_of(path: Path) -> int | None:
+    """Return the pid of the process that holds a ring's lock; 0: it has ended; None: not known."""
+    with contextlib.suppress(OSError), _opened(path, os.O_RDONLY) as fd:
+        return _holder(fd)
+    return None
 
 
 @contextlib.contextmanager

@@ -91,7 +91,10 @@ class Session:
         """Close the log and switch tracing off. `reason`, "exit" or "stop", is written to the log."""
         recorder, self.recorder, self.settings = self.recorder, None, None
         if recorder is not None and recorder.pid == os.getpid():
-            recorder.close(reason)
+            if reason == "exit":
+                recorder.close_at_exit()
+            else:
+                recorder.close(reason)
 
     def forked(self) -> None:
         """Detach a forked child from the parent's ring and log. A child that communicates gets its own."""

@@ -89,17 +89,17 @@ def run(
     **variables: Any,
 ) -> processes.Result:  # fmt: skip
     """Run a program of `tests/support/mpi_programs` (or a file) on some ranks, traced into `log` if that is given."""
-    command, mpi_variables = _command(name, program, arguments, ranks, log)
-    return processes.run(command, limit=limit, **{**mpi_variables, **variables})
+    arguments_, mpi_variables = command(name, program, arguments, ranks, log)
+    return processes.run(arguments_, limit=limit, **{**mpi_variables, **variables})
 
 
 @contextlib.contextmanager
 def started(name: str, program: str, *arguments: object, ranks: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start a program that does not end, as `run` does; it is killed with its launcher."""
-    command, mpi_variables = _command(name, program, arguments, ranks, log)
+    arguments_, mpi_variables = command(name, program, arguments, ranks, log)
     environment = processes.environment(**mpi_variables)
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        arguments_, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:
         try:
             yield process
@@ -107,7 +107,7 @@ def started(name: str, program: str, *arguments: object, ranks: int, log: Path) 
             processes.kill_group(process.pid)
 
 
-def _command(
+def command(
     name: str, program: str | Path, arguments: Sequence[object], ranks: int, log: Path | None
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the command that starts a program, and the environment variables that it needs."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from factory import ALL_REDUCE, PAIR, WORLD, LogFactory, record, records, training
+from factory import ALL_REDUCE, PAIR, UNIX_NS, WORLD, LogFactory, record, records, training
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -190,7 +190,10 @@ def test_start_up_is_kept_apart_and_equal_steps_are_called_equal(small_run: Run)
 
 
 def test_steps_that_differ_are_counted(tmp_path: Path) -> None:
-    LogFactory(tmp_path).process().known().write([record(step=step, payload=8 + (step == 2)) for step in range(5)])
+    process = LogFactory(tmp_path).process().known()
+    process.write([record(step=step, payload=8 + (step == 2)) for step in range(5)])
+    assert "median of 4 steps, 1 of them different" in report(tmp_path)
+    process.add("end", reason="exit", mono_ns=9_000, unix_ns=UNIX_NS)
     assert "median of 5 steps, 1 of them different" in report(tmp_path)
 
 

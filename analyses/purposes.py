@@ -1,0 +1,85 @@
+"""Volume by purpose, parallel dimension and operation: of the whole run, and of the typical step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from commtrace.reading.labels import NOT_RECORDED
+from commtrace.reading.recorded_run import RecordedRun
+
+from .fold_engine import Analysis, NamedTables
+from .grouping import merge_sums
+from .record_blocks import RecordBlock, mask_unknown_wire, table_by
+from .sections import Block, Report, Section, ShownTable
+from .steps import SUMS, is_complete, ranks_seen
+from .table_specs import shared_columns as shared
+from .table_specs.spec import TableSpec, bytes_column, count, text_column
+
+_KEYS: Final = ["purpose", "role", "op"]
+_PER_RANK: Final = {name: f"{name}_per_rank" for name in ("calls", "payload_bytes", "wire_bytes")}
+
+VOLUME_BY_PURPOSE: Final = TableSpec("volume_by_purpose", "Volume by purpose",
+    "A row per purpose, dimension and operation, the largest payload first.", (
+    text_column("purpose", "purpose",
+        'Why the library made the calls; "the program\'s own": no library did; "not recorded": the log is of an older '
+        "commtrace, the calls are of a library without hooks for purposes, or call sites are off.", shortenable=True),
+    shared.ROLE, shared.OP,
+    count("calls_per_rank", "calls/step",
+        "Calls per recorded rank, median of the training steps; missing without training steps."),
+    bytes_column("payload_bytes_per_rank", "payload/step", "Their payload, likewise."),
+    bytes_column("wire_bytes_per_rank", "wire (min)/step", "Their wire bytes, likewise."),
+    *shared.VOLUME,
+), {"terminal": "purpose role op calls_per_rank payload_bytes_per_rank payload_share"},
+)  # fmt: skip
+
+
+def _partial(block: RecordBlock) -> pd.DataFrame:
+    calls = block.distinct_calls_by_step
+    return table_by(calls, ("step", *_KEYS), calls.volumes)
+
+
+def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
+    totals = table.groupby(_KEYS, as_index=False)[SUMS].sum()
+    total = totals["payload_bytes"].sum()
+    shares = totals["payload_bytes"] / total if total else float("nan")
+    result = mask_unknown_wire(totals).assign(payload_share=shares)
+    result = result.merge(_typical_step(table, run), on=_KEYS, how="left")
+    order = result.sort_values(["payload_bytes", "calls"], ascending=False, kind="stable", ignore_index=True)
+    return {"volume_by_purpose": order[list(VOLUME_BY_PURPOSE.column_names)]}
+
+
+def _typical_step(table: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
+    """Return the median of the training steps for each key, per recorded rank; a step without calls counts as 0."""
+    training = table.loc[is_complete(table["step"], run) & run.select_steps(table["step"].to_numpy())]
+    if not len(training):
+        return pd.DataFrame(columns=[*_KEYS, *_PER_RANK.values()])
+    by_step = mask_unknown_wire(training).set_index([*_KEYS, "step"])[[*_PER_RANK]].unstack("step")
+    absent = by_step["calls"].isna().to_numpy()
+    medians = {
+        column: np.median(np.where(absent, 0, by_step[name].to_numpy(float)), axis=1) / ranks_seen(run)
+        for name, column in _PER_RANK.items()
+    }
+    return pd.DataFrame(medians, index=by_step.index).reset_index()
+
+
+BY_PURPOSE: Final = Analysis("volume_by_purpose", _partial, merge_sums("step", *_KEYS), _finish, reads_cells=True)
+
+
+def _show(report: Report) -> Iterator[Block]:
+    rows = report.rows(VOLUME_BY_PURPOSE)
+    if report.sections_chosen or (rows["purpose"] != NOT_RECORDED).any():
+        yield ShownTable(VOLUME_BY_PURPOSE, rows)
+
+
+PURPOSES_SECTION: Final = Section(
+    "purposes",
+    "By purpose",
+    (VOLUME_BY_PURPOSE,),
+    (BY_PURPOSE,),
+    blocks=_show,
+    look_for="Why the calls were made, as the libraries that made them know it.",
+)

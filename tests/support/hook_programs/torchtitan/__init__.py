@@ -1,1 +1,0 @@
-"""A stand-in for torchtitan, with the names that hooks look for."""
