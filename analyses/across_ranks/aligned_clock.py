@@ -1,33 +1,32 @@
-"""The clock of one host as lines with jumps, from bounds on its difference from the reference's.
+"""One host's clock from bounds on its difference from the reference's.
 
-The difference is linear within windows of WINDOW_NS: its bounds in a window are those of all lines
-within the corridor (`corridors`). Where there is no such line, the clock was stepped: the bounds
-are split there.
+The difference is the corridor of all bounds (`corridors`), for rates that the bounds themselves imply. Bounds that do
+not fit are one of three things:
+
+    a jump              those before it agree, those after it agree, and no possible rate leads from one to the other
+    a changing rate     any other disagreement that a rate up to MAX_RATE explains
+    a contradiction     the rest: bounds at nearly the same time contradict each other; all are widened by as much
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import islice, pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from commtrace.analyses.grouping import Array
 
-from .corridors import MAX_RATE, Bounds, Lines, find_jumps, lines_within
+from .corridors import MAX_RATE, RATE_SPREAD, UNBOUNDED, Bounds, Corridor, Rates
 
-WINDOW_NS: Final = 10_000_000_000
-"""Time in which the rate of a clock is constant, within RATE_TOLERANCE."""
-RATE_TOLERANCE: Final = 5e-7
-"""Largest deviation of a clock's rate from its mean in a window; the bounds are widened for it."""
-
-_MIN_BOUNDS: Final = 32
-_MAX_WINDOWS: Final = 500
-_KNOTS: Final = 5
-_UNBOUNDED: Final = 1e15
-_ANY: Final = Lines(0.0, np.array([-np.inf, np.inf]), np.zeros(2))
+_MAX_SEARCHED: Final = 16
+"""Number of windows in which jumps are searched; if more disagree, no jumps explain it."""
+_MAX_JUMPS: Final = 3
+"""Number of jumps in a window; if there were more, no jumps explain it."""
 
 
 class ClockStep(NamedTuple):
@@ -37,6 +36,20 @@ class ClockStep(NamedTuple):
     before_ns: int
     smallest_ns: int
     largest_ns: int
+
+
+class Contradiction(NamedTuple):
+    """Bounds that no clock satisfies.
+
+    Attributes:
+        largest_ns: By how much a lower bound exceeds an upper one at most.
+        calls: Number of calls whose bounds contradict others.
+        widened_ns: By how much all bounds are widened.
+    """
+
+    largest_ns: int
+    calls: int
+    widened_ns: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +64,11 @@ class AlignedClock:
             and after them, all bounds are of one kind (lower or upper), which would not show a step
             of the clock.
         drift: Smallest and largest mean rate of the difference, a fraction.
-        half_width_ns: Half of the largest distance between the bounds, except at jumps.
+        half_width_ns: Half of the largest distance between the bounds at a call within `used_at`, except at jumps.
         calls: Calls of the host that gave bounds.
         steps: Jumps of the clock.
+        rate_change: By how much its rate changed, at least, a fraction; 0 if a constant rate is possible.
+        contradiction: What of its bounds no clock explains; None if one does.
     """
 
     at: Array
@@ -64,6 +79,13 @@ class AlignedClock:
     half_width_ns: float
     calls: int
     steps: Sequence[ClockStep] = ()
+    rate_change: float = 0.0
+    contradiction: Contradiction | None = None
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether the clock jumped, changed its rate by more than is assumed of any, or contradicts itself."""
+        return bool(self.steps) or self.contradiction is not None or self.rate_change > RATE_SPREAD
 
     def offsets(self, at: Array) -> tuple[Array, Array]:
         """Return the lower and upper bound of the difference at times of the reference's clock, int64, shape (n,)."""
@@ -96,25 +118,63 @@ def reference_clock(first: int, last: int) -> AlignedClock:
     return AlignedClock(np.array([first, last + 1]), zeros, zeros, (first, last), (0.0, 0.0), 0.0, 0)
 
 
-class _Piece(NamedTuple):
-    """A part of the run in which a clock is linear, and whether it follows a jump."""
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """A part of the run without jumps: its bounds, and what they allow together.
 
-    begin: float
-    end: float
-    lines: Lines
-    slack: float
-    after_jump: bool
+    Attributes:
+        bounds: All bounds.
+        corridor: The corridor of the relevant ones.
+        contradiction: What contradicted each other, before the bounds were widened.
+    """
 
-    def bounds(self, at: Array) -> tuple[Array, Array]:
-        lower, upper = self.lines.bounds(at)
-        return np.maximum(lower - self.slack, -_UNBOUNDED), np.minimum(upper + self.slack, _UNBOUNDED)
+    bounds: Bounds
+    corridor: Corridor
+    contradiction: Contradiction | None = None
 
-    def bounds_at(self, time: float) -> tuple[float, float]:
-        lower, upper = self.bounds(np.array([time]))
-        return float(lower[0]), float(upper[0])
+    @staticmethod
+    def of(bounds: Bounds) -> _Piece:
+        """Return the piece with these bounds, widened if they contradict each other."""
+        relevant = bounds.relevant()
+        rates = Rates.of(relevant)
+        if rates.contradicted.any() and (contradiction := _contradiction(bounds, relevant)):
+            piece = _Piece.of(bounds.widened(contradiction.widened_ns))
+            return _Piece(piece.bounds, piece.corridor, contradiction)
+        corridor = Corridor.of(relevant, rates)
+        while corridor.contradiction > 0 and rates.spread.min() < MAX_RATE:  # over more than a window
+            corridor = Corridor.of(relevant, rates := rates.widened(2))
+        return _Piece(bounds, corridor)
+
+    @property
+    def begin(self) -> float:
+        """Time of the first bound."""
+        return float(self.bounds.at[0])
+
+    @property
+    def end(self) -> float:
+        """Time of the last bound."""
+        return float(self.bounds.at[-1])
+
+    def at(self, at: Array) -> tuple[Array, Array]:
+        """Return the lower and the upper bound at some times."""
+        return self.corridor.bounds(at)
+
+    def widths(self) -> Array:
+        """Return the distances between the bounds at the calls, where both kinds are before and after."""
+        at, upper = self.bounds.at, self.bounds.upper
+        if upper.all() or not upper.any():
+            return np.zeros(0)
+        is_inside = (at >= max(at[upper][0], at[~upper][0])) & (at <= min(at[upper][-1], at[~upper][-1]))
+        lower, higher = self.at(at[is_inside])
+        return higher - lower
+
+    def curves(self, begin: float, end: float) -> Array:
+        """Return times and the lower and upper bounds, between which they are linear, shape (3, knots)."""
+        at = self.corridor.knots(begin, end)
+        return np.stack([at, *self.at(at)])
 
 
-def clock_within(bounds: Bounds, origin: int, base: int, span: tuple[int, int], calls: int) -> AlignedClock | None:
+def clock_within(bounds: Bounds, origin: int, base: int, span: tuple[int, int]) -> AlignedClock | None:
     """Return the clock that satisfies bounds, whose times and values count from `origin` and `base`.
 
     None if the times of lower and upper bounds do not overlap.
@@ -124,124 +184,151 @@ def clock_within(bounds: Bounds, origin: int, base: int, span: tuple[int, int], 
     if first > last:
         return None
     pieces = _pieces(bounds)
-    curves = [np.stack([at := np.linspace(piece.begin, piece.end, _KNOTS), *piece.bounds(at)]) for piece in pieces]
-    widths = [float((upper - lower).max()) for _, lower, upper in curves]
-    for number, piece in enumerate(pieces[1:], 1):
-        left, right = curves[number - 1], curves[number]
-        if piece.after_jump:  # in between, all that is known is that no clock runs backwards
-            between = np.array([[left[0, -1] + 1, right[0, 0] - 1], [-_UNBOUNDED] * 2, [_UNBOUNDED] * 2])
-            curves[number] = np.concatenate([between[:, : 2 * (between[0, 0] < between[0, 1])], right], axis=1)
-        else:  # both pieces hold where they meet
-            left[1:, -1] = right[1:, 0] = max(left[1, -1], right[1, 0]), min(left[2, -1], right[2, 0])
-    outer = [
-        np.array([[time], *([bound] for bound in piece.bounds_at(time))])
-        for time, piece in zip(span, (pieces[0], pieces[-1]), strict=True)
-    ]
-    at, lower, upper = np.concatenate([outer[0], *curves, outer[1]], axis=1)
+    at, lower, upper = np.concatenate([*_curves(pieces, span)], axis=1)
     at, distinct = np.unique(np.round(at), return_index=True)
     lower = np.maximum.accumulate(at + np.floor(lower[distinct])) - at
     upper = np.minimum.accumulate((at + np.ceil(upper[distinct]))[::-1])[::-1] - at
+    widths = np.concatenate([piece.widths() for piece in pieces])
+    widths = widths[widths < UNBOUNDED]
     return AlignedClock(
         origin + at.astype(np.int64),
         base + lower.astype(np.int64),
         base + upper.astype(np.int64),
         (origin + int(first), origin + int(last)),
         _drift(pieces),
-        max((width for width in widths if width < _UNBOUNDED), default=_UNBOUNDED) / 2,
-        calls,
+        float(widths.max(initial=0)) / 2 if len(widths) else UNBOUNDED,
+        len(np.unique(bounds.call)),
         [*_steps(pieces, origin)],
+        _rate_change(pieces),
+        _largest([piece.contradiction for piece in pieces if piece.contradiction]),
     )
 
 
 def _pieces(bounds: Bounds) -> list[_Piece]:
-    """Return the linear parts of a clock: windows, between which it may jump."""
-    end = len(bounds) - 1, len(bounds)
-    pieces = [*_linear_pieces(bounds, [end])]
-    if any(piece.lines is _ANY for piece in pieces) or not all(_meet(left, right) for left, right in pairwise(pieces)):
-        pieces = [*_linear_pieces(bounds, [*_jumps(bounds), end])]
-    for number, (left, right) in enumerate(pairwise(pieces)):
-        if not right.after_jump and not _meet(left, right):  # a jump that no window shows
-            pieces[number] = left._replace(end=(left.begin + left.end) / 2)
-            pieces[number + 1] = right._replace(begin=(right.begin + right.end) / 2, after_jump=True)
+    """Return the parts of a clock between jumps."""
+    parts = [*_between_jumps(bounds)]
+    pieces = [_Piece.of(parts[0])]
+    for part in parts[1:]:
+        right = _Piece.of(part)
+        if _meet(pieces[-1], right):  # its rate changed
+            first = int(np.searchsorted(bounds.at, pieces[-1].begin))
+            right = _Piece.of(bounds.between(first, int(np.searchsorted(bounds.at, right.end, "right"))))
+            pieces.pop()
+        pieces.append(right)
     return pieces
 
 
-def _linear_pieces(bounds: Bounds, jumps: Sequence[tuple[int, int]]) -> Iterator[_Piece]:
-    """Yield a piece for each window between jumps, with _ANY lines if its bounds contradict each other."""
+def _between_jumps(bounds: Bounds) -> Iterator[Bounds]:
+    """Yield the bounds before, between and after possible jumps."""
+    relevant = bounds.relevant()
+    rates = Rates.of(relevant)
+    disagree = np.flatnonzero(rates.contradicted)
+    begin = -np.inf
+    if 0 < len(disagree) <= _MAX_SEARCHED and relevant.count_contradictions() <= _MAX_SEARCHED:
+        for before, after in _jumps(relevant, rates, disagree):
+            if before < begin:
+                continue
+            yield bounds.rows((bounds.at >= begin) & (bounds.at <= before))
+            begin = after
+    yield bounds.rows(bounds.at >= begin)
+
+
+def _jumps(bounds: Bounds, rates: Rates, windows: Array) -> Iterator[tuple[float, float]]:
+    """Yield the times before and after each possible jump in some windows."""
+    last = len(rates.edges) - 1
+    stop = 0
+    for window in windows.tolist():
+        # A window overlaps the next one by half. What is before and after it shows whether a jump is enough.
+        start = max(stop, int(np.searchsorted(bounds.at, rates.edges[max(window - 1, 0)])))
+        end = int(np.searchsorted(bounds.at, rates.edges[min(window + 3, last)], "right"))
+        part = bounds.between(start, end)
+        found = [*islice(_find_jumps(part), _MAX_JUMPS + 1)]
+        if len(found) <= _MAX_JUMPS:
+            for before, after in found:
+                yield float(part.at[before]), float(part.at[after])
+                stop = start + after
+
+
+def _find_jumps(bounds: Bounds) -> Iterator[tuple[int, int]]:
+    """Yield pairs of indices of bounds between which a function, otherwise of little change in its rate, jumped.
+
+    The bounds from the first to the second index contradict each other, but those before the second do not. So the
+    jump is between them, whatever follows.
+    """
     first = 0
-    for before, after in jumps:
-        part = bounds.between(first, before + 1)
-        for number, (begin, end, start, stop) in enumerate(_windows(part)):
-            slack = RATE_TOLERANCE * (end - begin) / 2
-            lines = lines_within(part.between(start, stop), slack)
-            yield _Piece(begin, end, lines or _ANY, slack, bool(first) and not number)
-        first = after
 
+    def is_bent(begin: int, stop: int) -> bool:
+        return stop - begin > 1 and Rates.of_all(bounds.between(begin, stop)).contradicted.item()
 
-def _jumps(bounds: Bounds) -> list[tuple[int, int]]:
-    """Return disjoint pairs of indices of bounds between which the clock jumped."""
-    jumps = set()
-    for shift in (0.0, 0.5):  # windows that overlap by half
-        for begin, end, start, stop in _windows(bounds, shift):
-            slack = RATE_TOLERANCE * (end - begin) / 2
-            jumps |= {(start + a, start + b) for a, b in find_jumps(bounds.between(start, stop), slack)}
-    distinct: list[tuple[int, int]] = []
-    for before, after in sorted(jumps):
-        if distinct and before < distinct[-1][1]:
-            distinct[-1] = distinct[-1][0], max(after, distinct[-1][1])
-        else:
-            distinct.append((before, after))
-    return distinct
+    while is_bent(first, len(bounds)):
+        stop = first + 1 + bisect_left(range(first + 2, len(bounds) + 1), True, key=partial(is_bent, first))
+        straight = bisect_left(range(stop - 1, first, -1), True, key=partial(is_bent, stop=stop + 1))
+        yield stop - straight - 1, stop
+        first = stop
 
 
 def _meet(left: _Piece, right: _Piece) -> bool:
-    (left_low, left_high), (right_low, right_high) = left.bounds_at(right.begin), right.bounds_at(right.begin)
-    return max(left_low, right_low) <= min(left_high, right_high)
+    """Return whether one piece may go on as the other."""
+    at = np.array([left.end, right.begin])
+    (lower, upper), (other_lower, other_upper) = left.at(at), right.at(at)
+    return bool((np.maximum(lower, other_lower) <= np.minimum(upper, other_upper)).any())
 
 
-def _windows(bounds: Bounds, shift: float = 0.0) -> Iterator[tuple[float, float, int, int]]:
-    """Yield windows with enough bounds of both kinds: begin, end, and the indices of the bounds.
+def _contradiction(bounds: Bounds, relevant: Bounds) -> Contradiction | None:
+    """Return what of some bounds no rate up to MAX_RATE explains."""
+    corridor = Corridor.of(relevant, Rates.unknown(relevant))
+    if corridor.contradiction <= 1:
+        return None
+    low, high = bounds.sides
+    lower, upper = corridor.bounds(bounds.at)
+    calls = np.unique(bounds.call[(low > upper) | (high < lower)])
+    # Where clocks of one host differ, each is beyond the bounds from the others by up to the width of its own.
+    widened = int(np.ceil(corridor.contradiction + bounds.smallest_width()))
+    return Contradiction(int(np.ceil(corridor.contradiction)), len(calls), widened)
 
-    Args:
-        bounds: All bounds.
-        shift: Fraction of a window by which all edges except the outer ones are moved.
-    """
-    begin, end = float(bounds.at[0]), float(bounds.at[-1])
-    count = min(max(round((end - begin) / WINDOW_NS), 1), _MAX_WINDOWS)
-    edges = begin + (end - begin) * (np.arange(1, count) + shift) / count
-    stops = np.searchsorted(bounds.at, edges)
-    uppers = np.concatenate([[0], np.cumsum(bounds.upper)])
-    kept = [(begin, 0)]
-    for edge, stop in zip(edges.tolist(), stops.tolist(), strict=True):
-        for other in (kept[-1][1], len(bounds)):
-            length, upper = abs(stop - other), abs(uppers[stop] - uppers[other])
-            if min(upper, length - upper) < _MIN_BOUNDS:
-                break
-        else:
-            kept.append((edge, stop))
-    for (left, first), (right, stop) in pairwise([*kept, (end, len(bounds))]):
-        yield left, right, first, stop
+
+def _largest(contradictions: Sequence[Contradiction]) -> Contradiction | None:
+    if not contradictions:
+        return None
+    largest = max(contradictions)
+    return largest._replace(calls=sum(contradiction.calls for contradiction in contradictions))
+
+
+def _curves(pieces: Sequence[_Piece], span: tuple[int, int]) -> Iterator[Array]:
+    """Yield times and the lower and upper bounds of each piece, and between them, shape (3, knots)."""
+    for number, piece in enumerate(pieces):
+        begin, end = min(float(span[0]), piece.begin), max(float(span[1]), piece.end)
+        if number:
+            begin, before = piece.begin, pieces[number - 1].end
+            if begin - before > 2:  # all that is known is that no clock runs backwards
+                yield np.array([[before + 1, begin - 1], [-UNBOUNDED] * 2, [UNBOUNDED] * 2])
+        yield piece.curves(begin, end if number + 1 == len(pieces) else piece.end)
 
 
 def _steps(pieces: Sequence[_Piece], origin: int) -> Iterator[ClockStep]:
     for left, right in pairwise(pieces):
-        if right.after_jump:
-            (left_low, left_high), (right_low, right_high) = left.bounds_at(left.end), right.bounds_at(right.begin)
-            drift = MAX_RATE * (right.begin - left.end)
-            smallest, largest = np.floor(right_low - left_high - drift), np.ceil(right_high - left_low + drift)
-            yield ClockStep(origin + int(left.end), origin + int(right.begin), int(smallest), int(largest))
+        at = np.array([left.end, right.begin])
+        (left_low, left_high), (right_low, right_high) = left.at(at), right.at(at)
+        # If the reference's clock jumped, the time between the two is shorter than it shows.
+        grown = np.diff([piece.corridor.rates.integrals(at) for piece in (left, right)], axis=-1)
+        smallest = np.floor(right_low[1] - left_high[0] - max(grown.max(), 0))
+        largest = np.ceil(right_high[1] - left_low[0] - min(grown.min(), 0))
+        yield ClockStep(origin + int(left.end), origin + int(right.begin), int(smallest), int(largest))
+
+
+def _rate_change(pieces: Sequence[_Piece]) -> float:
+    rates = [piece.corridor.rates for piece in pieces]
+    return max(0.0, max(float(each.least.max()) for each in rates) - min(float(each.most.min()) for each in rates))
 
 
 def _drift(pieces: Sequence[_Piece]) -> tuple[float, float]:
     """Return the smallest and largest mean rate between jumps, where they differ least."""
-    starts = [0, *(number for number, piece in enumerate(pieces) if piece.after_jump), len(pieces)]
-    ranges = []
-    for first, stop in pairwise(starts):
-        left, right = pieces[first], pieces[stop - 1]
-        if stop - first == 1:
-            ranges.append((float(left.lines.rate.min()), float(left.lines.rate.max())))
-            continue
-        begin, end = ((piece.begin + piece.end) / 2 for piece in (left, right))
-        (low, high), (last_low, last_high) = left.bounds_at(begin), right.bounds_at(end)
-        ranges.append(((last_low - high) / (end - begin), (last_high - low) / (end - begin)))
-    return min(ranges, key=lambda bounds: bounds[1] - bounds[0])
+    return min((_mean_rate(piece) for piece in pieces), key=lambda bounds: bounds[1] - bounds[0])
+
+
+def _mean_rate(piece: _Piece) -> tuple[float, float]:
+    ends = np.array([piece.begin, piece.end])
+    length = max(piece.end - piece.begin, 1)
+    (lower, last_lower), (upper, last_upper) = piece.at(ends)
+    slowest, fastest = (float(np.diff(integral)[0]) / length for integral in piece.corridor.rates.integrals(ends))
+    return max(slowest, float(last_lower - upper) / length), min(fastest, float(last_upper - lower) / length)

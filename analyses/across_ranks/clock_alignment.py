@@ -38,6 +38,7 @@ MAX_CALLS: Final = 12_000_000
 
 _MARGIN_NS: Final = 1_000_000_000
 _MAX_SWEEPS: Final = 64
+_MAX_TESTED: Final = 4
 _NEVER, _ALWAYS = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 
 
@@ -72,15 +73,33 @@ class _Aligner:
     def __init__(self, calls: MatchedCalls, hosts: Sequence[str], host_of_process: Array) -> None:
         self.calls, self.hosts, self.host_of_process = calls, hosts, host_of_process
         self.began, self.ended = np.full(len(calls.channel), _ALWAYS), np.full(len(calls.channel), _NEVER)
-        self._agree = agree(calls)
         self._processes = positions_by_value(host_of_process)
+        self._host = host_of_process[calls["process"][calls.matched]]
+        self._tells = agree(calls) & self._has_several_hosts()
 
     def align(self) -> Clocks:
+        """Return the clocks."""
         reference = self._reference()
+        others = [host for host in range(len(self.hosts)) if host != reference]
+        clocks = self._relative_to(reference, others)
+        if self._count_odd(clocks) * 2 > len(others) > 1:
+            # If all of the others agree with another one, it is the reference's clock that is odd.
+            other, *tested = others[: _MAX_TESTED + 1]
+            trial = self._relative_to(other, tested)
+            if all(trial[host] is not None for host in tested) and not self._count_odd(trial):
+                reference, clocks = other, self._relative_to(other, sorted({reference, *others} - {other}))
+        return Clocks(self.hosts, self.host_of_process, reference, clocks)
+
+    @staticmethod
+    def _count_odd(clocks: Sequence[AlignedClock | None]) -> int:
+        return sum(clock is not None and clock.is_odd for clock in clocks)
+
+    def _relative_to(self, reference: int, others: Sequence[int]) -> list[AlignedClock | None]:
+        """Return the clocks of other hosts relative to a reference; None for all that are not aligned."""
+        self.began[:], self.ended[:] = _ALWAYS, _NEVER
         aligned: list[AlignedClock | None] = [None] * len(self.hosts)
         clock = aligned[reference] = reference_clock(*self._span(reference))
         self._update_moments(reference, clock)
-        others = [host for host in range(len(self.hosts)) if host != reference]
         known = np.zeros(len(self.hosts), np.int64)
         for _ in range(_MAX_SWEEPS):
             before = known.copy()
@@ -93,25 +112,27 @@ class _Aligner:
                     self._update_moments(host, fitted)
             if (known == before).all():
                 break
-        return Clocks(self.hosts, self.host_of_process, reference, aligned)
+        return aligned
+
+    def _has_several_hosts(self) -> Array:
+        """Return whether the calls of each instance are of several hosts: only these say something about clocks."""
+        instance = self.calls["instance"][self.calls.matched]
+        of_instance = np.zeros(len(self.calls.channel), np.int64)
+        of_instance[instance] = self._host
+        several = np.zeros(len(self.calls.channel), bool)
+        several[instance[of_instance[instance] != self._host]] = True
+        return several
 
     def _reference(self) -> int:
         """Return the first host with the most calls in operations of several hosts."""
-        calls = self.calls
-        at = calls.matched
-        host = self.host_of_process[calls["process"][at]]
-        instance = calls["instance"][at]
-        of_instance = np.zeros(len(calls.channel), np.int64)
-        of_instance[instance] = host
-        several = np.zeros(len(calls.channel), bool)
-        several[instance[of_instance[instance] != host]] = True
-        return int(np.bincount(host[several[instance]], minlength=len(self.hosts)).argmax())
+        is_told = self._tells[self.calls["instance"][self.calls.matched]]
+        return int(np.bincount(self._host[is_told], minlength=len(self.hosts)).argmax())
 
     def _rows(self, host: int) -> Array:
         """Return the indices of the usable calls of a host."""
         rows = np.concatenate([self.calls.of_process(number) for number in self._processes[host]])
         rows = rows[(self.calls["instance"][rows] != NOT_MATCHED) & (self.calls["arrival"][rows] > 0)]
-        return np.asarray(rows[self._agree[self.calls["instance"][rows]]])
+        return np.asarray(rows[self._tells[self.calls["instance"][rows]]])
 
     def _sources_and_targets(self, host: int) -> tuple[Array, Array]:
         rows = self._rows(host)
@@ -150,7 +171,9 @@ class _Aligner:
         upper = np.arange(len(at)) >= len(sources)
         order = np.argsort(at, kind="stable")
         origin, base = int(at[order[0]]), int(value[0])
-        bounds = Bounds((at[order] - origin).astype(np.float64), (value[order] - base).astype(np.float64), upper[order])
-        used = len(sources) + len(targets) - len(np.intersect1d(sources, targets, assume_unique=True))
+        call = np.concatenate([sources, targets])[order]
+        bounds = Bounds(
+            (at[order] - origin).astype(np.float64), (value[order] - base).astype(np.float64), upper[order], call
+        )
         begin, end = (time - base - origin for time in self._span(host))
-        return clock_within(bounds, origin, base, (begin - _MARGIN_NS, end + _MARGIN_NS), used)
+        return clock_within(bounds, origin, base, (begin - _MARGIN_NS, end + _MARGIN_NS))

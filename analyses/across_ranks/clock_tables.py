@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -12,10 +12,16 @@ from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.fold_engine import NamedTables, NeededCalls, RunAnalysis
 from commtrace.analyses.sections import Block, Report, Section, ShownTable, Tables
 from commtrace.analyses.table_specs.spec import TableSpec, column, count, duration, word_column
-from commtrace.formatting import MAX_SINGLE, format_count, is_known
+from commtrace.formatting import MAX_SINGLE, format_count, format_duration, is_known
 from commtrace.rank_ranges import shorten_names
 
 from .clocks import Clocks
+from .corridors import RATE_SPREAD
+
+
+def _rate(ppm: Any) -> str:
+    return f"{ppm:.1f}" if is_known(ppm) else "-"
+
 
 CLOCKS: Final = TableSpec("clocks", "Clocks of the hosts",
     "A row per host (per boot of it). Bounds follow from the calls of the log; a host that they do not bound "
@@ -26,11 +32,17 @@ CLOCKS: Final = TableSpec("clocks", "Clocks of the hosts",
         "Its monotonic clock minus the reference's in the middle of the run: the middle of the bounds."),
     column("ppm", lambda rate: f"{rate:+.1f}" if is_known(rate) else "-", "drift_ppm", "drift, ppm",
         "Mean growth of the offset: the middle of its bounds."),
-    column("ppm", lambda rate: f"{rate:.1f}" if is_known(rate) else "-", "drift_half_width_ppm", "+-",
+    column("ppm", _rate, "drift_half_width_ppm", "+-",
         "Half the distance between the bounds of drift_ppm."),
     duration("half_width_ns", "offset +-", "Half the largest distance between the bounds of the offset."),
     count("calls", "calls", "Calls of the host that gave bounds.", measured=True),
     count("steps", "steps", "Jumps of the clock (`clock_steps`)."),
+    column("ppm", _rate, "rate_change_ppm", "rate changed, ppm",
+        "Least change of its rate within the run that explains the bounds; 0: a constant rate does."),
+    duration("contradiction_ns", "contradiction",
+        "By how much bounds of calls contradict each other, beyond what jumps and rates explain; 0: they do not."),
+    count("contradicting_calls", "calls in it", "Calls whose bounds contradict others.", measured=True),
+    duration("widened_ns", "widened by", "By how much all bounds are widened because of that."),
 ), merge_by="host")  # fmt: skip
 CLOCK_STEPS: Final = TableSpec("clock_steps", "Clock jumps",
     "A row per jump of a host's clock: the bounds before and after it contradict each other.", (
@@ -61,11 +73,12 @@ def clock_tables(run: AnalysedRun) -> NamedTables:
 def _row(clocks: Clocks, number: int) -> tuple[object, ...]:
     clock, names = clocks.aligned[number], (clocks.hosts[number], clocks.hosts[clocks.reference])
     if clock is None:
-        return *names, *(None,) * 4, 0, 0
+        return *names, *(None,) * 4, 0, 0, *(None,) * 4
     lower, upper = clock.offsets(np.array([sum(clock.used_at) // 2]))
     slowest, fastest = (1e6 * rate for rate in clock.drift)
     drift = (slowest + fastest) / 2, (fastest - slowest) / 2
-    return *names, int(lower[0] + upper[0]) // 2, *drift, clock.half_width_ns, clock.calls, len(clock.steps)
+    odd = 1e6 * clock.rate_change, *(clock.contradiction or (0, 0, 0))
+    return *names, int(lower[0] + upper[0]) // 2, *drift, clock.half_width_ns, clock.calls, len(clock.steps), *odd
 
 
 ANALYSIS: Final = RunAnalysis("clocks", clock_tables, NeededCalls())
@@ -78,10 +91,30 @@ def _show_clocks(report: Report) -> Iterator[Block]:
             yield ShownTable(CLOCK_STEPS, report.rows(CLOCK_STEPS), "Clock jumps")
 
 
-def _clock_jumps(tables: Tables) -> Iterator[str]:
-    if len(tables["clock_steps"]):
-        hosts = shorten_names(sorted(set(tables["clock_steps"]["host"])), most=MAX_SINGLE).replace(",", ", ")
-        yield f"The clock of {hosts} jumped during the run (--sections clocks)."
+def _findings(tables: Tables) -> Iterator[str]:
+    clocks = tables["clocks"]
+    jumped, changed = clocks[clocks["steps"] > 0], clocks[clocks["rate_change_ppm"] > 1e6 * RATE_SPREAD]
+    contradict = clocks[clocks["contradiction_ns"] > 0]
+    if len(jumped):
+        yield f"The clock of {_names(jumped)} jumped during the run (--sections clocks)."
+    if len(changed):
+        most = changed.loc[changed["rate_change_ppm"].idxmax()]
+        yield (
+            f"The rate of the clock of {_names(changed)} changed during the run, that of {most['host']} by at least "
+            f"{most['rate_change_ppm']:.0f} ppm (--sections clocks)."
+        )
+    if len(contradict):
+        worst = format_duration(contradict["contradiction_ns"].max())
+        calls = format_count(int(contradict["contradicting_calls"].sum()))
+        yield (
+            f"Timestamps of {_names(contradict)} and {contradict['reference'].iloc[0]} contradict each other, in "
+            f"{calls} calls and by up to {worst}, as if processes of a host read different clocks. The bounds of "
+            "waits are wider by as much (--sections clocks)."
+        )
+
+
+def _names(clocks: pd.DataFrame) -> str:
+    return shorten_names(sorted(set(clocks["host"])), most=MAX_SINGLE).replace(",", ", ")
 
 
 CLOCKS_SECTION: Final = Section(
@@ -92,5 +125,5 @@ CLOCKS_SECTION: Final = Section(
     blocks=_show_clocks,
     default=False,
     look_for="Bounds on each host's clock relative to the reference's, from the calls alone.",
-    findings=_clock_jumps,
+    findings=_findings,
 )

@@ -26,16 +26,21 @@ Times = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HostClock:
-    """A clock that reads t + offset + drift * t, plus the ns of each past step in `steps`, (true time, ns)."""
+    """A clock that reads t + offset + drift * t, plus the ns of each past step in `steps`, (true time, ns).
+
+    Its rate grows by the fractions of past `rates`, (true time, fraction).
+    """
 
     offset: int
     drift: float
     steps: Sequence[tuple[int, int]] = ()
+    rates: Sequence[tuple[int, float]] = ()
 
     def read(self, times: Times) -> Times:
         """Return its readings at true times."""
         jumps = sum((np.where(times >= at, by, 0) for at, by in self.steps), np.zeros(len(times), np.int64))
-        shown: Times = times + self.offset + np.round(self.drift * times).astype(np.int64) + jumps
+        slewed = sum((np.maximum(times - at, 0) * rate for at, rate in self.rates), self.drift * times)
+        shown: Times = times + self.offset + np.round(slewed).astype(np.int64) + jumps
         return shown
 
 
@@ -49,12 +54,14 @@ class Schedule:
         groups: Ranks of each group.
         calls: (rank, operation, group, peer, seq, tag, begin, end, clock that observed the end, time at which the last
             rank that it waits for began) of each call.
+        ahead: Nanoseconds by which a rank's clock is ahead of its host's.
     """
 
     clocks: Sequence[HostClock]
     host_of: Sequence[int]
     groups: Sequence[Sequence[int]]
     calls: list[tuple[int, str, int, int, int, int, int, int, Clock, int]] = field(default_factory=list)
+    ahead: dict[int, int] = field(default_factory=dict)
 
     def write(self, folder: Path, **process: object) -> None:
         """Write the log."""
@@ -64,7 +71,8 @@ class Schedule:
             rows: list[Records] = []
             own = [call for call in self.calls if call[0] == rank]
             read = self.clocks[host].read
-            begins, ends = (read(np.array([call[at] for call in own], np.int64)) for at in (6, 7))
+            ahead = self.ahead.get(rank, 0)
+            begins, ends = (read(np.array([call[at] for call in own], np.int64)) + ahead for at in (6, 7))
             for number, (_, op, group, peer, seq, tag, _, _, clock, _) in enumerate(own):
                 begin, end = int(begins[number]), int(ends[number])
                 known = clock != Clock.NONE

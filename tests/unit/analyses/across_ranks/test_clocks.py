@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from factory import LogFactory, record, training
-from simulated_ranks import Schedule, random_schedule
+from simulated_ranks import HostClock, Schedule, random_schedule
 
 from commtrace.analyses.across_ranks.aligned_clock import clock_within
+from commtrace.analyses.across_ranks.clock_tables import CLOCKS_SECTION
 from commtrace.analyses.across_ranks.clocks import Clocks
-from commtrace.analyses.across_ranks.corridors import Bounds, find_jumps, lines_within
+from commtrace.analyses.across_ranks.corridors import Bounds, Corridor, Rates, steepest
 from commtrace.run import Run, open_run
 
 STEPPED_AT_THE_EDGE = 163, 166, 182
@@ -96,15 +97,79 @@ def test_a_step_is_found_where_it_was(seed: int, tmp_path: Path) -> None:
     assert row["smallest_ns"] <= sign * stepped_by <= row["largest_ns"]
 
 
+def slewed(clock: HostClock, rng: np.random.Generator, seconds: int) -> HostClock:
+    """Return a clock whose rate changes by up to 5 ppm every 64 seconds."""
+    changes = [(at * 10**9, float(rng.uniform(-5e-6, 5e-6))) for at in range(0, seconds, 64)]
+    return replace(clock, rates=changes)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 100))]
+)
+def test_bounds_hold_where_rates_change(seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    hosts, gap = int(rng.integers(2, 5)), int(rng.choice([10**8, 10**9, 10**10]))
+    schedule = random_schedule(rng, hosts=hosts, ranks=2 * hosts, operations=500, gap_ns=gap)
+    length = max(call[7] for call in schedule.calls) // 10**9
+    schedule.clocks = [slewed(clock, rng, length) for clock in schedule.clocks]
+    run = run_of(schedule, tmp_path)
+    assert_bounds_hold(schedule, run.clocks)
+    table = run.table("clocks")
+    assert table[["steps", "contradiction_ns"]].to_numpy().tolist() == [[0, 0]] * hosts
+    sums = [np.cumsum([0.0, *(rate for _, rate in clock.rates)]) for clock in schedule.clocks]
+    assert table["rate_change_ppm"].max() < 1e6 * sum(sum_.max() - sum_.min() for sum_ in sums) + 1
+
+
+def test_a_large_change_of_a_rate_is_no_jump(tmp_path: Path) -> None:
+    schedule = random_schedule(np.random.default_rng(1), hosts=2, ranks=2, operations=1000)
+    schedule.clocks = [schedule.clocks[0], replace(schedule.clocks[1], rates=[(6 * 10**9, 4e-4)])]
+    run = run_of(schedule, tmp_path)
+    assert_bounds_hold(schedule, run.clocks)
+    row = run.table("clocks").iloc[1]
+    assert (row["steps"], row["contradiction_ns"]) == (0, 0)
+    assert 200 < row["rate_change_ppm"] <= 401
+
+
+def test_the_reference_is_no_host_whose_clock_jumped(tmp_path: Path) -> None:
+    schedule = random_schedule(np.random.default_rng(2), hosts=4, ranks=4, operations=400)
+    schedule.clocks = [replace(schedule.clocks[0], steps=[(3 * 10**9, 10**8)]), *schedule.clocks[1:]]
+    run = run_of(schedule, tmp_path)
+    assert run.table("clocks")["steps"].tolist() == [1, 0, 0, 0]
+    assert_bounds_hold(schedule, run.clocks)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_timestamps_that_contradict_each_other_are_no_jumps(seed: int, tmp_path: Path) -> None:
+    """Two ranks of a host have clocks that differ by a constant."""
+    schedule = random_schedule(np.random.default_rng(seed), hosts=3, ranks=6, operations=600)
+    schedule.ahead = {3: 2_000_000}
+    run = run_of(schedule, tmp_path)
+    table = run.table("clocks")
+    assert table["steps"].tolist() == [0, 0, 0]
+    assert (table["contradiction_ns"] > 0).tolist() == [False, True, False]
+    row = table.iloc[1]
+    assert row["contradiction_ns"] <= 2_000_000 <= row["contradiction_ns"] + 2 * row["half_width_ns"]
+    assert 0 < row["contradicting_calls"] <= row["calls"]
+    assert_bounds_hold(schedule, run.clocks)
+    schedule.clocks = [
+        replace(clock, offset=clock.offset + 2_000_000 * (host == 1)) for host, clock in enumerate(schedule.clocks)
+    ]
+    assert_bounds_hold(schedule, run.clocks)
+    assert any("contradict each other" in text for text in findings(run))
+
+
+def findings(run: Run) -> list[str]:
+    assert CLOCKS_SECTION.findings is not None
+    return [*CLOCKS_SECTION.findings(run.tables())]
+
+
 def test_bounds_of_one_kind_after_the_other_hold_nowhere() -> None:
     span = -1000, 5000
     mixed = bounds([0, 1000, 2000, 3000], [0, 10, 0, 10], [False, True, False, True])
-    clock = clock_within(mixed, 0, 0, span, 4)
+    clock = clock_within(mixed, 0, 0, span)
     assert clock is not None
     assert clock.used_at == (1000, 2000)
-    assert (
-        clock_within(bounds([0, 1000, 2000, 3000], [0, 0, 10, 10], [False, False, True, True]), 0, 0, span, 4) is None
-    )
+    assert clock_within(bounds([0, 1000, 2000, 3000], [0, 0, 10, 10], [False, False, True, True]), 0, 0, span) is None
 
 
 def test_hosts_without_common_calls_have_no_bounds(tmp_path: Path) -> None:
@@ -129,33 +194,49 @@ def test_one_host_is_its_own_reference(tmp_path: Path) -> None:
 
 
 def bounds(at: list[float], value: list[float], upper: list[bool]) -> Bounds:
-    return Bounds(np.array(at, np.float64), np.array(value, np.float64), np.array(upper))
+    return Bounds(np.array(at, np.float64), np.array(value, np.float64), np.array(upper), np.arange(len(at)))
 
 
-def test_lines_within_a_corridor_are_those_of_a_linear_programme() -> None:
+def random_bounds(rng: np.random.Generator, count: int) -> Bounds:
+    """Return bounds on a function whose rate is 1,000 ppm."""
+    at = np.sort(rng.uniform(0, 1e9, count))
+    upper = rng.random(count) < 0.5
+    return bounds([*at], [*(100 + 1e-3 * at + np.where(upper, 1, -1) * rng.exponential(200, count))], [*upper])
+
+
+def test_the_rate_that_bounds_imply_is_the_largest_of_all_pairs() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
-        at = np.sort(rng.uniform(0, 1e6, 40))
-        upper = rng.random(40) < 0.5
-        value = 100 + 1e-3 * at + np.where(upper, 1, -1) * rng.exponential(200, 40)
-        lines = lines_within(Bounds(at, value, upper))
-        assert lines is not None
-        for time in (0.0, 5e5, 1e6):
-            rates = np.linspace(-5e-3, 5e-3, 20001)[:, None]
-            low = (value[~upper] - rates * (at[~upper] - time)).max(axis=1)
-            high = (value[upper] - rates * (at[upper] - time)).min(axis=1)
-            possible: npt.NDArray[np.bool_] = low <= high
-            (lowest,), (highest,) = lines.bounds(np.array([time]))
-            assert lowest <= low[possible].min(initial=np.inf) + 1e-6
-            assert highest >= high[possible].max(initial=-np.inf) - 1e-6
-            assert np.isclose(lowest, low[possible].min(initial=np.inf), atol=2)
+        random = random_bounds(rng, 40)
+        low, high = random.sides
+        with np.errstate(divide="ignore", invalid="ignore"):
+            pairs = (low[:, None] - high) / (random.at[:, None] - random.at)
+        expected = pairs[np.tril_indices(40, -1)]
+        largest = max(float(expected[np.isfinite(expected)].max()), -5e-3)
+        assert steepest(random.at[None], low[None], high[None]).tolist() == pytest.approx([largest], rel=1e-6)
 
 
-def test_contradictory_bounds_have_no_line_and_a_jump_between_them() -> None:
-    contradictory = bounds([0, 1000, 2000, 3000], [0, 1, 500, 501], [False, True, False, True])
-    assert lines_within(contradictory) is None
-    assert [*find_jumps(contradictory, 0.0)] == [(1, 2)]
-    assert lines_within(contradictory, slack=300.0) is not None
+def test_a_corridor_follows_from_all_bounds() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        random = random_bounds(rng, 40)
+        rates = Rates.of(random)
+        assert rates.least[0] <= 1e-3 <= rates.most[0]
+        slow, fast = rates.least[0] - rates.spread[0], rates.most[0] + rates.spread[0]
+        corridor = Corridor.of(random.relevant(), rates)
+        times = np.concatenate([rng.uniform(-1e8, 1.1e9, 50), random.at])
+        low, high = random.sides
+        distance = times[:, None] - random.at
+        expected = (
+            (low + np.where(distance > 0, slow, fast) * distance).max(axis=1),
+            (high + np.where(distance > 0, fast, slow) * distance).min(axis=1),
+        )
+        for found, right in zip(corridor.bounds(times), expected, strict=True):
+            assert np.abs(found - right).max() < 1e-3
+        knots = corridor.knots(0, 1e9)
+        inside = np.sort(rng.uniform(0, 1e9, 200))
+        for curve, right in zip(corridor.bounds(knots), corridor.bounds(inside), strict=True):
+            assert np.abs(np.interp(inside, knots, curve) - right).max() < 1e-3
 
 
 def test_hosts_without_any_operation_that_matches_have_no_bounds(tmp_path: Path) -> None:
