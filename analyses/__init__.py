@@ -51,10 +51,10 @@ def analyse(
         The tables by name.
     """
     from .analysis_catalog import ACROSS_RANKS, ANALYSES, DETAILS
-    from .compare import reconciliation
+    from .compare import rules_analysis
     from .fold_engine import fold
 
-    brief = {} if include_matching_steps else {reconciliation.ANALYSIS.name: reconciliation.DIFFERENCES}
+    brief = {} if include_matching_steps else {rules_analysis.ANALYSIS.name: rules_analysis.DIFFERENCES}
     analyses = [brief.get(analysis.name, analysis) for analysis in ANALYSES]
     optional = (*(ACROSS_RANKS if across_ranks else ()), *(DETAILS.values() if details else ()))
     return fold(run, (*analyses, *optional, *others))

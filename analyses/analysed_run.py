@@ -18,8 +18,8 @@ from commtrace.reading.stored_tables import StoredTables, open_stored
 from .across_ranks.call_times import COLUMNS as TIME_COLUMNS
 from .across_ranks.clock_alignment import MAX_CALLS, align_clocks
 from .across_ranks.clocks import Clocks
+from .across_ranks.critical_paths import StepPaths, read_step_paths
 from .across_ranks.matching import CallReader, CallTable, Derived, MatchedCalls, every_nth, host_numbers
-from .across_ranks.step_paths import StepPaths, read_step_paths
 from .grouping import Array
 from .record_blocks import RecordBlock
 
@@ -91,7 +91,7 @@ class AnalysedRun(RecordedRun):
 
     @cached_property
     def step_paths(self) -> StepPaths | None:
-        """What the ends of the last steps depend on, across ranks; None if that is not known (`step_paths`)."""
+        """What the ends of the last steps depend on, across ranks; None if that is not known (`critical_paths`)."""
         return read_step_paths(self, self.clocks)
 
     @cached_property

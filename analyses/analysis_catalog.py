@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from . import host_times, log_section, message_sizes, network_efficiency, purposes, side_by_side, steps, volume
-from .across_ranks import clock_tables, endings_section, step_time_section, stuck_calls_section, waits
+from . import (
+    expert_load,
+    host_times,
+    log_section,
+    message_sizes,
+    network_efficiency,
+    setup_section,
+    side_by_side,
+    steps,
+    volume_by_purpose,
+    volume_tables,
+)
+from .across_ranks import clock_tables, endings_section, step_time_section, stuck_calls_section, wait_tables
 from .compare import theory_section
-from .compare.settings import SETTING_DIFFERENCES
-from .compare.step_comparison import CALL_DIFFERENCES
+from .compare.setting_differences import SETTING_DIFFERENCES
+from .compare.step_differences import CALL_DIFFERENCES
 from .fold_engine import AnyAnalysis
 from .scaling import scaling_specs
 from .sections import Block, Listing, Report, Section
@@ -28,21 +39,23 @@ SECTIONS: Final[tuple[Section, ...]] = (
     endings_section.ENDINGS_SECTION,
     stuck_calls_section.STUCK_SECTION,
     theory_section.THEORY_SECTION,
-    volume.OPERATIONS_SECTION,
-    volume.WHOLE_JOB_SECTION,
-    volume.DIMENSIONS_SECTION,
-    volume.PHASES_SECTION,
-    purposes.PURPOSES_SECTION,
+    volume_tables.OPERATIONS_SECTION,
+    volume_tables.WHOLE_JOB_SECTION,
+    volume_tables.DIMENSIONS_SECTION,
+    volume_tables.PHASES_SECTION,
+    volume_by_purpose.PURPOSES_SECTION,
+    expert_load.EXPERTS_SECTION,
     steps.STEPS_SECTION,
-    volume.SITES_SECTION,
+    volume_tables.SITES_SECTION,
     message_sizes.SIZES_SECTION,
     host_times.TIMES_SECTION,
     host_times.BANDWIDTH_SECTION,
-    waits.WAITING_SECTION,
+    wait_tables.WAITING_SECTION,
     clock_tables.CLOCKS_SECTION,
-    volume.RANKS_SECTION,
+    volume_tables.RANKS_SECTION,
     step_time_section.STEP_TIME_SECTION,
     network_efficiency.NETWORK_SECTION,
+    setup_section.SECTION,
     log_section.LOG_SECTION,
 )
 """The sections of the report of one run, in its order."""

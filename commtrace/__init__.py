@@ -26,7 +26,7 @@ TYPE_CHECKING = False  # importing typing takes a millisecond or two in every pr
 if TYPE_CHECKING:
     from commtrace.analyses.scaling import scaling
     from commtrace.analyses.side_by_side import compare
-    from commtrace.progress import phase, step
+    from commtrace.current_step import phase, step
     from commtrace.run import Run
     from commtrace.run import open_run as open
     from commtrace.startup import start, stop
@@ -38,7 +38,7 @@ __all__ = ["CommtraceError", "Run", "compare", "open", "phase", "scaling", "star
 _ON_FIRST_USE = {
     "Run": ("run", "Run"), "open": ("run", "open_run"), "compare": ("analyses.side_by_side", "compare"),
     "scaling": ("analyses.scaling", "scaling"), "start": ("startup", "start"), "stop": ("startup", "stop"),
-    "step": ("progress", "step"), "phase": ("progress", "phase"),
+    "step": ("current_step", "step"), "phase": ("current_step", "phase"),
 }  # fmt: skip
 
 

@@ -14,16 +14,6 @@ from pathlib import Path
 
 from commtrace.launchers import launcher_value
 
-# Variables that are copied to the log. An allow-list, because an environment may hold secrets.
-ENVIRONMENT = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID",
-    "SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE",
-    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMP_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_DISABLE",
-    "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", "DS_ACCELERATOR",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class RankIdentity:
@@ -122,12 +112,6 @@ def boot_id() -> str:
     return _read("/proc/sys/kernel/random/boot_id").strip()
 
 
-def cores() -> str:
-    """Return the cores that this process may use, as the kernel writes lists ("0-3,8"); "" if not known."""
-    match = re.search(r"^Cpus_allowed_list:\s*(\S+)", _read("/proc/self/status"), re.MULTILINE)
-    return match[1] if match else ""
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()
@@ -143,11 +127,6 @@ def versions() -> dict[str, str]:
     imported = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
     libraries = {name: str(version) for name, version in imported.items() if version is not None}
     return {"python": platform.python_version(), "commtrace": commtrace.__version__, **libraries}
-
-
-def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of `ENVIRONMENT` that are set."""
-    return {name: environ[name] for name in ENVIRONMENT if name in environ}
 
 
 def clock_readings() -> dict[str, int]:

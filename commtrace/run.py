@@ -120,8 +120,8 @@ class Run(AnalysedRun):
         Returns:
             The table `call_differences`; without rows if nothing differs.
         """
-        from commtrace.analyses.compare.call_differences import compare_calls
         from commtrace.analyses.compare.recorded_calls import read_calls
+        from commtrace.analyses.compare.two_runs import compare_calls
 
         return compare_calls(read_calls(self), read_calls(other)).table
 

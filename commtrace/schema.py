@@ -131,6 +131,7 @@ class Purpose(Enum):
     PARAMETERS_FORWARD = "parameters gathered for forward"
     PARAMETERS_BACKWARD = "parameters gathered for backward"
     PARAMETERS_RECOMPUTATION = "parameters gathered for recomputation"
+    PARAMETERS_STAGE = "parameters gathered for a pipeline stage"
     PARAMETERS_ON_REQUEST = "parameters gathered on request"
     PARAMETERS_AFTER_OPTIMIZER = "parameters gathered after the optimizer"
     GRADIENTS = "gradients reduced"
@@ -145,15 +146,28 @@ class Purpose(Enum):
     ACTIVATION_GRADIENTS = "activation gradients"
     TENSORS = "distributed tensors outside of the model"  # full_tensor() or redistribute() by the program
     LOSS = "loss"
+    METRICS = "metrics"  # losses and metrics gathered to be logged
+    EVALUATION = "evaluation"  # results of an evaluation, other than metrics
+    DATA = "data"  # batches, and what ranks agree on about them
     PIPELINE_ACTIVATIONS = "pipeline activations"
     PIPELINE_GRADIENTS = "pipeline gradients"
+    PIPELINE_SET_UP = "pipeline stages set up"  # shapes agreed, and connections made, before the first step
     EXPERT_TOKENS = "tokens of experts"
+    EXPERT_COUNTS = "numbers of tokens of experts"
+    EXPERT_DISPATCH = "tokens dispatched to experts"
+    EXPERT_COMBINE = "tokens combined from experts"
+    EXPERT_GRADIENTS = "gradients of tokens of experts"
+    ATTENTION = "keys and values of other ranks"  # ring attention
+    ATTENTION_GRADIENTS = "gradients of keys and values of other ranks"
+    BATCH_STATISTICS = "batch statistics"  # SyncBatchNorm
     CHECKPOINT_SAVED = "checkpoint saved"
     CHECKPOINT_LOADED = "checkpoint loaded"
     STATE_DICT = "state dict"
     RANDOM_STATE = "random state"
     OBJECTS = "objects exchanged"
     MODEL_CHECKED = "model compared between ranks"
+    FLAGS = "flags agreed"  # stop? save? received a signal?
+    BARRIER = "barriers of libraries"
 
 
 WITHOUT_RECORD: Final = ("dropped", "removed", "lost", "unrecorded")

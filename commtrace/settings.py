@@ -74,6 +74,15 @@ class Settings:
     shm: str = "/dev/shm"
     """Memory-backed folder of the ring, which survives a killed process. If it lacks space, private memory is used."""
 
+    stall_seconds: float = 5.0
+    """Seconds without progress after which a process writes the Python stacks of its threads to the log; 0: never.
+
+    Progress is the begin of a call, or the return from the one that the process is in.
+    """
+
+    stall_factor: float = 2.0
+    """The pause must also be this many times as long as the longest one before it."""
+
     exit_seconds: float = 10.0
     """Timeout in seconds for writing the last records when a process exits."""
 
@@ -115,6 +124,8 @@ _LIMITS = {
     "max_bytes": (8192, 1 << 60),
     "exit_seconds": (0, 86_400),
     "keep_seconds": (1, 3600),
+    "stall_seconds": (0, 86_400),
+    "stall_factor": (1, 1000),
     "summary_bytes": (100_000, 1 << 40),
 }
 
@@ -174,7 +185,7 @@ def _size(text: str) -> int:
 _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "str": (str, "text"),
     "bool": (lambda text: _BOOLEANS[text.lower()], "1 or 0"),
-    "float": (float, "a number of seconds, such as 10"),
+    "float": (float, "a number, such as 10"),
     "int": (_size, "a whole number, such as 4096, 64k, 16m or 1g"),
 }
 """Type of a setting -> its parser and a description of valid values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from commtrace.progress import progress
+from commtrace.current_step import progress
 from commtrace.recording.recorder import Recorder
 from commtrace.schema import Phase
 

@@ -38,6 +38,7 @@ DISPATCH: Final = 256  # handles a call that torch's C++ code has made: a dispat
 # Path prefixes of wrappers, relative to the packages' root.
 _WRAPPERS: Final = (
     "<eval_with_key>",
+    "accelerate/utils/operations.py",
     "contextlib.py",
     "deepspeed/comm/",
     "deepspeed/runtime/compiler.py",
@@ -45,6 +46,8 @@ _WRAPPERS: Final = (
     "deepspeed/utils/comms_logging.py",
     "deepspeed/utils/nvtx.py",
     "functools.py",
+    "lightning/fabric/utilities/distributed.py",
+    "lightning_fabric/utilities/distributed.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
     "mpi4py/util/",
     "torch/_dynamo/",
@@ -61,7 +64,8 @@ _WRAPPERS: Final = (
     "torch/distributed/tensor/",
     "torch/fx/",
     "torch/library.py",
-    "torch/nn/modules/module.py",
+    "torch/nn/functional.py",
+    "torch/nn/modules/",
     "torch/nn/utils/clip_grad.py",
     "torch/optim/optimizer.py",
     "torch/overrides.py",
@@ -79,6 +83,28 @@ _WRAPPER_FUNCTIONS: Final = frozenset(
         ("torch/distributed/pipelining/schedules.py", "_batch_p2p"),
         ("torch/distributed/pipelining/schedules.py", "_sorted_batch_p2p"),
         ("torch/distributed/pipelining/schedules.py", "<listcomp>"),  # in _batch_p2p
+    }
+)
+
+# Methods in further files that pass calls on.
+_PASSING_FILES: Final = (
+    "accelerate/accelerator.py",
+    "accelerate/state.py",
+    "accelerate/utils/other.py",
+    "lightning/fabric/fabric.py",
+    "lightning/fabric/strategies/",
+    "lightning/pytorch/strategies/",
+    "lightning_fabric/fabric.py",
+    "lightning_fabric/strategies/",
+    "pytorch_lightning/strategies/",
+    "transformers/trainer_pt_utils.py",
+)
+_PASSING_FUNCTIONS: Final = frozenset(
+    {
+        *("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_boolean_decision"),
+        *("gather", "gather_for_metrics", "pad_across_processes", "wait_for_everyone"),
+        *("distributed_broadcast_scalars", "distributed_concat", "nested_gather"),
+        "<genexpr>",  # in these
     }
 )
 
@@ -111,6 +137,7 @@ _DISPATCH_FILES: Final = (
 _SHARED_FILES: Final = ("megatron/mpu/mappings.py", "megatron/core/tensor_parallel/mappings.py")
 
 _PROGRAM: Final = purposes.number(Purpose.PROGRAM)
+_MARKED_LIBRARIES: Final = ("torch/", "deepspeed/", "megatron/", "mpi4py/")
 
 # Limits memory in programs that create code at run time (exec, torch.fx).
 _MAX_CODES: Final = 50_000
@@ -236,10 +263,11 @@ class CallSites:
             if caller is not None:
                 row["caller"] = self._line(caller)
                 values += tuple(row["caller"].values())
-            if purpose:
+            path = _below_packages(row["file"].replace("\\", "/"))
+            if purpose and (path or purpose != purposes.BARRIER):
                 row["purpose"] = purposes.facts(purpose)
-            elif not _below_packages(row["file"].replace("\\", "/")):
-                row["purpose"] = purposes.facts(_PROGRAM)  # of a library's own line, nothing is known
+            elif not path.startswith(_MARKED_LIBRARIES):  # what these do not mark is not known
+                row["purpose"] = purposes.facts(_PROGRAM)
             # Several instructions of one line are one call site.
             number = self._sites[key] = self._tables.row_id("sites", values, lambda: row)
         return number
@@ -258,7 +286,8 @@ def _classify(code: CodeType) -> int:
     path = _below_packages(file)
     if code.co_name in _DISPATCH_FUNCTIONS or path.startswith(_DISPATCH_FILES):
         return WRAPPER | DISPATCH
-    if not path.startswith(_WRAPPERS) and (path, code.co_name) not in _WRAPPER_FUNCTIONS:
+    passes_on = code.co_name in _PASSING_FUNCTIONS and path.startswith(_PASSING_FILES)
+    if not (passes_on or path.startswith(_WRAPPERS) or (path, code.co_name) in _WRAPPER_FUNCTIONS):
         return 0
     return WRAPPER | _PROPERTIES.get((path, code.co_name), 0)
 

@@ -55,6 +55,8 @@ class GroupDescription(NamedTuple):
     name: str
     desc: str
     backend: str
+    create_ns: int | None
+    """Time that the library took to create the group; None: not known."""
 
 
 _Group = TypeVar("_Group", bound=Group)
@@ -89,7 +91,8 @@ class Groups(Generic[_Group]):
         key = tuple(sorted(row.ranks)), row.name
         index = self._created[key]
         self._created[key] += 1
-        return self._tables.new("groups", {**row._asdict(), "ranks": format_rank_list(row.ranks), "index": index})
+        known = {name: value for name, value in row._asdict().items() if value is not None}
+        return self._tables.new("groups", {**known, "ranks": format_rank_list(row.ranks), "index": index})
 
     def set_role(self, library_object: Any, role: str, source: str, table: str = "roles") -> None:
         """Record the parallel dimension of a group, and the source of this information.

@@ -46,6 +46,9 @@ GRADIENTS: Final = number(Purpose.GRADIENTS)
 USED_PARAMETERS: Final = number(Purpose.USED_PARAMETERS)
 _RECOMPUTED: Final = number(Purpose.ACTIVATIONS_RECOMPUTED)
 
+BARRIER: Final = number(Purpose.BARRIER)
+"""Purpose of a barrier if a library calls it for no other reason. A program's barrier is its own."""
+
 
 class _Thread(threading.local):
     """Marks of one thread."""

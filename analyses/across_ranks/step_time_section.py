@@ -1,10 +1,15 @@
-"""Section of where the time of a step goes across ranks, and the sentences about delays."""
+"""Where the time of a step goes across ranks: critical paths, delays and stragglers, as an analysis and a section."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Final, TypeAlias
 
+import pandas as pd
+
+from commtrace.analyses.analysed_run import AnalysedRun
+from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.sections import Block, Paragraph, Report, Section, ShownTable, Tables
 from commtrace.analyses.table_specs.equivalent_ranks import ALIKE
@@ -12,7 +17,8 @@ from commtrace.formatting import MAX_SINGLE, format_duration, format_plural, for
 from commtrace.rank_ranges import shorten_names
 
 from . import stragglers
-from .step_time_specs import CRITICAL_PATH, DELAY_BY_RANK_AND_STEP, DELAYS, STEP_TIME_PARTS, STRAGGLERS
+from .critical_paths import StepPaths, critical_path, step_time_parts
+from .step_time_specs import CRITICAL_PATH, DELAY_BY_RANK_AND_STEP, DELAYS, STEP_TIME_PARTS, STRAGGLERS, TABLES
 
 MAX_DELAYS: Final = 3
 MAX_STEPS_NAMED: Final = 6
@@ -60,12 +66,38 @@ def delay_sentences(tables: Tables) -> Iterator[str]:
         yield f"{len(ranks):,} ranks delay the job: {shorten_names(sorted(ranks))} (--sections step-time)."
 
 
+def _path_tables(tables: Mapping[str, _PathTable], run: AnalysedRun) -> NamedTables:
+    """Return tables computed from the paths of the steps; empty tables for a run without paths."""
+    paths = run.step_paths
+    if paths is None:
+        return {name: pd.DataFrame(columns=TABLES[name].column_names) for name in tables}
+    parts = stragglers.computation(paths)
+    return {name: table(run, paths, parts) for name, table in tables.items()}
+
+
+def _step_time_parts(run: AnalysedRun, paths: StepPaths, parts: list[stragglers.Computation]) -> pd.DataFrame:
+    return step_time_parts(paths)
+
+
+def _critical_path(run: AnalysedRun, paths: StepPaths, parts: list[stragglers.Computation]) -> pd.DataFrame:
+    return critical_path(run, paths)
+
+
+_PathTable: TypeAlias = Callable[[AnalysedRun, StepPaths, list[stragglers.Computation]], pd.DataFrame]
+_TABLES: Final[Mapping[str, _PathTable]] = {
+    "step_time_parts": _step_time_parts, "critical_path": _critical_path, "stragglers": stragglers.stragglers,
+    "delays": stragglers.delays,
+}  # fmt: skip
+ANALYSIS: Final = RunAnalysis("step_times", partial(_path_tables, _TABLES))
+BY_RANK_AND_STEP: Final = RunAnalysis(
+    "delay_by_rank_and_step", partial(_path_tables, {"delay_by_rank_and_step": stragglers.delay_by_rank_and_step})
+)
 STEP_TIME_SECTION: Final = Section(
     "step-time",
     "Where the time of a step goes, across ranks",
     (STEP_TIME_PARTS, CRITICAL_PATH, STRAGGLERS, DELAYS),
-    (stragglers.ANALYSIS,),
-    details=((DELAY_BY_RANK_AND_STEP, stragglers.BY_RANK_AND_STEP),),
+    (ANALYSIS,),
+    details=((DELAY_BY_RANK_AND_STEP, BY_RANK_AND_STEP),),
     blocks=_show_step_time,
     default=False,
     findings=delay_sentences,

@@ -17,21 +17,19 @@ distribution. The phase of a delay is the one with the most additional computati
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Final, NamedTuple, TypeAlias
+from functools import cached_property
+from typing import Final, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from commtrace.analyses.analysed_run import AnalysedRun
-from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
 from commtrace.analyses.grouping import Array, group_rows, rows_of
 from commtrace.rank_ranges import format_ranks
 
-from . import step_time_specs
-from .step_paths import StepPaths, critical_path, step_time_parts
+from .critical_paths import StepPaths
 from .step_time_specs import DELAYS, STRAGGLERS
 
 MIN_SHARE: Final = 0.05
@@ -271,30 +269,3 @@ def _origins(paths: StepPaths, parts: list[Computation], waits: pd.DataFrame) ->
         origin = origin if delay >= wait.ns / 2 else -1
         origins.setdefault(int(wait.owner), Counter())[origin] += int(wait.ns)
     return origins
-
-
-def _path_tables(tables: Mapping[str, _PathTable], run: AnalysedRun) -> NamedTables:
-    """Return tables computed from the paths of the steps; empty tables for a run without paths."""
-    paths = run.step_paths
-    if paths is None:
-        return {name: pd.DataFrame(columns=step_time_specs.TABLES[name].column_names) for name in tables}
-    parts = computation(paths)
-    return {name: table(run, paths, parts) for name, table in tables.items()}
-
-
-def _step_time_parts(run: AnalysedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
-    return step_time_parts(paths)
-
-
-def _critical_path(run: AnalysedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
-    return critical_path(run, paths)
-
-
-_PathTable: TypeAlias = Callable[[AnalysedRun, StepPaths, list[Computation]], pd.DataFrame]
-_TABLES: Final[Mapping[str, _PathTable]] = {
-    "step_time_parts": _step_time_parts, "critical_path": _critical_path, "stragglers": stragglers, "delays": delays,
-}  # fmt: skip
-ANALYSIS: Final = RunAnalysis("step_times", partial(_path_tables, _TABLES))
-BY_RANK_AND_STEP: Final = RunAnalysis(
-    "delay_by_rank_and_step", partial(_path_tables, {"delay_by_rank_and_step": delay_by_rank_and_step})
-)

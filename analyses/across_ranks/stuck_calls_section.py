@@ -12,7 +12,8 @@ from commtrace.analyses.sections import Section, Tables
 from commtrace.formatting import format_duration, format_moment, format_plural, is_known
 from commtrace.rank_ranges import format_ranks, name_ranks, shorten_rank_list
 
-from . import stuck_calls
+from . import stalls, stuck_calls
+from .stalls import STALLED_THREADS
 from .stuck_calls import STUCK_CALLS, STUCK_RANKS
 
 MAX_STUCK_CALLS: Final = 3
@@ -32,8 +33,21 @@ def diagnosis(tables: Tables) -> Iterator[str]:
         for (part, last, state, site, end), group in [*where][:MAX_STUCK_CALLS]:
             who = name_ranks(format_ranks(group["rank"]), "Rank")
             yield f"{who} {_place(part, last, state, site, group)}; {_END[end]}."
+    absent = ranks.loc[ranks["part"] == "absent", "rank"]
+    yield from _stalls(tables, None if not len(calls) else absent)
     if len(calls) > MAX_STUCK_CALLS:
         yield f"{format_plural(len(calls) - MAX_STUCK_CALLS, 'more stuck call')}: table `stuck_calls` (--json)."
+
+
+def _stalls(tables: Tables, ranks: pd.Series | None) -> Iterator[str]:
+    """Yield what ranks without progress do in their main threads; of some ranks, or of all if `ranks` is None."""
+    table = tables["stalled_threads"]
+    table = table.loc[table["is_main"] & (True if ranks is None else table["rank"].isin(ranks))]
+    places = table.fillna({"function": "", "line": ""}).groupby(["activity", "function", "line"], sort=False)
+    for (activity, function, line), group in [*places][:MAX_STUCK_CALLS]:
+        who = name_ranks(format_ranks(group["rank"]), "Rank")
+        where = f" in {function}" * bool(function) + f", called from {line}" * bool(line and line != function)
+        yield f"{who} made no progress for {format_duration(group['stalled_ns'].max())}: {activity}{where}."
 
 
 def _stuck(call: Any, *, failed: bool) -> str:
@@ -75,8 +89,8 @@ _END: Final = {
 STUCK_SECTION: Final = Section(
     "stuck",
     "Calls that do not end",
-    (STUCK_CALLS, STUCK_RANKS),
-    (stuck_calls.ANALYSIS,),
+    (STUCK_CALLS, STUCK_RANKS, STALLED_THREADS),
+    (stuck_calls.ANALYSIS, stalls.ANALYSIS),
     look_for="The calls in which the job hangs, or died, and where each of their ranks is.",
     alarms=diagnosis,
 )

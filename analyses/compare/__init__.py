@@ -4,13 +4,15 @@ An expected run is a run of calls, whether rules expect it or it was recorded: a
 a baseline file. Calls are compared exactly, without a threshold. In the order of the work:
 
 run_calls, call_keys            calls of a run by rank and step, and when two calls are equal
-expected_run, recorded_calls, counted_calls, baseline    their sources
+recorded_calls, counted_calls, baseline, rules_run    their sources: a log, in order or counted; a file; rules
 own_calls                       which calls are the program's own
 step_pairs                      which steps of two runs are compared
-step_matching, step_comparison  the calls of one step of one rank: matched in order or by cells, and what differs
-comparison                      all ranks and steps, equal ones once
-call_differences                two recorded runs: their differences as a table
-causes, settings                why calls differ
-verdict, verdict_text           the result of every comparison; rules_verdict: of those with rules
-reconciliation, rule_comparison, waterfall    tables of the comparison with rules; theory_section shows them
+step_matching, step_differences  the calls of one step of one rank: matched in order or by cells, and what differs
+compared_ranks                  all ranks and steps, equal ones once
+causes, setting_differences     why calls differ
+verdict, verdict_text           the result of every comparison, and its text
+two_runs                        two runs of recorded calls (a dry run, an accepted run, a baseline, another run)
+rules_analysis, rules_tables    a recorded run and the calls that rules expect: the analysis and its tables
+rules_verdict                   the verdict on it
+waterfall, theory_specs, theory_section    from the closed form to the recorded bytes; what a report shows
 """

@@ -14,8 +14,8 @@ from typing import Final, TypeAlias
 from commtrace.theory import Prediction
 from commtrace.theory.expected_calls import sorted_calls
 
-from .expected_run import RuledStep
 from .own_calls import is_library_call, is_program_call
+from .rules_run import RuledStep
 from .run_calls import Call, EqualCalls, StepCalls
 
 UNEXPLAINED: Final = "unexplained"

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from commtrace.analyses.grouping import Array, group_rows
+from commtrace.analyses.process_settings import settings_by_rank
 from commtrace.analyses.record_blocks import RecordBlock, read_blocks
 from commtrace.rank_ranges import parse_ranks
 from commtrace.reading.labels import UNKNOWN, RunLabels
@@ -33,7 +34,7 @@ from commtrace.statements import Statement
 from .call_keys import OBJECTS, CallKey, group_shape, peer_label, site_name
 from .own_calls import OwnRow, is_declared, sum_own_calls
 from .run_calls import NO_CALLS, Call, GroupLabel, RankCalls, RunCalls, StepCalls, periods
-from .settings import setting_facts
+from .setting_differences import setting_facts
 
 _STREAM_BITS: Final = 34  # of `RunLabels.ids("role", ...)`
 
@@ -120,7 +121,7 @@ def read_calls(run: RecordedRun, own: Sequence[str] = ()) -> RunCalls:
     all_lines = {call: frozenset(call_lines) for call, call_lines in lines.items()}
     return RunCalls(
         str(run.log.path), [*numbers], ranks, run.world_size, run.simulated, setting_facts(run), all_lines,
-        sum_own_calls(own_rows), run.step_ranges,
+        sum_own_calls(own_rows), settings_by_rank(run), run.step_ranges,
     )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from commtrace.rank_ranges import format_missing, format_ranks
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.statements import merge_texts
 
-from .reconciliation import ANALYSIS, compare_with_rules
-from .rule_comparison import RuleComparison
+from .rules_analysis import ANALYSIS, compare_with_rules
+from .rules_tables import RuleComparison
 from .verdict import Verdict, judge
 
 

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from commtrace.analyses.grouping import Array
+from commtrace.analyses.process_settings import ProcessSettings
 
 from .call_keys import CallKey, CellKey
 from .own_calls import OwnCalls
@@ -167,11 +168,13 @@ class RunCalls:
     partial: bool = False
     """Whether ranks may be absent because they were not run (dry run)."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Settings, versions and job of the run, as text."""
+    """World size, versions and job of the run, as text."""
     lines: Mapping[Call, frozenset[str]] = field(default_factory=dict)
     """Lines of code that made a call: "project/train.py:40 main"."""
     own: Mapping[tuple[str, str], OwnCalls] = field(default_factory=dict)
     """Calls that were declared to be the program's own, by call site and operation."""
+    settings: Mapping[int, ProcessSettings] = field(default_factory=dict)
+    """How each rank was set up; empty: not known."""
     step_ranges: Sequence[range] = ()
     """Steps that were recorded; none: all."""
 

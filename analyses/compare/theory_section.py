@@ -20,7 +20,7 @@ from commtrace.analyses.table_specs.spec import TableSpec
 from commtrace.formatting import MAX_SINGLE, format_bytes, format_plural, format_share, format_signed
 from commtrace.text_tables import TextColumn, left_column
 
-from . import reconciliation
+from . import rules_analysis
 from .theory_specs import EXPECTED_CALLS, RECONCILIATION, THEORY, WATERFALL, WATERFALL_BY_ROLE
 
 MAX_SITES: Final = 3
@@ -124,7 +124,7 @@ THEORY_SECTION: Final = Section(
     "theory",
     "Comparison with theory",
     (THEORY, EXPECTED_CALLS, RECONCILIATION, WATERFALL, WATERFALL_BY_ROLE),
-    (reconciliation.ANALYSIS,),
+    (rules_analysis.ANALYSIS,),
     blocks=_show_theory,
     findings=_closed_form,
 )

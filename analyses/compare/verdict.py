@@ -26,10 +26,10 @@ from commtrace.statements import merge_texts
 
 from .call_keys import CallKey, CellKey
 from .causes import ENDS_WITHIN, SPLIT_DIFFERENTLY
-from .comparison import Comparison, EqualRanks
+from .compared_ranks import Comparison, EqualRanks
 from .own_calls import OwnCalls, OwnRow, is_program_call, sum_own_calls
 from .run_calls import EqualCalls
-from .step_comparison import ComparedStep, DifferenceRow, Differences, ExplainedCalls, Lines, differences
+from .step_differences import ComparedStep, DifferenceRow, Differences, ExplainedCalls, Lines, differences
 from .step_matching import Cell
 
 COLUMNS: Final = (

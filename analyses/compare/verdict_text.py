@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import MAX_SINGLE, format_bytes, format_plural
-from commtrace.rank_ranges import format_ranks, shorten_ranks
+from commtrace.rank_ranges import format_ranks, name_ranks, shorten_ranks
 
 from .call_keys import OBJECTS, SUMMED
 from .own_calls import OwnCalls
@@ -32,16 +32,13 @@ def verdict_lines(verdict: Verdict, names: tuple[str, str], width: int, all_diff
         width: Characters of the longest line.
         all_differences: Where all differences are, for the text after the first ones.
     """
+    yield from _setting_lines(verdict, names, width)
     for text in verdict.not_compared:
         yield from wrapped(f"not compared: {text}.", width)
     yield from _compared_lines(verdict, width)
     yield from _difference_lines(verdict, names, width, all_differences)
     for text in verdict.notes:
         yield from wrapped(f"note: {text}.", width)
-    if not verdict.equal and len(verdict.settings):
-        yield f"differing settings, a possible cause ({names[0]} -> {names[1]}):"
-        for setting in rows_of(verdict.settings):
-            yield from wrapped(f"{setting.name}: {setting.a} -> {setting.b}", width, _INDENT)
     yield from _own_lines(verdict.own, width)
 
 
@@ -71,6 +68,18 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
         text, width, initial_indent=indent, subsequent_indent=indent + _INDENT, break_on_hyphens=False,
         break_long_words=False,
     )  # fmt: skip
+
+
+def _setting_lines(verdict: Verdict, names: tuple[str, str], width: int) -> Iterator[str]:
+    """Yield the settings that differ: those that can explain different calls, then those that can change times."""
+    settings = verdict.settings
+    for explains, rows in settings.groupby("explains") if len(settings) else ():
+        what = "settings that can change times" if explains == "times" else "settings"
+        cause = ", a possible cause" if explains == "calls" and not verdict.equal else ""
+        yield f"differing {what}{cause} ({names[0]} -> {names[1]}):"
+        for setting in rows_of(rows):
+            of_ranks = f", {name_ranks(setting.ranks)}" if setting.ranks else ""
+            yield from wrapped(f"{setting.name}: {setting.a} -> {setting.b}{of_ranks}", width, _INDENT)
 
 
 def _compared_lines(verdict: Verdict, width: int) -> Iterator[str]:

@@ -34,7 +34,8 @@ try:
 except ImportError:
     raise MissingLibraryError("figures need plotly; pip install 'commtrace[html]'") from None
 
-from .reconciliation import differences, expected_and_measured, waterfall, waterfall_by_role
+from .delays_and_paths import critical_path, delays
+from .expected_and_recorded import differences, expected_and_measured, waterfall, waterfall_by_role
 from .run_comparison import (
     measured_and_predicted,
     operation_shares,
@@ -46,7 +47,6 @@ from .run_comparison import (
 )
 from .sizes import message_sizes, sizes_over_time
 from .step_timeline import timeline
-from .step_times import critical_path, delays
 from .volumes import steps, volume
 
 __all__ = [

@@ -22,7 +22,23 @@ def sentences(tables: NamedTables) -> list[str]:
     """Return the findings from the tables of `scaling_tables.scaling`, caveats first."""
     table = tables["scaling"]
     left_out = [f"Left out: {row.reason}." for row in rows_of(tables["scaling_left_out"])]
-    return [*left_out, *_warnings(table), *_losses(table), *_growth(table), *_amdahl(tables), *_projection(tables)]
+    settings = _differing_settings(tables["scaling_settings"])
+    return [
+        *left_out,
+        *settings,
+        *_warnings(table),
+        *_losses(table),
+        *_growth(table),
+        *_amdahl(tables),
+        *_projection(tables),
+    ]
+
+
+def _differing_settings(settings: pd.DataFrame) -> Iterator[str]:
+    for name, rows in settings.groupby("name", sort=False):
+        runs_by_value = rows.groupby("value", sort=False)["run"].agg(", ".join)
+        values = "; ".join(f"{value} ({runs})" for value, runs in runs_by_value.items())
+        yield f"The runs differ in more than their size: {name}: {values}."
 
 
 def _warnings(table: pd.DataFrame) -> Iterator[str]:

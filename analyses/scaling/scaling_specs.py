@@ -101,7 +101,14 @@ SCALING_LEFT_OUT: Final = TableSpec("scaling_left_out", "Runs left out", "A row 
     text_column("reason", "reason", "Why it was left out."),
 ))  # fmt: skip
 
-TABLES: Final = (SCALING, SCALING_RANKS, SCALING_FITS, SCALING_PROJECTION, SCALING_LEFT_OUT)
+SCALING_SETTINGS: Final = TableSpec("scaling_settings", "Settings in which the runs differ, apart from their size",
+    "A row per setting and run.", (
+    word_column("name", "setting", "Name of the setting, as in the table `setup`."),
+    RUN,
+    text_column("value", "value", 'Its values; "-": not set.'),
+))  # fmt: skip
+
+TABLES: Final = (SCALING, SCALING_RANKS, SCALING_FITS, SCALING_PROJECTION, SCALING_LEFT_OUT, SCALING_SETTINGS)
 
 SECTIONS: Final = (
     Section("speedup", "Speed", (SCALING,), view="speedup"),

@@ -19,6 +19,8 @@ from commtrace.rank_ranges import parse_ranks
 from commtrace.theory import NotPredictedError, predict
 
 from .fits import fit_runs
+from .scaling_specs import SCALING_SETTINGS
+from .setup_differences import setup_differences
 from .step_times import StepTimes, step_times
 
 MEANS: Final = ["step_ns", "blocked_ns", "late_ns", "in_flight_ns", "calls", "payload_bytes", "wire_bytes"]
@@ -72,6 +74,11 @@ def scaling(runs: Mapping[str, AnalysedRun], tokens: Sequence[int] | None = None
         "scaling_fits": fits,
         "scaling_projection": projection,
         "scaling_left_out": pd.DataFrame(left_out.items(), columns=["run", "reason"], dtype=object),
+        "scaling_settings": pd.DataFrame(
+            setup_differences({name: runs[name] for name in table["run"]}),
+            columns=SCALING_SETTINGS.column_names,
+            dtype=object,
+        ),
     }
 
 

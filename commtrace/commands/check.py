@@ -72,8 +72,11 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_shared(parser, "directory")
     add, add_source = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add_source("--dryrun", action="store_true",
-        help="compare with a dry run instead of rules; the command of the program follows at the end, after --")  # fmt: skip
+    add_source(
+        "--dryrun",
+        action="store_true",
+        help="compare with a dry run instead of rules; the command of the program follows at the end, after --",
+    )
     add_source("--against", metavar="DIR2", type=Path, help="compare with a dry run or an earlier run instead of rules")
     add_source("--baseline", metavar="FILE", type=Path, help="compare with a baseline instead of rules")
     add_source("--update-baseline", metavar="FILE", type=Path,
@@ -160,8 +163,8 @@ def _print_alternatives(arguments: argparse.Namespace) -> None:
 
 def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.compare.baseline import read_baseline
-    from commtrace.analyses.compare.call_differences import compare_calls
     from commtrace.analyses.compare.recorded_calls import read_calls
+    from commtrace.analyses.compare.two_runs import compare_calls
     from commtrace.run import open_run
 
     own = [*arguments.own]

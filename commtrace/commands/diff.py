@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the differences, and return the exit status."""
     from commtrace.analyses.across_ranks.endings import find_endings
     from commtrace.analyses.across_ranks.endings_section import describe_endings
-    from commtrace.analyses.compare.call_differences import compare_calls
     from commtrace.analyses.compare.recorded_calls import read_calls
+    from commtrace.analyses.compare.two_runs import compare_calls
     from commtrace.analyses.compare.verdict_text import heading, shortened_lines, verdict_lines, wrapped
     from commtrace.analyses.report.document import diff_to_json
     from commtrace.reading.executors import open_executor

@@ -29,9 +29,9 @@ from . import notices, simulated_cuda, torch_functions
 from . import untouched_memory as memory
 from .collectives import SimulatedCollectives
 from .dispatch_mode import DryRunMode
+from .fake_groups import SimulatedGroups
 from .isolation import file_guard
 from .isolation.policy import Writes
-from .process_groups import SimulatedGroups
 from .rank_messages import RankMessages
 from .rank_processes import CUDA_REQUIRED
 from .storage_set import StorageSet

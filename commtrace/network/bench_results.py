@@ -27,12 +27,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from commtrace import identity
 from commtrace.formatting import format_plural
 from commtrace.launchers import usable_cores
 from commtrace.output_files import atomic_write
+from commtrace.process_setup.variables import read_transport_variables
 
 from . import NetworkError
 from .bench_plan import BenchPlan
@@ -40,11 +41,6 @@ from .fit import Fit, fit_operations
 from .measuring import BenchRow
 
 FORMAT, VERSION = "commtrace-network", 1
-
-TRANSPORT_VARIABLES: Final = (
-    "NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "OMPI_MCA_", "MPICH_", "MPIR_CVAR_", "I_MPI_", "OMP_NUM_THREADS",
-)  # fmt: skip
-"""Prefixes of variables that choose how messages travel. Others are not recorded: they may hold secrets."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class BenchResults:
             {**identity.versions(), **library_versions},
             [{"host": host, "ranks": ranks} for host, ranks in Counter(hosts).items()],
             {"cpu": _cpu_model(), "cores": usable_cores(), "system": f"{platform.system()} {platform.release()}"},
-            {name: os.environ[name] for name in sorted(os.environ) if name.startswith(TRANSPORT_VARIABLES)},
+            read_transport_variables(),
             time.strftime("%Y-%m-%d"),
             os.environ.get("COMMTRACE", "0") not in ("", "0"),
             plan.seconds,

@@ -17,9 +17,9 @@ from commtrace.rank_ranges import format_rank_list
 from commtrace.schema import ROLES, Fields, Phase, State, flags_label
 from commtrace.volume import wire_bytes
 
-from .group_roles import role_from_description
 from .log import Log
 from .process_reader import Process
+from .roles_by_name import role_from_description, role_from_purpose
 from .table_reader import ProcessTables, RecordedGroup, Site, integer_or_none
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -34,7 +34,7 @@ _KIND_LABELS: Final = ("op", "variant", "api", "dtype", "reduce_op")
 LABEL_COLUMNS: Final = {
     **dict.fromkeys(("op", "variant", "api", "dtype"), "kind"),
     **dict.fromkeys(("group", "group_ranks"), "group"),
-    # role: of the group, or of its point-to-point messages (`RunLabels.ids`)
+    # role: of the group, of its point-to-point messages, or of the purpose in a shared group (`RunLabels.ids`)
     **{name: name for name in ("role", "site", "phase", "state", "flags")},
     "purpose": "site",
 }
@@ -73,11 +73,14 @@ class RunLabels:
         """Id of the role of point-to-point messages, by group."""
         with_messages = [numbers["group"][group] for group in message_roles]
         self._role_of_messages[with_messages] = len(role_labels) + np.arange(len(message_roles))
+        first_role = len(role_labels) + len(message_roles)
+        """Id of the first of ROLES, whatever the group."""
+        self._roles_in_shared = _SharedGroups(log, roles, numbers["group"], self.sites, first_role)
         self._labels: dict[str, Array] = {
             **{name: _by_id(getattr(kind, name) for kind in kinds) for name in _KIND_LABELS},
             "group": _by_id(group_label(group) for group in groups),
             "group_ranks": _by_id(group.ranks_label for group in groups),
-            "role": np.array([*role_labels, *message_roles.values()], object),
+            "role": np.array([*role_labels, *message_roles.values(), *ROLES], object),
             "site": _by_id((site.label(self.files) for site in self.sites.values()), first=""),
             "purpose": _by_id(map(_purpose_label, self.sites.values()), first=NOT_RECORDED),
             "phase": _member_labels(Phase),
@@ -102,7 +105,8 @@ class RunLabels:
         if column != "role":
             return records[LABEL_COLUMNS[column]]
         messages = self._point_to_point[records["kind"]]
-        return np.where(messages, self._role_of_messages[records["group"]], records["group"])
+        ids = np.where(messages, self._role_of_messages[records["group"]], records["group"])
+        return self._roles_in_shared.replace(ids, records)
 
     def text(self, column: str, ids: Array) -> Array:
         """Return the labels of ids, shape (n,), in a column of LABEL_COLUMNS."""
@@ -172,6 +176,40 @@ class ProcessIds:
         return np.asarray(run_ids[_positions(known, ids)])
 
 
+class _SharedGroups:
+    """Groups that several parallel dimensions use: the purpose of a call decides which one it serves."""
+
+    def __init__(
+        self,
+        log: Log,
+        roles: Mapping[RecordedGroup, str],
+        numbers: Mapping[RecordedGroup, int],
+        sites: Mapping[int, Site],
+        first_role: int,
+    ) -> None:
+        world, shared = _world(log), shared_groups(log)
+        self._row = np.full(len(numbers) + 2, -1)
+        """Row of each group in `_roles`; -1: the group is not shared."""
+        self._row[[numbers[group] for group in shared]] = np.arange(len(shared))
+        self._roles = np.zeros((len(shared), len(sites) + 2), np.int64)
+        """Id of the role by shared group and site."""
+        for row, (group, dimensions) in enumerate(shared.items()):
+            undecided = "world" if group.members == world else UNKNOWN
+            self._roles[row] = first_role + ROLES.index(roles.get(group, UNKNOWN))  # no purpose was recorded
+            for site, purpose in ((site, row.purpose) for site, row in sites.items() if row.purpose is not None):
+                role = role_from_purpose(purpose.name, dimensions) or undecided
+                self._roles[row, site] = first_role + ROLES.index(role)
+
+    def replace(self, ids: Array, records: Fields) -> Array:
+        """Return ids of roles in which those of calls in shared groups are replaced."""
+        if not len(self._roles):
+            return ids
+        rows = self._row[records["group"]]
+        shared = (rows >= 0) & (ids == records["group"])  # not messages with a role of their own
+        ids[shared] = self._roles[rows[shared], records["site"][shared]]
+        return ids
+
+
 def _by_id(labels: Iterable[str], first: str = UNKNOWN) -> Array:
     """Return labels by id: `first`, one for each id from 1 on, and one for ids without a row."""
     return np.array([first, *labels, UNKNOWN], object)
@@ -222,22 +260,58 @@ def short_paths(files: Iterable[str]) -> dict[str, str]:
 
 
 def roles_of(log: Log) -> dict[RecordedGroup, str]:
-    """Return the role of each group: as a rank recorded it, else from its description, else from its ranks."""
+    """Return the role of each group: as a rank recorded it, else from its description, else from its ranks.
+
+    A group that a program makes for itself has the role of a group with the same ranks, if there is exactly one.
+    A group with all ranks is the world, unless a rank recorded more.
+    """
     roles: dict[RecordedGroup, str] = {}
-    world = format_rank_list(range(log.world_size)) if log.world_size else None
+    world = _world(log)
     all_tables = [process.tables for process in log.processes]
     groups = [(tables, number, group) for tables in all_tables for number, group in tables.groups.items()]
+
+    def from_dimension(tables: ProcessTables, number: int, _: RecordedGroup) -> str | None:
+        dimensions = tables.dimensions.get(number, ())
+        return dimensions[0] if len(dimensions) == 1 else None
+
+    def from_equal_ranks(_: ProcessTables, __: int, group: RecordedGroup) -> str:
+        known = {roles[other] for other in by_members[group.members] if other in roles}
+        return known.pop() if len(known) == 1 else UNKNOWN
+
+    by_members: dict[object, list[RecordedGroup]] = {}
+    for _, _, group in groups:
+        by_members.setdefault(group.members, []).append(group)
     sources: tuple[Callable[[ProcessTables, int, RecordedGroup], str | None], ...] = (
         lambda tables, number, group: "self" if len(group.ranks) == 1 else tables.roles.get(number),
         lambda tables, number, group: role_from_description(tables.descriptions.get(number, "")),
-        lambda tables, number, group: "world" if group.members == world else UNKNOWN,
+        from_dimension,
+        lambda tables, number, group: "world" if group.members == world else None,
+        from_equal_ranks,
     )
     for source in sources:
+        found: dict[RecordedGroup, str] = {}
         for tables, number, group in groups:
             role = source(tables, number, group)
             if role in ROLES:
-                roles.setdefault(group, role)
+                found.setdefault(group, role)
+        roles = {**found, **roles}
     return roles
+
+
+def shared_groups(log: Log) -> dict[RecordedGroup, tuple[str, ...]]:
+    """Return the roles of each group that several dimensions of meshes use."""
+    return {
+        process.tables.groups[number]: known
+        for process in log.processes
+        for number, dimensions in process.tables.dimensions.items()
+        for known in [tuple(role for role in dimensions if role in ROLES)]
+        if number in process.tables.groups and len(known) > 1
+    }
+
+
+def _world(log: Log) -> str | None:
+    """Return the members of a group of all ranks; None if the number of ranks is not known."""
+    return format_rank_list(range(log.world_size)) if log.world_size else None
 
 
 def message_roles_of(log: Log) -> dict[RecordedGroup, str]:

@@ -60,6 +60,8 @@ class Process:
     segments: tuple[Segment, ...]
     live_at_ns: int = 0
     """Monotonic time at which the memory of the live process was read; 0: it was not found running."""
+    live_turn_ns: int = 0
+    """Monotonic time at which a live process last emptied its ring: long ago if it is stopped, or keeps the GIL."""
     summary: SummaryTables | None = None
     """Its summary, with COMMTRACE_MODE=summary; segments have the calls that are not in it."""
     dumps: tuple[Segment, ...] = ()
@@ -256,9 +258,10 @@ def _read_process(
     elif ring is not None:
         summarized = 0 if summary is None else count_calls(summary.table("cells"), summary.table("steps"))
         own_notes.append(_complete_tables(path, tables, ring, segments, left_out, summarized))
+    live = ring if ring is not None and ring.is_alive else None
     process = Process(
-        path, tables, tuple(segments), live_at_ns=ring.alive_ns if ring is not None and ring.is_alive else 0,
-        summary=summary, dumps=tuple(dumps.values()), kept=kept,
+        path, tables, tuple(segments), live_at_ns=live.alive_ns if live else 0,
+        live_turn_ns=live.turn_ns if live else 0, summary=summary, dumps=tuple(dumps.values()), kept=kept,
     )  # fmt: skip
     notes += _of_rank(process.rank, own_notes)
     return process

@@ -57,6 +57,31 @@ class CallPurpose(NamedTuple):
     facts: tuple[tuple[str, str | int], ...] = ()
 
 
+class ThreadStack(NamedTuple):
+    """A thread in a sample of stacks, as docs/reference/log-format.md describes it."""
+
+    name: str
+    is_main: bool
+    state: str
+    system_call: str
+    cpu_ns: int | None
+    frames: tuple[tuple[str, int, str], ...]
+    """File, line and function, the innermost first."""
+
+
+class StackSample(NamedTuple):
+    """What the threads of a process did while it made no progress."""
+
+    mono_ns: int
+    calls: int
+    """Number of calls that the process had begun."""
+    pause_ns: int
+    in_call: bool
+    window_ns: int
+    """Time over which processor times of threads were measured."""
+    threads: tuple[ThreadStack, ...]
+
+
 class Site(NamedTuple):
     """A call site, with its caller if it is in a helper that many lines call, and the purpose of its calls."""
 
@@ -88,12 +113,20 @@ class ProcessTables:
     groups: dict[int, RecordedGroup] = field(default_factory=dict)
     roles: dict[int, str] = field(default_factory=dict)
     message_roles: dict[int, str] = field(default_factory=dict)
+    dimensions: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Roles of the mesh dimensions that use a group."""
     """Role of point-to-point messages by group, where it differs from the group's."""
     descriptions: dict[int, str] = field(default_factory=dict)
     """Descriptions by group."""
     sites: dict[int, Site] = field(default_factory=dict)
     jobs: dict[int, Row] = field(default_factory=dict)
     clock: list[Row] = field(default_factory=list)
+    backends: dict[int, str] = field(default_factory=dict)
+    """Backends by group."""
+    creation_ns: dict[int, int] = field(default_factory=dict)
+    """Time that the library took to create a group, by group, where it is known."""
+    setup: Row | None = None
+    """How the process was set up; None in logs of earlier releases, and of processes that were killed at once."""
     stats: Row | None = None
     end: Row | None = None
     leaving: Row | None = None
@@ -104,6 +137,8 @@ class ProcessTables:
     peer_ends: list[Row] = field(default_factory=list)
     """Ends of other processes on its host that it outlived."""
     salvage: list[Row] = field(default_factory=list)
+    stacks: StackSample | None = None
+    """The last sample of its stacks."""
     notices: list[Row] = field(default_factory=list)
     """Dry run: lines of the program that read values that were not computed."""
     writes: list[Row] = field(default_factory=list)
@@ -190,6 +225,21 @@ def _kind(row: Row) -> Kind:
     return Kind(str(row["op"]), *(str(row.get(name) or "") for name in Kind._fields[1:]))
 
 
+def _stacks(row: Row) -> StackSample:
+    threads = (
+        ThreadStack(
+            str(thread["name"]), thread["main"] is True, str(thread["state"]), str(thread["system_call"]),
+            None if thread["cpu_ns"] is None else _natural(thread["cpu_ns"]),
+            tuple((str(file), int(line), str(function)) for file, line, function in thread["frames"]),
+        )
+        for thread in row["threads"]
+    )  # fmt: skip
+    return StackSample(
+        _natural(row["mono_ns"]), _natural(row["calls"]), _natural(row["pause_ns"]), row["in_call"] is True,
+        _natural(row["window_ns"]), tuple(threads),
+    )  # fmt: skip
+
+
 def _role(row: Row) -> str:
     return str(row["role"])
 
@@ -206,9 +256,23 @@ def _keep_by(key: str, name: str, tables: ProcessTables, row: Row) -> None:
     getattr(tables, name)[_id(row[key])] = row["value"]
 
 
+def _keep_stacks(tables: ProcessTables, row: Row) -> None:
+    tables.stacks = row["value"]
+
+
+def _keep_dimension(tables: ProcessTables, row: Row) -> None:
+    group, role = _id(row["group"]), str(row["role"])
+    known = tables.dimensions.get(group, ())
+    if role not in known:
+        tables.dimensions[group] = *known, role
+
+
 def _keep_group(tables: ProcessTables, row: Row) -> None:
     _keep_by("id", "groups", tables, row)
     tables.descriptions[row["id"]] = str(row.get("desc") or "")
+    tables.backends[row["id"]] = str(row.get("backend") or "")
+    if row.get("create_ns") is not None:
+        tables.creation_ns[row["id"]] = row["create_ns"]
 
 
 def _keep_job(tables: ProcessTables, row: Row) -> None:
@@ -265,8 +329,10 @@ _STATS_LIMITS: Final = {
     **dict.fromkeys(("steady_samples", "steady_ns", "drain_cpu_ns", "untimed"), _MAX_COUNTER),
     "mono_ns": _MAX_TIME,
 }
+_STACKS_LIMITS: Final = {"mono_ns": _MAX_TIME, "calls": _MAX_COUNTER, "pause_ns": _MAX_TIME, "window_ns": _MAX_TIME}
 _ROW_TYPES: Final[Mapping[str, _RowType]] = {
     "process": _RowType(partial(_keep_last, "process"), _PROCESS_LIMITS),
+    "setup": _RowType(partial(_keep_last, "setup")),
     "stats": _RowType(partial(_keep_last, "stats"), _STATS_LIMITS),
     "end": _RowType(partial(_keep_last, "end"), _CLOCKS),
     "leaving": _RowType(_keep_leaving, {**_CLOCKS, "status": 256}),
@@ -274,12 +340,14 @@ _ROW_TYPES: Final[Mapping[str, _RowType]] = {
     "peer_ends": _RowType(_keep_peer_end, {"rank": MAX_RANKS, "pid": _MAX_ID, "status": 1 << 16, **_CLOCKS}),
     "clock": _RowType(partial(_keep_all, "clock"), _CLOCKS),
     "salvage": _RowType(partial(_keep_all, "salvage")),
+    "stacks": _RowType(_keep_stacks, _STACKS_LIMITS, value=_stacks),
     "notices": _RowType(partial(_keep_all, "notices")),
     "writes": _RowType(partial(_keep_all, "writes")),
     "kinds": _RowType(partial(_keep_by, "id", "kinds"), value=_kind),
-    "groups": _RowType(_keep_group, value=_group),
+    "groups": _RowType(_keep_group, {"create_ns": _MAX_COUNTER}, value=_group),
     "roles": _RowType(partial(_keep_by, "group", "roles"), value=_role),
     "message_roles": _RowType(partial(_keep_by, "group", "message_roles"), value=_role),
+    "dimensions": _RowType(_keep_dimension),
     "sites": _RowType(partial(_keep_by, "id", "sites"), value=_site),
     "job": _RowType(_keep_job),
     "passes": _RowType(_keep_passes),

@@ -6,8 +6,9 @@ ring, slots                    memory that outlives the process; its slots, and 
 drain                          thread that moves finished records from the ring to the log
 log_writer                     the files of one process; tolerates failures of the file system
 segment_writer                 files of records: sizes, and when a new one begins
-table_writer                   rows that records refer to by number
+table_lines                    rows that records refer to by number
 summary, summary_writer, summary_files    COMMTRACE_MODE=summary: counts in place of calls
+stacks                         what the threads do while the process makes no call
 kept_records                   the last calls of a process, whatever its steps, for hung jobs
 counters                       faults of the hooks, and the cost of recording (table `stats`)
 interrupts                     exceptions of the program's signal handlers

@@ -16,6 +16,7 @@ import numpy as np
 
 from commtrace import identity
 from commtrace.errors import warn
+from commtrace.process_setup.setup_reader import SetupReader
 from commtrace.rank_ranges import rank_ranges, select_steps
 from commtrace.settings import Settings
 
@@ -24,12 +25,14 @@ from .kept_records import KeptDumps, in_flight, select_at_exit
 from .log_writer import LogWriter
 from .recovery import recover_records
 from .slots import NO_SLOTS, SlotNumbers, Slots
+from .stacks import StackSampler
 from .summary_writer import SummaryWriter
 from .table_lines import TableLines
 
 FIRST_STATS_SECONDS: Final = 10.0
 COST_SECONDS: Final = 2.0
 """Interval between summaries of the cost samples: sorting them takes most of the time of a turn."""
+FIRST_SETUP_SECONDS: Final = 1.0
 
 # Signals that a thread gets for its own faults.
 _OWN_FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT}
@@ -71,12 +74,17 @@ class Drain:
         self._is_kept = np.zeros(self._slots.capacity, bool)
         self._summary = SummaryWriter(settings, rank, self._ring, writer) if settings.mode == "summary" else None
         self._dumps = KeptDumps(settings, self._ring, writer.dump) if settings.kept_records else None
+        self._stacks = StackSampler(settings, slots, tables)
         self._crossing_ns = self._written = self._not_selected = self._cpu_ns = 0
         self._costs: dict[str, int] = {}
         self._costs_at = 0.0
         self._counted: object = None
         self._stats_every = FIRST_STATS_SECONDS
         self._stats_at = time.monotonic() + FIRST_STATS_SECONDS
+        # A dry run shows a job on other machines than the one that it runs on.
+        self._setup = None if settings.simulated else SetupReader()
+        self._setup_every = FIRST_SETUP_SECONDS
+        self._setup_at = 0.0
         self._reason = ""  # why the log ended; empty before
         self.finished_tables: Path | None = None
         """The file of the table lines, once all of them are in it."""
@@ -127,6 +135,7 @@ class Drain:
         # Leave signals of the process to the program's threads.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_FAULTS)
         self._guarded(self._measure_crossing)
+        self._guarded(self._read_setup)
         while not self._reason:
             self._slots.wait(self._settings.drain_ms / 1000)
             if not self._reason:
@@ -145,12 +154,22 @@ class Drain:
     def _measure_crossing(self) -> None:
         self._crossing_ns = self._calibrate()
 
+    def _read_setup(self) -> None:
+        # Twice as long each time: libraries are loaded in the first seconds, if not in the first call.
+        self._setup_at = time.monotonic() + self._setup_every
+        self._setup_every *= 2
+        row = self._setup.changed_row() if self._setup else None
+        if row is not None:
+            self._tables.add("setup", **row)
+
     def _run_callbacks(self) -> None:
         for callback in self.callbacks:
             self._guarded(callback)
 
     def _turn(self) -> None:
         self._run_callbacks()
+        if time.monotonic() >= self._setup_at:
+            self._read_setup()
         # Records that are not written to disk leave the ring even while writing fails.
         may_move = self._writer.ready or self._settings.kept_records
         slots = self._slots.finished() if may_move else NO_SLOTS
@@ -160,6 +179,7 @@ class Drain:
             self._summary.turn()
         if self._dumps:
             self._dumps.turn()
+        self._stacks.turn(self._moved + self._slots.taken + self._ring.dropped)
         self._cpu_ns = time.thread_time_ns()
         self._count()
 
@@ -207,6 +227,7 @@ class Drain:
 
     def _finish(self) -> None:
         ring, tables, writer = self._ring, self._tables, self._writer
+        self._guarded(self._read_setup)
         slots, unwritten = self._slots.seize()
         if unwritten:
             self._slots.drop(unwritten)

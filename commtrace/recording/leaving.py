@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Final
 
 from commtrace import identity
-from commtrace.progress import progress
+from commtrace.current_step import progress
 
 from .exception_facts import describe
 from .table_lines import TableLines

@@ -18,6 +18,8 @@ from typing import Any, Final
 
 from commtrace import identity, launchers
 from commtrace.identity import RankIdentity
+from commtrace.process_setup.processor_limits import core_list
+from commtrace.process_setup.variables import read_variables
 from commtrace.schema import FORMAT, RECORD, RECORD_STRUCT, VERSION, Clock, State
 from commtrace.settings import Settings
 
@@ -90,8 +92,8 @@ class Recorder:
             self.tables.add(
                 "process", format=FORMAT, version=VERSION, run=run, rank=rank_identity.rank,
                 world_size=rank_identity.world_size, local_rank=launchers.launcher_value("local_rank"), host=host,
-                pid=self.pid, boot_id=identity.boot_id(), cores=identity.cores(), recorder=self.slots.recorder,
-                versions=identity.versions(), environment=identity.environment(),
+                pid=self.pid, boot_id=identity.boot_id(), cores=core_list(), recorder=self.slots.recorder,
+                versions=identity.versions(), environment=read_variables(),
                 launcher=identity.launcher_run_name(), settings=settings.as_dict(), **identity.clock_readings(),
                 simulated=False, blind_spots=blind_spots,
             )  # fmt: skip

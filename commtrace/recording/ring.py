@@ -225,6 +225,8 @@ class RingContent(NamedTuple):
     """What its summary had not written, read before `kept`."""
     is_alive: bool = False
     """Whether its process was running."""
+    turn_ns: int = 0
+    """Monotonic ns of the last turn of its drain thread: long ago if it is stopped, or another thread keeps the GIL."""
 
     @property
     def capacity(self) -> int:
@@ -255,7 +257,7 @@ def copy_ring(path: Path) -> RingContent | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), _opened(path, os.O_RDONLY) as fd:
         now, content = time.monotonic_ns(), _read(path, fd)
         if _holder(fd) in (content.identity.get("pid"), None):
-            return content._replace(alive_ns=now, is_alive=True)
+            return content._replace(alive_ns=now, is_alive=True, turn_ns=content.alive_ns)
         return content if os.fstat(fd).st_nlink > 0 else None
     return None
 

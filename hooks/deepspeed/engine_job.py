@@ -22,7 +22,7 @@ from commtrace.hooks.torch.model_facts import (
 from commtrace.job_row import JobRow, ModuleRow, ZeroSettings
 from commtrace.patching import record_before_call
 
-from .pipeline import describe_stage
+from .pipeline_job import describe_stage
 
 arguments: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
 """The program's arguments for each engine (`args` of `deepspeed.initialize`)."""

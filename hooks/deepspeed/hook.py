@@ -15,6 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
+from commtrace.current_step import progress
 from commtrace.hooks.recorder_setup import guard
 from commtrace.hooks.torch import training as torch_training
 from commtrace.hooks.torch.c10d_operators import shared_memory_all_reduce
@@ -24,12 +25,11 @@ from commtrace.hooks.torch.passes import Passes
 from commtrace.hooks.torch.recording_kernels import kernel_for
 from commtrace.job_row import PassRow
 from commtrace.patching import Patches, around
-from commtrace.progress import progress
 from commtrace.schema import Phase
 
 from . import engine_job, purpose_sources
-from .group_roles import message_roles, roles
-from .pipeline import note_dtypes
+from .pipeline_job import note_dtypes
+from .roles_by_registry import message_roles, roles
 
 _patches = Patches()
 _kernels = Kernels()

@@ -6,15 +6,16 @@ Those that another version of DeepSpeed does not have are left out.
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 
 from commtrace.hooks import purposes
+from commtrace.hooks.marked_sources import MarkedSources, Source, imported
+from commtrace.hooks.recorder_setup import guard
 from commtrace.hooks.torch.recomputation import reentrant_forward
-from commtrace.patching import Patches
+from commtrace.patching import Patches, around
 from commtrace.schema import Purpose
 
 _RUNTIME: Final = "deepspeed.runtime"
@@ -33,9 +34,8 @@ _STEP: Final = {
     "all_gather_dp_groups": Purpose.PARAMETERS_AFTER_OPTIMIZER,
 }
 
-# Module, class ("": functions that the module uses), method or function -> purpose.
-_SOURCES: Final = (
-    (
+_SOURCES: Final = MarkedSources(
+    Source(
         f"{_RUNTIME}.engine",
         "DeepSpeedEngine",
         {
@@ -45,10 +45,10 @@ _SOURCES: Final = (
             "load_checkpoint": Purpose.CHECKPOINT_LOADED,
         },
     ),
-    (f"{_RUNTIME}.engine", "", {"clip_grad_norm_": Purpose.GRADIENT_NORM}),
-    (f"{_RUNTIME}.pipe.engine", "PipelineEngine", {"_aggregate_total_loss": Purpose.LOSS}),
+    Source(f"{_RUNTIME}.engine", "", {"clip_grad_norm_": Purpose.GRADIENT_NORM}),
+    Source(f"{_RUNTIME}.pipe.engine", "PipelineEngine", {"_aggregate_total_loss": Purpose.LOSS}),
     *(
-        (f"{_RUNTIME}.{module}", name, _STEP)
+        Source(f"{_RUNTIME}.{module}", name, _STEP)
         for module, cls in (
             ("zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
             ("zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
@@ -56,26 +56,27 @@ _SOURCES: Final = (
         )
         for name in ("", cls)
     ),
-    (
+    Source(
         f"{_RUNTIME}.zero.stage3",
         "DeepSpeedZeroOptimizer_Stage3",
         {
             "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads": Purpose.GRADIENTS,
             "_get_norm_groups": Purpose.GRADIENT_NORM,
             "_post_step": Purpose.PARAMETERS_AFTER_OPTIMIZER,
+            "create_reduce_and_remove_grad_hooks": Purpose.PARAMETERS_AT_START,  # gathers each parameter
         },
     ),
-    (
+    Source(
         f"{_RUNTIME}.zero.partition_parameters",
         "GatheredParameters",
         dict.fromkeys(("__enter__", "__exit__"), Purpose.PARAMETERS_ON_REQUEST),
     ),
-    (
+    Source(
         f"{_RUNTIME}.zero.partition_parameters",
         "Init",
         dict.fromkeys(("_post_init_method", "_zero_init_param"), Purpose.PARAMETERS_AT_START),
     ),
-    (
+    Source(
         f"{_RUNTIME}.zero.partitioned_param_coordinator",
         "",
         {"assert_ints_same_as_other_ranks": Purpose.MODEL_CHECKED},
@@ -88,15 +89,15 @@ _patches = Patches()
 @_patches.installer
 def install() -> None:
     """Mark the calls of DeepSpeed's methods and functions."""
-    for module, cls, names in _SOURCES:
-        owner = _imported(module, cls)
-        for name, purpose in names.items() if owner is not None else ():
-            _patches.wrap(owner, name, purposes.marking(purpose))
-    coordinator = _imported(f"{_RUNTIME}.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
+    _patches.include(_SOURCES)
+    engine = imported(f"{_RUNTIME}.engine", "DeepSpeedEngine")
+    if engine is not None:
+        _patches.wrap(engine, "_configure_tensor_parallel_states", _compare_inputs)
+    coordinator = imported(f"{_RUNTIME}.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
     if coordinator is not None:
         name = "_PartitionedParameterCoordinator__all_gather_params"
         _patches.wrap(coordinator, name, purposes.marking_each(_purpose_of_gathering))
-    checkpoint = _imported(f"{_RUNTIME}.activation_checkpointing.checkpointing", "CheckpointFunction")
+    checkpoint = imported(f"{_RUNTIME}.activation_checkpointing.checkpointing", "CheckpointFunction")
     if checkpoint is not None:
         _patches.replace(checkpoint, "forward", reentrant_forward)
     for function, forward, backward in _autograd_functions():
@@ -107,17 +108,23 @@ def install() -> None:
 uninstall = _patches.undo
 
 
-def _imported(module: str, name: str) -> Any:
-    """Return a class, or the module for ""; None if it is not imported."""
-    return getattr(sys.modules.get(module), name, None) if name else sys.modules.get(module)
+@around
+def _compare_inputs(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Mark the hook with which the first forward pass compares the inputs of tensor-parallel ranks."""
+    original(self, *args, **kwargs)
+    with guard():
+        hooks = self.module._forward_pre_hooks
+        for number, hook in hooks.items():
+            if getattr(hook, "__module__", "") == f"{_RUNTIME}.engine":
+                hooks[number] = purposes.marking(Purpose.DATA)(hook)
 
 
 def _autograd_functions() -> Iterator[tuple[Any, Purpose, Purpose]]:
     """Yield the autograd functions that communicate, with the purposes of their forward and backward."""
-    exchange = _imported("deepspeed.moe.sharded_moe", "_AllToAll")
+    exchange = imported("deepspeed.moe.sharded_moe", "_AllToAll")
     if exchange is not None:
         yield exchange, Purpose.EXPERT_TOKENS, Purpose.EXPERT_TOKENS
-    layers = _imported("deepspeed.module_inject.layers", "")
+    layers = imported("deepspeed.module_inject.layers", "")
     for function in [] if layers is None else list(vars(layers).values()):
         if isinstance(function, type) and issubclass(function, torch.autograd.Function):
             yield function, Purpose.ACTIVATIONS, Purpose.ACTIVATION_GRADIENTS

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
+from commtrace.current_step import progress
 from commtrace.hooks.torch import training as torch_training
 from commtrace.patching import Patches, around
-from commtrace.progress import progress
 from commtrace.schema import Phase
 
 MODULE: Final = "megatron.core.optimizer.optimizer"

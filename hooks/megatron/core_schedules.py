@@ -17,13 +17,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from commtrace.current_step import progress
 from commtrace.hooks.recorder_setup import guard
 from commtrace.hooks.torch import captured_jobs
 from commtrace.hooks.torch.captured_jobs import Jobs
 from commtrace.hooks.torch.model_facts import architecture, available, buffers, parameters
 from commtrace.job_row import JobRow
 from commtrace.patching import Patches, around
-from commtrace.progress import progress
 from commtrace.schema import Phase
 
 _PACKAGE: Final = "megatron.core.pipeline_parallel"

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from commtrace.current_step import progress
 from commtrace.patching import Patches, around
-from commtrace.progress import progress
 from commtrace.schema import Phase
 
 _patches = Patches()

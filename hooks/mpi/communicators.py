@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from mpi4py import MPI
 
+from commtrace.hooks.group_creation import GroupCreations
 from commtrace.hooks.groups import Group, GroupDescription, Groups
 from commtrace.recording.table_lines import TableLines
 
@@ -17,6 +18,10 @@ from commtrace.recording.table_lines import TableLines
 _NO_NAME: Final = re.compile(
     r"MPI[ _](COMMUNICATOR|COMM|WIN)\b.*\d.*(FROM|DUP|SPLIT).*|MPI (COMMUNICATOR|WIN) \d+", re.I
 )
+
+
+creations: Final = GroupCreations()
+"""The communicators of this process, by `handle_key`."""
 
 
 class MpiGroup(Group):
@@ -78,7 +83,7 @@ class MpiGroups(Groups[MpiGroup]):
         self._backend = MPI.get_vendor()[0]
 
     def _make(self, mpi_object: Any) -> MpiGroup:
-        key = _kind(mpi_object), mpi_object.handle
+        key = handle_key(mpi_object)
         group = self._by_handle.get(key)
         if group is None:
             group = self._by_handle[key] = self._new(mpi_object)
@@ -93,7 +98,8 @@ class MpiGroups(Groups[MpiGroup]):
         # Both sides of an intercommunicator write the same row.
         global_ranks = local if remote is None else sorted({*local, *remote})
         known = [global_rank for global_rank in global_ranks if global_rank >= 0]
-        row = GroupDescription(known, _name(mpi_object), _describe(mpi_object), self._backend)
+        create_ns = creations.time_of(handle_key(mpi_object))
+        row = GroupDescription(known, _name(mpi_object), _describe(mpi_object), self._backend, create_ns)
         return MpiGroup(mpi_object, self._number(row), row, local, rank, remote)
 
     def _ranks(self, group: Any) -> tuple[list[int], int]:
@@ -108,7 +114,12 @@ class MpiGroups(Groups[MpiGroup]):
     def forget(self, mpi_object: Any) -> None:
         """Forget a communicator or window that is about to be freed: another one may get its handle."""
         self._known.pop(id(mpi_object), None)
-        self._by_handle.pop((_kind(mpi_object), mpi_object.handle), None)
+        self._by_handle.pop(handle_key(mpi_object), None)
+
+
+def handle_key(mpi_object: Any) -> tuple[type, int]:
+    """Return what identifies a communicator or window while it exists."""
+    return _kind(mpi_object), mpi_object.handle
 
 
 def _kind(mpi_object: Any) -> type:

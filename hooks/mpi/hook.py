@@ -12,11 +12,13 @@ from functools import partial
 from mpi4py import MPI
 
 from commtrace.hooks import recorder_setup
-from commtrace.hooks.native import mpi_recorder as native
+from commtrace.hooks.native import compiled_wrappers as native
+from commtrace.process_setup.setup_reader import library_facts
 
 from . import pickled_objects as mpi_pickle
 from . import tracer as mpi_tracer
 from . import wrappers
+from .communicators import creations, handle_key
 from .extension_types import ExtensionPatches, namespace
 from .methods import METHODS
 
@@ -25,6 +27,17 @@ _BLIND_SPOTS = (
     "MPI are not observed",
     "a copied Request, or one made from a handle, does not show the end of its call",
 )
+
+_CREATORS = (
+    (MPI.Comm, ("Clone", "Dup", "Dup_with_info", "Create", "Split", "Split_type")),
+    (MPI.Intracomm, (
+        "Create_group", "Create_cart", "Create_graph", "Create_dist_graph_adjacent", "Create_dist_graph",
+        "Create_intercomm",
+    )),
+    (MPI.Cartcomm, ("Sub",)),
+    (MPI.Intercomm, ("Merge",)),
+)  # fmt: skip
+"""Methods that create communicators."""
 
 _patches = ExtensionPatches()
 
@@ -60,6 +73,12 @@ def install() -> None:
     ):
         for name in names:
             _patches.wrap(owner, name, wrapper)
+    for owner, names in _CREATORS:
+        for name in names:
+            _patches.wrap(owner, name, creations.timed(lambda comm: handle_key(comm) if comm else None))
+    library_version = {"mpi_version": MPI.Get_library_version()[:1000]}
+    library_facts["mpi4py"] = lambda: {**creations.facts(), **library_version}
+    _patches.on_undo(library_facts.pop, "mpi4py")
     _patches.include(mpi_pickle)
     recorder_setup.blind_spots["mpi4py"] = list(_BLIND_SPOTS)
     recorder_setup.identities["mpi4py"] = mpi_tracer.identity_in_world

@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple
 from mpi4py import MPI
 
 from commtrace import identity
+from commtrace.current_step import progress
 from commtrace.hooks import call_site, recorder_setup
 from commtrace.hooks.call_context import CallContext
 from commtrace.identity import RankIdentity
 from commtrace.operations import OPERATIONS, Extent
-from commtrace.progress import progress
 from commtrace.recording.recorder import Recorder
 from commtrace.recording.session import session
 from commtrace.schema import Clock, Flag

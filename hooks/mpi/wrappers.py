@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from mpi4py import MPI
 
-from commtrace.hooks.native import mpi_recorder as native
+from commtrace.hooks.native import compiled_wrappers as native
 from commtrace.hooks.recorder_setup import call_unmeasured, count_fault, guard
 from commtrace.patching import Wrapper, around
 from commtrace.recording.interrupts import reraise_if_from_signal_handler
 from commtrace.schema import Clock
 
+from .communicators import creations, handle_key
 from .methods import Method
 from .requests import PendingRequest
 from .tracer import MethodPlan, MpiEntry, MpiTracer, current, ensure_tracer, now
@@ -252,9 +253,10 @@ wrap_request_free: Final = _followed_by(lambda tracer, request: tracer.requests.
 def wrap_handle_free(original: Original, self: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Wrap Free and Disconnect of communicators and windows, because MPI may reuse the handle."""
     tracer = current()
-    if tracer is not None:
-        with guard():
-            if self:
+    with guard():
+        if self:
+            creations.forget(handle_key(self))
+            if tracer is not None:
                 tracer.groups.forget(self)
                 native.forget_communicators()
     return original(self, *args, **kwargs)

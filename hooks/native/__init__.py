@@ -3,9 +3,10 @@
 Everything above the kernels is shared with the Python recorder: settings, session, ring, tables, drain, log. Python
 still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C++ looks up each row once.
 
-    libraries, recorder    the two compiled libraries; installation of the recorder of torch.distributed
-    rows, slots            table rows that C++ looks up; the slots of the ring
-    mpi_recorder, mpi.cpp  compiled wrappers of mpi4py's methods, in a separate library without torch
+    libraries              the two compiled libraries
+    compiled_kernels       whether and how the recorder of torch.distributed is installed
+    rows, native_slots     table rows that C++ looks up; the slots of the ring
+    compiled_wrappers, mpi.cpp    compiled wrappers of mpi4py's methods, in a separate library without torch
 
     module.cpp             the functions that Python calls
     recording_kernels.h    the kernels; ends of calls shown by futures
@@ -17,7 +18,8 @@ still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C+
     device.h               times of calls on a device (docs/explanation/device-times.md)
     device_events.h        a device: streams, capture, events
     device_clock.h         conversion of a device's times to the host's clock
-    slots.h                the records of a ring, and exclusive access to them
+    record.h               the record of a call, as commtrace.schema.RECORD
+    slots.h                the slots of a ring, and exclusive access to their records
     progress.h             step, micro-batch and phase, shared with Python
     python.h               row lookups in Python
 """

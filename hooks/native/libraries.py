@@ -204,4 +204,6 @@ TORCH: Final = Library(
     _torch_versions,
     _torch_flags,
 )
-MPI: Final = Library("commtrace_mpi", ("mpi.cpp", "frames.cpp"), ("callsites.h", "frames.h", "progress.h", "slots.h"))
+MPI: Final = Library(
+    "commtrace_mpi", ("mpi.cpp", "frames.cpp"), ("callsites.h", "frames.h", "progress.h", "record.h", "slots.h")
+)

@@ -67,7 +67,7 @@ struct Group {
 
 // The running recording. Set by start() and cleared by stop().
 struct Current {
-  PyObject* rows = nullptr;  // hooks.native.mpi_recorder.MpiRows; null: not recording
+  PyObject* rows = nullptr;  // hooks.native.compiled_wrappers.MpiRows; null: not recording
   PyObject* recorder = nullptr;
   PyObject* pop = nullptr;         // returns the number of a free slot
   PyObject* graph_task = nullptr;  // returns the number of the running backward pass; null if no library has any

@@ -1,11 +1,11 @@
-// The cells of commtrace.progress, read and written by C++ and Python. Independent of torch and Python.
+// The cells of commtrace.current_step, read and written by C++ and Python. Independent of torch and Python.
 #pragma once
 
 #include <cstdint>
 
 namespace commtrace {
 
-// Same order as `Progress.cells` of commtrace/progress.py.
+// Same order as `Progress.cells` of commtrace/current_step.py.
 struct Progress {
   int32_t step, micro_batch, mark, finished, by_program, reduces_gradients;
 

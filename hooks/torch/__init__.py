@@ -4,11 +4,14 @@ hook, recording_kernels, dispatcher   calls: kernels that run before torch's
 tracer, c10d_operators                calls: their records, and the meaning of arguments
 backend_methods                       direct calls of backend objects
 works, call_ends                      ends of calls
-process_groups, group_registry        groups and their roles
-training, dtensor, fsdp               steps, phases, and hooks for torch's parallel libraries
+process_groups, group_registry,       groups and their roles
+  mesh_roles
+training, dtensor, fsdp2,             steps, phases, and hooks for torch's parallel libraries
+  pipelining
 captured_jobs, *_job, model_facts     rows of the job table: settings that determine communication
-recomputation, redistribution,        purposes of calls (training, fsdp: those of DDP and FSDP2)
-  pipelining, entry_points
+recomputation, redistribution,        purposes of calls (training, fsdp2, pipelining: those of DDP, FSDP2 and pipelines)
+  fsdp1, batch_norm, expert_dispatch,
+  entry_points
 passes                                rows of the passes table: what ran in each step
-unobserved                            warnings about calls that are not recorded
+blind_spot_warnings                   warnings about calls that are not recorded
 """

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from commtrace.hooks.native.slots import NativeSlots
+from commtrace.hooks.native.native_slots import NativeSlots
 from commtrace.hooks.recorder_setup import call_unmeasured, count_fault
 from commtrace.patching import Patches, Wrapper
 from commtrace.recording.session import session

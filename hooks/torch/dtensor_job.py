@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from commtrace.job_row import JobRow, StyleRow
+from commtrace.reading.roles_by_name import role_of_dimension
 
 from .model_facts import architecture, available, buffers, common, parameters
 
@@ -90,10 +91,12 @@ def _styled_modules(root: Any) -> list[tuple[str, Any]]:
 
 
 def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yield the roles of the meshes' groups."""
+    """Yield the roles of the meshes' groups: by the dimension's name (experts are parallelized, too), else tensor."""
     for _, mesh, _ in [*parallelized_modules.styles.values()]:
         if mesh is not None:  # None: the mesh is from the program's context manager
-            yield mesh.get_group(), "tensor", "torch.distributed.tensor.parallel.parallelize_module"
+            names = mesh.mesh_dim_names or ("",)
+            role = role_of_dimension(names[0]) or "tensor"
+            yield mesh.get_group(), role, "torch.distributed.tensor.parallel.parallelize_module"
 
 
 def _style(name: str, module: Any) -> StyleRow:

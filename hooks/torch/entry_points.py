@@ -1,4 +1,4 @@
-"""Functions of torch whose calls have one purpose, whatever they call: gradient norms, checkpoints, the loss.
+"""Functions whose calls have one purpose, whatever they call: gradient norms, checkpoints, the loss.
 
 Installed, module by module, when one of MODULES is imported.
 """
@@ -9,14 +9,22 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
+from commtrace.current_step import progress
 from commtrace.hooks import purposes
+from commtrace.hooks.marked_sources import unclaimed
 from commtrace.patching import Patches
-from commtrace.schema import Purpose
+from commtrace.schema import Phase, Purpose
 
 _CHECKPOINT: Final = "torch.distributed.checkpoint"
+_CONTEXT: Final = "torch.distributed.tensor.experimental"
+_RING: Final = {
+    "_templated_ring_attention": Purpose.ATTENTION,
+    "_templated_ring_attention_backward": Purpose.ATTENTION_GRADIENTS,
+}
 _NORMS: Final = ("clip_grad_norm_", "clip_grad_norm", "get_total_norm", "clip_grads_with_norm_")
 
 MODULES: Final[Mapping[str, Mapping[str, Purpose]]] = {
+    "torch.distributed.distributed_c10d": dict.fromkeys(("barrier", "monitored_barrier"), Purpose.BARRIER),
     "torch.nn.utils.clip_grad": dict.fromkeys((*_NORMS, "_get_total_norm"), Purpose.GRADIENT_NORM),
     f"{_CHECKPOINT}.state_dict": dict.fromkeys(
         (
@@ -34,10 +42,17 @@ MODULES: Final[Mapping[str, Mapping[str, Purpose]]] = {
     "torch.distributed.tensor.parallel.loss": dict.fromkeys(
         ("_log_softmax", "_nll_loss_forward", "_nll_loss_and_log_softmax_backward"), Purpose.LOSS
     ),
+    f"{_CONTEXT}._context_parallel._attention": _RING,
+    f"{_CONTEXT}._attention": _RING,  # until torch 2.9
+    "torch.utils.data.dataloader": {"_share_dist_seed": Purpose.RANDOM_STATE},
+    "torchtitan.distributed.utils": {
+        **dict.fromkeys(("dist_max", "dist_mean", "dist_sum"), Purpose.METRICS),
+        "clip_grad_norm_": Purpose.GRADIENT_NORM,
+    },
 }
 """Module -> its functions. A function that this torch does not have is left out."""
 
-_EXPORTING: Final = (_CHECKPOINT, "torch.nn.utils")
+_EXPORTING: Final = (_CHECKPOINT, "torch.nn.utils", "torch.distributed")
 """Packages that export some of these functions."""
 
 _patches: Final[dict[str, Patches]] = {name: Patches() for name in MODULES}
@@ -60,7 +75,9 @@ def uninstall() -> None:
 
 def _wrap(patches: Patches, home: Any, name: str, purpose: Purpose) -> None:
     original = vars(home).get(name)
-    if patches.wrap(home, name, purposes.marking(purpose)):
+    if purpose is Purpose.LOSS:  # outside of modules, it would be in no phase
+        patches.wrap(home, name, progress.wrapper(Phase.FORWARD))
+    if patches.wrap(home, name, (unclaimed if purpose is Purpose.BARRIER else purposes.marking)(purpose)):
         replacement = vars(home)[name]
         _rebind(original, replacement)
         patches.on_undo(_rebind, replacement, original)  # also where it was bound since: the package is still imported

@@ -1,10 +1,11 @@
-"""Roles of groups that a library keeps in the globals of a module (Megatron-LM, GPT-NeoX)."""
+"""Roles of groups: those that a library keeps in the globals of a module, and those that it passes to its objects."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -59,3 +60,45 @@ class Registry:
             tracer = torch_tracer.current()
             if tracer is not None:
                 self.write(tracer)
+
+
+class DeclaredRoles:
+    """Roles of groups that libraries pass to their objects, written to the tables of each recorder."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], str]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def install(self) -> None:
+        """Write to the tables of each recorder that starts from now on."""
+        torch_tracer.start_listeners.append(self.write)
+
+    def uninstall(self) -> None:
+        """Forget all groups."""
+        torch_tracer.start_listeners.remove(self.write)
+        self._known.clear()
+
+    def add(self, group: Any, role: str, source: str, table: str = "roles") -> None:
+        """Declare the role of a group; `table` is that of `Groups.set_role`. Groups without this rank are left out."""
+        if not isinstance(group, dist.ProcessGroup):
+            return
+        known = self._known.setdefault(group, {})
+        tracer = torch_tracer.current()
+        if (role, table) not in known:
+            known[role, table] = source
+            if tracer is not None:
+                tracer.groups.set_role(group, role, source, table)
+
+    def write(self, tracer: TorchTracer) -> None:
+        """Write the roles to the tables. Never raises."""
+        try:
+            for group, roles in list(self._known.items()):
+                for (role, table), source in roles.items():
+                    tracer.groups.set_role(group, role, source, table)
+        except Exception:
+            tracer.recorder.counters.count_fault()
+
+
+declared_roles: Final = DeclaredRoles()
+"""Included by the hook of torch.distributed."""

@@ -13,16 +13,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from commtrace import reduce_ops
-from commtrace.hooks.native import torch_recorder as native
+from commtrace.hooks.native import compiled_kernels as native
 from commtrace.patching import Patches
+from commtrace.process_setup.setup_reader import library_facts
 from commtrace.recording.session import session
 
-from . import backend_methods, unobserved
+from . import backend_methods, blind_spot_warnings, mesh_roles
 from . import training as torch_training
 from .c10d_operators import WAITS, Operator, known_operators, operator_names
 from .dispatcher import Kernels
+from .group_registry import declared_roles
+from .process_groups import creations
 from .recording_kernels import blind_spots, functional_kernel, kernel_for, measure_crossing, wait_kernel
 from .works import WorkPatches
 
@@ -68,9 +72,27 @@ def install() -> None:
         _patches.on_undo(native.uninstall)
     else:
         _install_python(operators)
-    _patches.include(torch_training, unobserved)
+    if session.settings is None or not session.settings.simulated:
+        _patches.wrap(distributed_c10d, "_new_process_group_helper", creations.timed(_name_in_pair))
+        _patches.wrap(distributed_c10d, "split_group", creations.timed(_name_of_group))
+    library_facts["torch"] = _facts
+    _patches.on_undo(library_facts.pop, "torch")
+    _patches.include(torch_training, blind_spot_warnings, declared_roles, mesh_roles)
     backend_methods.install(operators)
     _patches.on_undo(backend_methods.uninstall)
+
+
+def _name_of_group(group: Any) -> str | None:
+    return str(group.group_name) if isinstance(group, dist.ProcessGroup) else None
+
+
+def _name_in_pair(group_and_store: Any) -> str | None:
+    return _name_of_group(group_and_store[0])
+
+
+def _facts() -> dict[str, int]:
+    threads = {"threads": torch.get_num_threads(), "interop_threads": torch.get_num_interop_threads()}
+    return {**threads, **creations.facts()}
 
 
 uninstall = _patches.undo

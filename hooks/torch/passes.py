@@ -10,8 +10,8 @@ import weakref
 from copy import copy
 from typing import Any, Final
 
+from commtrace.current_step import progress
 from commtrace.job_row import PassesRow, PassRow
-from commtrace.progress import progress
 from commtrace.recording.session import session
 
 from . import tracer as torch_tracer

@@ -9,8 +9,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from commtrace.errors import warn
+from commtrace.hooks.group_creation import GroupCreations
 from commtrace.hooks.groups import Group, GroupDescription, Groups
 from commtrace.recording.table_lines import TableLines
+
+creations: Final = GroupCreations()
+"""The groups of this process, by name."""
 
 UNREGISTERED: Final = "unregistered"
 """Name of a group unknown to torch.distributed: only size and this process's position are known."""
@@ -35,7 +39,7 @@ class TorchGroups(Groups[Group]):
         name = str(pg.group_name) if ranks else UNREGISTERED
         self._refuse_other_ranks("registered" if ranks else name, ranks[position] if ranks else position)
         ranks = ranks or likely_ranks(pg.size(), position, self._rank)
-        row = GroupDescription(ranks, name or UNREGISTERED, str(pg.group_desc), _backend(pg))
+        row = GroupDescription(ranks, name or UNREGISTERED, str(pg.group_desc), _backend(pg), creations.time_of(name))
         return Group(pg, self._number(row), row.ranks, position, _calls_so_far(pg))
 
     def _refuse_other_ranks(self, groups: str, rank: int) -> None:

@@ -60,6 +60,11 @@ def _purpose(_: Any, current_spec: Any, target_spec: Any, *__: Any, **___: Any) 
     return purposes.number(purpose, **facts, **placements)
 
 
+def calling_module() -> str:
+    """Return the name of the innermost module whose forward pass runs; "" outside of modules."""
+    return _Caller().module
+
+
 class _Caller:
     """What the frames above a redistribution show.
 

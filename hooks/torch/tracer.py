@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 
 from commtrace import reduce_ops
+from commtrace.current_step import progress
 from commtrace.hooks import call_context, call_site, purposes
 from commtrace.hooks.call_context import CallContext
 from commtrace.hooks.groups import Group
 from commtrace.hooks.recorder_setup import Tracers
 from commtrace.identity import RankIdentity
-from commtrace.progress import progress
 from commtrace.recording.recorder import Recorder
 from commtrace.schema import Clock, Flag
 

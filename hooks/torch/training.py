@@ -16,9 +16,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from commtrace.current_step import progress
 from commtrace.hooks import purposes
 from commtrace.patching import Patches, around
-from commtrace.progress import progress
 from commtrace.schema import Phase, Purpose
 
 from .captured_jobs import Jobs
@@ -34,7 +34,7 @@ _patches = Patches()
 
 
 class _Steps:
-    """Training steps. Of several optimizers (in a GAN), the first one to step ends the steps."""
+    """Training steps. Of several optimizers (of a GAN, or of model parts), the first one to step ends the steps."""
 
     def __init__(self) -> None:
         self.reset()
@@ -54,8 +54,14 @@ class _Steps:
             self.engine_marks_steps = before
 
     def begin(self, optimizer: Optimizer, *_: Any) -> None:
-        """Begin a step if none is under way. Called before `optimizer.step()`."""
-        if not torch.compiler.is_compiling() and not self.engine_marks_steps:
+        """Begin a step if none is under way. Called before `optimizer.step()`.
+
+        Another optimizer steps after the first one without passes of its own if it has other parts of the same model.
+        """
+        if torch.compiler.is_compiling() or self.engine_marks_steps:
+            return
+        first = self._first() if self._first is not None else None
+        if first is None or first is optimizer:
             progress.note_activity()
 
     def end(self, optimizer: Optimizer, *_: Any) -> None:

@@ -30,10 +30,10 @@ from factory import (
 )
 
 from commtrace.analyses.compare.baseline import read_baseline, to_text
-from commtrace.analyses.compare.call_differences import compare_calls
 from commtrace.analyses.compare.counted_calls import DETAILED_STEPS
 from commtrace.analyses.compare.recorded_calls import read_calls
 from commtrace.analyses.compare.rules_verdict import check_by_rules
+from commtrace.analyses.compare.two_runs import compare_calls
 from commtrace.analyses.compare.verdict import Verdict
 from commtrace.run import Run, open_run
 from commtrace.schema import Phase

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from commtrace.analyses.compare.call_keys import SUMMED, CallKey
-from commtrace.analyses.compare.expected_run import RuledStep
+from commtrace.analyses.compare.rules_run import RuledStep
 from commtrace.analyses.compare.run_calls import EqualCalls, StepCalls
 from commtrace.analyses.compare.step_matching import match_calls
 from commtrace.theory import ExpectedCall, Prediction

@@ -153,7 +153,7 @@ NewRecorder = Callable[..., Recorder]
 
 def native_slots(ring: Ring) -> Slots:
     """Return the native recorder's slots, for use from Python, as by the hooks that are not in C++."""
-    from commtrace.hooks.native.slots import NativeSlots
+    from commtrace.hooks.native.native_slots import NativeSlots
 
     return NativeSlots(ring, recorders.library(), sites=True, device_times=False)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import trainings
 
-from commtrace.analyses.compare import reconciliation
+from commtrace.analyses.compare import rules_analysis
 from commtrace.analyses.fold_engine import NamedTables, fold
 from commtrace.run import Run
 from commtrace.theory import predict
@@ -20,7 +20,7 @@ Runs = Callable[[], Mapping[str, Run]]
 @functools.cache
 def tables(of: Runs, name: str) -> NamedTables:
     """Return the theory tables of one training."""
-    return fold(of()[name], [reconciliation.ANALYSIS])
+    return fold(of()[name], [rules_analysis.ANALYSIS])
 
 
 def assert_exact(found: NamedTables, run: Run) -> None:

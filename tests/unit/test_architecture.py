@@ -159,12 +159,8 @@ def test_a_class_name_is_used_once() -> None:
 
 COMMAND_FOLDER: Final = "commtrace.commands"
 """Its modules have the names of the commands, whatever other modules are called."""
-ROLES: Final = frozenset(
-    ("hook", "tracer", "fsdp", "gpt_neox", "group_roles", "pipeline", "process_groups", "purposes", "slots")
-)
-"""Names for one subject in several parts, such as the hooks of several libraries."""
-NOT_YET_TOLD_APART: Final = frozenset(("reconciliation", "settings", "step_times", "volume", "waterfall"))
-"""Names of two modules with different subjects. Do not add to them."""
+ROLES: Final = frozenset(("hook", "tracer"))
+"""Names of one part of the hooks of each library."""
 
 
 def test_a_module_name_is_used_once() -> None:
@@ -173,4 +169,4 @@ def test_a_module_name_is_used_once() -> None:
         if path.name != "__init__.py" and not is_within(name, COMMAND_FOLDER):
             names[name.rpartition(".")[2]].append(name)
     twice = {name for name, where in names.items() if len(where) > 1}
-    assert twice - ROLES == NOT_YET_TOLD_APART
+    assert twice == ROLES

@@ -97,6 +97,16 @@ def test_a_role_that_one_rank_was_told_holds_on_all(tmp_path: Path) -> None:
     assert open_run(tmp_path).events()["role"].tolist() == ["pipeline", "pipeline"]
 
 
+@pytest.mark.parametrize(("other", "role"), [("tensor", "tensor"), ("data", "unknown")])
+def test_a_group_without_a_role_has_that_of_the_same_ranks_if_there_is_one(
+    other: str, role: str, tmp_path: Path
+) -> None:
+    process = LogFactory(tmp_path).process(0, world_size=4)
+    process.known({7: [0, 1], 8: [1, 0], 9: [0, 1]}, {7: "tensor", 8: other})
+    process.write(np.concatenate([record(group=group) for group in (7, 8, 9)]))
+    assert open_run(tmp_path).events()["role"].tolist() == ["tensor", other, role]
+
+
 def test_messages_may_serve_another_dimension_than_their_group(tmp_path: Path) -> None:
     """A message role that one rank states holds on all ranks, only for sends and receives of its group."""
     log = LogFactory(tmp_path)

@@ -49,6 +49,8 @@ def test_every_setting_has_a_variable(tmp_path: Path) -> None:
         "COMMTRACE_SEGMENT_MIN_BYTES": "8KB",
         "COMMTRACE_SEGMENT_MAX_BYTES": "1m",
         "COMMTRACE_SHM": "/tmp",
+        "COMMTRACE_STALL_SECONDS": "0.5",
+        "COMMTRACE_STALL_FACTOR": "3",
         "COMMTRACE_EXIT_SECONDS": "2.5",
         "COMMTRACE_SIMULATED": "0:run:/tmp",
     }
@@ -70,6 +72,8 @@ def test_every_setting_has_a_variable(tmp_path: Path) -> None:
         "segment_min_bytes": 8192,
         "segment_max_bytes": 1 << 20,
         "shm": "/tmp",
+        "stall_seconds": 0.5,
+        "stall_factor": 3.0,
         "exit_seconds": 2.5,
         "simulated": "0:run:/tmp",
     }
@@ -91,7 +95,7 @@ def test_an_empty_variable_is_not_said(tmp_path: Path) -> None:
         ("COMMTRACE_RING_RECORDS", "1t", "from 16 to"),
         ("COMMTRACE_MAX_BYTES", "4096", "from 8192 to"),
         ("COMMTRACE_DRAIN_MS", "0", "from 1 to"),
-        ("COMMTRACE_EXIT_SECONDS", "soon", "a number of seconds"),
+        ("COMMTRACE_EXIT_SECONDS", "soon", "give a number"),
         ("COMMTRACE_EXIT_SECONDS", "-1", "from 0 to"),
         ("COMMTRACE_EXIT_SECONDS", "nan", "from 0 to"),
         ("COMMTRACE_SITES", "maybe", "give 1 or 0"),

@@ -19,12 +19,18 @@ from math import prod
 from typing import Final, NamedTuple
 
 from commtrace.job_row import JobRow, StyleRow
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.megatron.tensor_parallel import FORM, activation_elements, form_bytes
 from commtrace.theory.rules.registry import TORCH, WORKLOAD, rule
 from commtrace.theory.rules.torch.fsdp import NORM
-from commtrace.theory.waterfall import cause_bars, level_bars
 
 ROLE: Final = "tensor"
 ACTIVATIONS: Final = "activations of tensor-parallel layers"

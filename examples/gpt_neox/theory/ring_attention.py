@@ -12,11 +12,10 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Final
 
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, level_bars, total_wire_bytes
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import WORKLOAD, rule
-from commtrace.theory.waterfall import level_bars
 
 from .closed_forms import ring_attention
 from .recomputation import recomputed_passes

@@ -14,12 +14,18 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Final
 
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, NotPredictedError, element_size
 from commtrace.theory.rules.deepspeed.engine import NORM
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import DEEPSPEED, rule
-from commtrace.theory.waterfall import cause_bars, level_bars
 
 from .closed_forms import ulysses_layer
 from .recomputation import recomputed_passes

@@ -19,7 +19,7 @@ import commtrace
 import commtrace.reading.log as log_directory
 import commtrace.reading.pack
 from commtrace import identity
-from commtrace.analyses import volume
+from commtrace.analyses import volume_tables
 from commtrace.analyses.fold_engine import fold
 from commtrace.errors import LogError
 from commtrace.recording import recovery, ring
@@ -343,7 +343,7 @@ def shown(run: commtrace.Run) -> tuple[object, ...]:
     (process,) = run.processes
     salvage = [(row["records"], row["host"]) for row in process.tables.salvage]
     stats = {name: value for name, value in (process.tables.stats or {}).items() if name != "table"}
-    calls = fold(run, volume.ANALYSES)["volume_by_operation"] if run.is_summary else run.events()
+    calls = fold(run, volume_tables.ANALYSES)["volume_by_operation"] if run.is_summary else run.events()
     kinds = sorted(note.kind for note in run.notes)
     return calls.to_csv(), len(calls), stats, salvage, process.tables.process, process.live_at_ns, kinds
 

@@ -15,7 +15,7 @@ pytest.importorskip("deepspeed")
 import trainings
 from broken_rules import OF_EVALUATIONS, break_rule
 
-from commtrace.analyses.compare import reconciliation
+from commtrace.analyses.compare import rules_analysis
 from commtrace.analyses.fold_engine import fold
 from commtrace.cli import main
 from commtrace.run import open_run
@@ -46,7 +46,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("way", [*FSDP, ZERO])
 def test_micro_batches_and_evaluations_are_exact(logs: Path, way: str) -> None:
     run = open_run(logs / way)
-    tables = fold(run, [reconciliation.ANALYSIS])
+    tables = fold(run, [rules_analysis.ANALYSIS])
     cells, theory, bars = tables["reconciliation"], tables["theory"], tables["waterfall"]
     assert theory["not_predicted"].isna().all(), theory["not_predicted"].tolist()
     assert {*cells["cause"]} == {"expected"}, cells.loc[cells["cause"] != "expected"].to_string()
@@ -66,7 +66,7 @@ def test_a_wrong_rule_shows(logs: Path, name: str, monkeypatch: pytest.MonkeyPat
 
 def test_evaluations_are_expected_in_their_steps(logs: Path) -> None:
     """Evaluations may precede the first step, or leave the root gathered, so that the next step does not gather it."""
-    expected = fold(open_run(logs / "evaluated"), [reconciliation.ANALYSIS])["expected"]
+    expected = fold(open_run(logs / "evaluated"), [rules_analysis.ANALYSIS])["expected"]
     assert (expected["step"] == -1).any()
     events = open_run(logs / "evaluated_by_default").events()
     gathers = events.loc[(events["rank"] == 0) & (events["op"] == "all_gather")].groupby("step").size()

@@ -16,7 +16,7 @@ import pipelines
 import trainings
 from theory_assertions import assert_exact
 
-from commtrace.analyses.compare import reconciliation
+from commtrace.analyses.compare import rules_analysis
 from commtrace.analyses.fold_engine import NamedTables, fold
 from commtrace.cli import main
 from commtrace.run import Run
@@ -30,7 +30,7 @@ pytestmark = trainings.TIMEOUT
 @functools.cache
 def tables(name: str) -> NamedTables:
     """Return the theory tables of one training."""
-    return fold(pipelines.run(name), [reconciliation.ANALYSIS])
+    return fold(pipelines.run(name), [rules_analysis.ANALYSIS])
 
 
 @pytest.mark.parametrize("name", trainings.parameters(pipelines.NAMES, pipelines.OF_EACH_SCHEME))
@@ -43,7 +43,7 @@ def test_pipelines_are_exact_on_every_rank(name: str) -> None:
 @pytest.mark.parametrize("name", pipelines.MORE_NAMES)
 def test_more_pipelines_are_exact(name: str) -> None:
     run = pipelines.more(name)
-    folded = fold(run, [reconciliation.ANALYSIS])
+    folded = fold(run, [rules_analysis.ANALYSIS])
     assert_exact(folded, run)
     assert_adds_up_by_role(folded, run)
     assert_described(pipelines.MORE[pipelines.MORE_NAMES[name]][name], run, run.log.path.parent)

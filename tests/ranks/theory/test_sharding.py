@@ -16,7 +16,7 @@ import sharding
 import trainings
 from theory_assertions import assert_exact
 
-from commtrace.analyses.compare import reconciliation
+from commtrace.analyses.compare import rules_analysis
 from commtrace.analyses.fold_engine import NamedTables, fold
 from commtrace.run import Run
 from commtrace.theory import predict
@@ -36,7 +36,7 @@ Runs = Callable[[], Mapping[str, Run]]
 @functools.cache
 def tables(runs: Runs, name: str) -> NamedTables:
     """Return the theory tables of one training."""
-    return fold(runs()[name], [reconciliation.ANALYSIS])
+    return fold(runs()[name], [rules_analysis.ANALYSIS])
 
 
 @pytest.mark.parametrize(("runs", "name"), EVERY)

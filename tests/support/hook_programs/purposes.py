@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import tempfile
@@ -16,8 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.experimental._attention import _templated_ring_attention
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -57,8 +60,8 @@ class Model(torch.nn.Module):
         return x
 
 
-def train(model: Callable[..., torch.Tensor]) -> None:
-    model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+def train(model: Callable[..., torch.Tensor], rows: int = 2) -> None:
+    model(torch.ones(rows, WIDTH, requires_grad=True)).sum().backward()
 
 
 def sharded(reentrant: bool | None = None) -> Model:
@@ -135,6 +138,43 @@ def checkpoints() -> None:
     dist.broadcast_object_list(folder)
     state_dict_saver.save({"model": model.state_dict()}, checkpoint_id=folder[0])
     state_dict_loader.load({"model": model.state_dict()}, checkpoint_id=folder[0])
+
+
+@section
+def fsdp1() -> None:
+    model = FullyShardedDataParallel(Model(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"))
+    train(model)
+    model.clip_grad_norm_(1.0)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = query @ key.transpose(-2, -1)
+    return torch.softmax(scores, -1) @ value, torch.logsumexp(scores, -1)
+
+
+@section
+def ring() -> None:
+    cp = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    tokens: list[torch.Tensor] = [torch.ones(1, 1, 4, WIDTH) for _ in range(3)]
+    _templated_ring_attention(cp.get_group(), 2, attend, *tokens, is_causal=True)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # The stand-in beside this file.
+        module: Any = importlib.import_module("torchtitan.models.common.token_dispatcher")
+        self.dispatcher = module.AllToAllTokenDispatcher(mesh)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        combined: torch.Tensor = self.dispatcher.combine(2 * self.dispatcher.dispatch(x))
+        return combined
+
+
+@section
+def experts() -> None:
+    """A model with one layer of experts, whose first expert gets three tokens of four."""
+    train(torch.nn.Sequential(Experts()), rows=4)
 
 
 @section

@@ -16,13 +16,13 @@ from record_blocks import block_of
 
 from commtrace.analyses import timeline
 from commtrace.analyses.analysis_catalog import ANALYSES, DETAILS
-from commtrace.analyses.compare import reconciliation
+from commtrace.analyses.compare import rules_analysis
 from commtrace.analyses.fold_engine import Analysis, fold
 from commtrace.analyses.grouping import group_rows, positions_by_value, sum_groups
 from commtrace.analyses.record_blocks import EMPTY_BLOCK, RecordBlock
 from commtrace.run import Run, open_run
 
-ALL = [*ANALYSES, reconciliation.ANALYSIS, *DETAILS.values()]
+ALL = [*ANALYSES, rules_analysis.ANALYSIS, *DETAILS.values()]
 FOLDS = [analysis for analysis in ALL if isinstance(analysis, Analysis)]
 
 

@@ -13,8 +13,8 @@ from networks import ideal, results
 
 from commtrace.analyses import analyse
 from commtrace.analyses.analysis_catalog import TABLES
-from commtrace.analyses.compare.call_differences import compare_calls
 from commtrace.analyses.compare.recorded_calls import read_calls
+from commtrace.analyses.compare.two_runs import compare_calls
 from commtrace.analyses.fold_engine import fold
 from commtrace.analyses.network_efficiency import network_analysis
 from commtrace.analyses.report.document import comparison_to_json, report_to_json, scaling_to_json

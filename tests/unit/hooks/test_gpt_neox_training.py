@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from commtrace.current_step import progress
 from commtrace.hooks.megatron import gpt_neox_training
-from commtrace.progress import progress
 from commtrace.schema import Phase
 
 TRAINING = """

@@ -15,8 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
+from commtrace.current_step import progress  # noqa: E402
 from commtrace.hooks.megatron import core_optimizer, core_schedules  # noqa: E402
-from commtrace.progress import progress  # noqa: E402
 from commtrace.schema import Phase  # noqa: E402
 
 MESSAGES = """

@@ -16,7 +16,7 @@ from factory import ALL_GATHER, ALL_REDUCE, ALONE, REDUCE_SCATTER, WORLD, LogFac
 from recorded_schemes import SCHEMES
 from summary_tables import assert_equal, assert_times_are_equal, summarized
 
-from commtrace.analyses import coverage, host_times, message_sizes, volume
+from commtrace.analyses import coverage, host_times, message_sizes, volume_tables
 from commtrace.analyses.fold_engine import fold
 from commtrace.analyses.grouping import rows_of
 from commtrace.reading.summary_reader import MIXED, SummaryTables
@@ -116,7 +116,7 @@ def test_counts_sizes_and_quantiles(seed: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(seed)
     calls, steps, bytes_ = (int(rng.integers(*bounds)) for bounds in ((1, 60), (1, 30), (17, 25)))
     runs = full_and_summary(tmp_path, [*varied(steps, calls, rng)], 1 << bytes_)[:2]
-    analyses = (*volume.ANALYSES, volume.BY_RANK, message_sizes.ANALYSIS, coverage.ANALYSIS)
+    analyses = (*volume_tables.ANALYSES, volume_tables.BY_RANK, message_sizes.ANALYSIS, coverage.ANALYSIS)
     full, summary = (fold(run, (*analyses, host_times.ANALYSIS, host_times.BANDWIDTH)) for run in runs)
     for name in TOTALS:
         expected, actual = full[name], summary[name]

@@ -10,11 +10,17 @@ from fractions import Fraction
 from typing import Final
 
 from commtrace.theory.closed_forms import all_gather_volume, data_parallel
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, ModelTensor, element_size, grouped, refuse
 from commtrace.theory.rules.gradients import buckets_exceeding_limit
 from commtrace.theory.rules.registry import DEEPSPEED, rule
-from commtrace.theory.waterfall import cause_bars, level_bars
 
 GRADIENTS: Final = "gradients"
 NORM: Final = "norm of the gradients"

@@ -15,12 +15,18 @@ from typing import Final, TypeAlias
 
 from commtrace.job_row import JobRow
 from commtrace.theory.closed_forms import pipeline as pipeline_form
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, refuse
 from commtrace.theory.model_shapes import gpt_neox_model, model_lists, neox_shape
 from commtrace.theory.rules.megatron import sequence_parallel, tensor_parallel
 from commtrace.theory.rules.registry import DEEPSPEED
-from commtrace.theory.waterfall import cause_bars, level_bars
 
 from . import engine, pipeline_calls, zero12
 from .engine import NORM, OVERFLOW

@@ -13,11 +13,17 @@ from math import ceil, gcd
 from typing import Final
 
 from commtrace.theory.closed_forms import data_parallel
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, ModelTensor, NotPredictedError, element_size
 from commtrace.theory.rules import gradients
 from commtrace.theory.rules.registry import DEEPSPEED, rule
-from commtrace.theory.waterfall import cause_bars, level_bars
 
 from . import engine
 from .engine import GRADIENTS, NORM, OVERFLOW

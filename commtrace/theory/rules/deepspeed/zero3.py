@@ -15,11 +15,17 @@ from typing import Final
 
 from commtrace.job_row import PassesRow
 from commtrace.theory.closed_forms import all_gather_volume, zero_3
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, ModuleNode, NotPredictedError, refuse
 from commtrace.theory.rules.megatron import sequential_model
 from commtrace.theory.rules.registry import DEEPSPEED, rule
-from commtrace.theory.waterfall import cause_bars, level_bars
 
 from . import engine, zero3_calls
 from .engine import GRADIENTS

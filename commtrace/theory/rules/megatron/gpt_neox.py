@@ -10,11 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from commtrace.theory.expected_calls import ExpectedCall, Prediction
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, cause_bars
 from commtrace.theory.job import Job, refuse
 from commtrace.theory.rules.deepspeed import zero3, zero3_calls
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
-from commtrace.theory.waterfall import cause_bars
 
 from . import sequence_parallel, tensor_parallel
 

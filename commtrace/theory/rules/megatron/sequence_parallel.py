@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from commtrace.theory.closed_forms import all_gather_volume
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar
+from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, cause_bars
 from commtrace.theory.job import Job, element_size
 from commtrace.theory.rules.registry import GPT_NEOX, WORKLOAD, rule
-from commtrace.theory.waterfall import cause_bars
 
 from . import tensor_parallel
 from .tensor_parallel import ACTIVATIONS, ROLE, loss_all_reduces, num_layers, recomputed_all_reduces

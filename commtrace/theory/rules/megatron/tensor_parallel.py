@@ -17,12 +17,18 @@ from typing import Final
 
 from commtrace.job_row import JobRow
 from commtrace.theory.closed_forms import all_reduce, tensor_parallel
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, element_size, refuse
 from commtrace.theory.rules.deepspeed import zero12
 from commtrace.theory.rules.deepspeed.engine import NORM, OVERFLOW
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, TORCH, WORKLOAD, rule
-from commtrace.theory.waterfall import cause_bars, level_bars
 
 ROLE: Final = "tensor"
 ACTIVATIONS: Final = "activations of tensor-parallel layers"

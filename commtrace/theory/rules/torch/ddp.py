@@ -11,11 +11,17 @@ from collections.abc import Iterable
 from typing import Final
 
 from commtrace.theory.closed_forms import data_parallel
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, total_wire_bytes
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, ModelTensor, grouped, refuse
 from commtrace.theory.rules.gradients import backward_order, buckets_reaching_limit, max_buckets_reaching_limit
 from commtrace.theory.rules.registry import TORCH, rule
-from commtrace.theory.waterfall import cause_bars, level_bars
 
 GRADIENTS: Final = "gradients"
 

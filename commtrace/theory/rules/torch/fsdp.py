@@ -24,10 +24,17 @@ from typing import Final, TypeAlias
 
 from commtrace.job_row import PassesRow, PassRow, UnitRow
 from commtrace.theory.closed_forms import all_gather_volume, all_reduce, hybrid_sharded
-from commtrace.theory.expected_calls import ExpectedCall, Prediction, WaterfallBar, count_calls, total_wire_bytes
+from commtrace.theory.expected_calls import (
+    ExpectedCall,
+    Prediction,
+    WaterfallBar,
+    cause_bars,
+    count_calls,
+    level_bars,
+    total_wire_bytes,
+)
 from commtrace.theory.job import Job, NotPredictedError, element_size, refuse
 from commtrace.theory.rules.registry import TORCH, rule
-from commtrace.theory.waterfall import cause_bars, level_bars
 
 PARAMETERS: Final = "parameters"
 GRADIENTS: Final = "gradients"

@@ -60,7 +60,7 @@ Both = tuple[str, list[tuple[Log, Log]]]
 
 def records(log: Log) -> list[dict[str, Any]]:
     """Return the records with the rows that they refer to in place of ids, and without fields that may differ."""
-    rows = {table: {row["id"]: row for row in log.tables.get(table, ())} for table in ROWS.values()}
+    rows = {table: {row["id"]: _equal_keys(table, row) for row in log.tables.get(table, ())} for table in ROWS.values()}
     fields = set(RECORD.names or ()) - DIFFERENT["records"]
     calls = []
     for record in log.left.records[log.left.records["t_begin"].argsort()]:
@@ -72,12 +72,16 @@ def records(log: Log) -> list[dict[str, Any]]:
     return calls
 
 
+def _equal_keys(table: str, row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in DIFFERENT.get(table, set())}
+
+
 def rows(log: Log, table: str) -> list[str]:
     """Return the rows of a table as sorted JSON, without ids, which depend on the order of the rows."""
-    groups = {row["id"]: row for row in log.tables.get("groups", ())}
+    groups = {row["id"]: _equal_keys("groups", row) for row in log.tables.get("groups", ())}
     lines = []
-    for row in log.tables[table][-1:] if table in ("stats", "clock") else log.tables[table]:
-        values = {name: value for name, value in row.items() if name not in {"id"} | DIFFERENT.get(table, set())}
+    for row in log.tables[table][-1:] if table in ("stats", "clock", "setup") else log.tables[table]:
+        values = {name: value for name, value in _equal_keys(table, row).items() if name != "id"}
         for name in {"settings", "environment"} & set(values):
             values[name] = {key: value for key, value in values[name].items() if key not in GIVEN}
         if table in ("roles", "message_roles"):

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 from hook_programs.runs import Ran
 from hook_programs.runs import ran as ran_program
 
-from commtrace.schema import Purpose
+from commtrace.schema import Phase, Purpose
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 SEND, RECV = "send", "recv"
@@ -139,6 +139,24 @@ def test_messages_of_a_pipeline(stage: int, ran: list[Ran]) -> None:
     assert [call for call in found if call[1] == gradients.value] == named(*backward)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_phases_of_a_pipeline(stage: int, ran: list[Ran]) -> None:
+    """What the stages agree first is set-up, and the first step begins after it."""
+    log = ran[stage].log
+    made = log.between(*ran[stage].told["pipeline"])
+    phases = {Purpose.PIPELINE_ACTIVATIONS.value: Phase.FORWARD, Purpose.PIPELINE_GRADIENTS.value: Phase.BACKWARD}
+    set_up = [call for call in made if call.purpose["name"] == Purpose.PIPELINE_SET_UP.value]
+    messages = made[len(set_up) :]
+    assert made[: len(set_up)] == set_up
+    assert {call.phase for call in set_up} <= {Phase.INIT}
+    assert [(call.phase, call.micro_batch) for call in messages] == [
+        (phases[call.purpose["name"]], call.purpose["micro_batch"]) for call in messages
+    ]
+    assert len({call.step for call in messages}) == 1
+    roles = {row["group"]: row["role"] for row in log.tables["message_roles"]}
+    assert {roles[call.group["id"]] for call in messages} == {"pipeline"}
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_checkpoints(rank: int, ran: list[Ran]) -> None:
     names = [name for _, name, _ in calls(ran[rank], "checkpoints")]
@@ -148,6 +166,42 @@ def test_checkpoints(rank: int, ran: list[Ran]) -> None:
         for purpose in (Purpose.STATE_DICT, Purpose.OBJECTS, Purpose.CHECKPOINT_SAVED, Purpose.CHECKPOINT_LOADED)
     ]
     assert names.count(Purpose.STATE_DICT.value) == 8  # parameters
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fsdp1(rank: int, ran: list[Ran]) -> None:
+    """The root unit has no parameters of its own. Its first gathering in a backward pass is prefetched."""
+    assert calls(ran[rank], "fsdp1") == named(
+        *[(ALL_GATHER, FORWARD, {})] * 2,
+        *[(ALL_GATHER, BACKWARD, {})] * 2,
+        *[(REDUCE_SCATTER, Purpose.GRADIENTS, {})] * 2,
+        (ALL_REDUCE, Purpose.GRADIENT_NORM, {}),
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ring_attention(rank: int, ran: list[Ran]) -> None:
+    assert calls(ran[rank], "ring") == named((ALL_GATHER, Purpose.ATTENTION, {}))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_experts(rank: int, ran: list[Ran]) -> None:
+    """Rank 0 has the expert of three tokens of each rank, so it sends six results back, and rank 1 two."""
+    exchange = "all_to_all"
+    facts = {"module": "0", "token_bytes": 32}
+    dispatched, combined = (
+        {**facts, "of": purpose.value} for purpose in (Purpose.EXPERT_DISPATCH, Purpose.EXPERT_COMBINE)
+    )
+    assert calls(ran[rank], "experts") == named(
+        (exchange, Purpose.EXPERT_COUNTS, {"module": "0"}),
+        (exchange, Purpose.EXPERT_DISPATCH, facts),
+        (exchange, Purpose.EXPERT_COMBINE, facts),
+        (exchange, Purpose.EXPERT_GRADIENTS, combined),
+        (exchange, Purpose.EXPERT_GRADIENTS, dispatched),
+    )
+    results = 6 if rank == 0 else 2
+    made = ran[rank].log.between(*ran[rank].told["experts"])
+    assert [call.payload for call in made] == [16, 4 * 32, results * 32, 4 * 32, results * 32]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

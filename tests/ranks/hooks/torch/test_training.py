@@ -39,7 +39,7 @@ EXPECTED: dict[str, list[tuple[int, Phase, str]]] = {
     "recomputed_reentrantly": [(3, FORWARD, REDUCE), (3, BACKWARD, REDUCE), (3, BACKWARD, REDUCE)],
     # Non-reentrant checkpointing stops recomputing as soon as it has what it needs.
     "recomputed": [(4, FORWARD, REDUCE), (4, BACKWARD, REDUCE)],
-    "failing_optimizer": [(6, OPTIMIZER, REDUCE), (6, OTHER, REDUCE)],
+    "failing_optimizer": [(5, OPTIMIZER, REDUCE), (5, OTHER, REDUCE)],
     "sharded": [
         (10, FORWARD, "all_gather"), (10, FORWARD, "all_gather"),
         (10, BACKWARD, "all_gather"), (10, BACKWARD, "all_gather"),

@@ -10,8 +10,7 @@ from factory import LogFactory, record
 from simulated_steps import MS, PROGRAMS, Delay, Simulation, none
 
 from commtrace import cli
-from commtrace.analyses.across_ranks import stragglers
-from commtrace.analyses.across_ranks.step_time_section import delay_sentences
+from commtrace.analyses.across_ranks import step_time_section, stragglers
 from commtrace.analyses.fold_engine import NamedTables, fold
 from commtrace.run import Run, open_run
 from commtrace.schema import Phase
@@ -25,7 +24,7 @@ def run_of(folder: Path, program: str, ranks: int, seed: int = 0, delay: Delay =
 
 
 def tables_of(run: Run) -> NamedTables:
-    return fold(run, [stragglers.ANALYSIS, stragglers.BY_RANK_AND_STEP])
+    return fold(run, [step_time_section.ANALYSIS, step_time_section.BY_RANK_AND_STEP])
 
 
 def late(rank: int, phase: Phase, ns: int, steps: set[int] | None = None) -> Delay:
@@ -69,7 +68,7 @@ def test_pieces_of_a_path_add_up_to_the_step_and_so_do_its_parts(tmp_path: Path,
 def test_nobody_is_named_without_a_delay(tmp_path: Path, program: str, ranks: int, seed: int) -> None:
     tables = tables_of(run_of(tmp_path, program, ranks, seed))
     assert len(tables["delays"]) == 0
-    assert list(delay_sentences(tables)) == []
+    assert list(step_time_section.delay_sentences(tables)) == []
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_rank_phase_steps_and_amount_of_a_delay(
     assert delay["delayed_steps"] == (STEPS - 2 if steps is None else len(steps))
     if steps is not None:
         assert set(map(int, delay["steps"].replace("-", ",").split(","))) >= {min(steps), max(steps)}
-    [sentence] = delay_sentences(tables)
+    [sentence] = step_time_section.delay_sentences(tables)
     assert sentence.startswith(f"Rank {late_rank} delays the job: ")
     by_rank = tables["stragglers"].set_index("rank")
     assert by_rank["waiting_ns"].max() > 0

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from factory import BARRIER, PAIR, RECV, SEND, WORLD, LogFactory, ProcessFactory, Records, record, training
 
-from commtrace.analyses.across_ranks import stuck_calls
+from commtrace.analyses.across_ranks import stalls, stuck_calls
 from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
 from commtrace.analyses.fold_engine import fold
 from commtrace.run import open_run
@@ -69,7 +69,7 @@ def tables(
 
 def verdict_tables(folder: Path) -> dict[str, pd.DataFrame]:
     """Return the tables `stuck_calls` and `stuck_ranks` of a run, without running other analyses."""
-    return fold(open_run(folder), [stuck_calls.ANALYSIS])
+    return fold(open_run(folder), [stuck_calls.ANALYSIS, stalls.ANALYSIS])
 
 
 def rows_of(result: Mapping[str, pd.DataFrame]) -> list[tuple[Any, ...]]:

@@ -15,7 +15,7 @@ from random_times import UNTIMED, US, RandomLog, random_log
 from reference_times import Call, add_times, blocked_pieces, measured_steps, within
 
 from commtrace import cli
-from commtrace.analyses.across_ranks.step_paths import chosen_steps
+from commtrace.analyses.across_ranks.critical_paths import chosen_steps
 from commtrace.analyses.scaling.step_times import step_times
 from commtrace.errors import LogError
 from commtrace.formatting import format_duration

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from changed_programs import ORDER, SOURCES, ChangedProgram, Difference, write_program
 
-from commtrace.analyses.compare import expected_run
+from commtrace.analyses.compare import rules_run
 from commtrace.analyses.compare.counted_calls import DETAILED_STEPS
 from commtrace.analyses.compare.verdict import Verdict
 from commtrace.analyses.grouping import rows_of
@@ -47,7 +47,7 @@ def test_exactly_the_changes_are_reported(
 ) -> None:
     for seed in range(first, first + PROGRAMS_PER_TEST):
         program = ChangedProgram(seed)
-        monkeypatch.setattr(expected_run, "predict", program.predict)
+        monkeypatch.setattr(rules_run, "predict", program.predict)
         verdict = SOURCES[source](program, tmp_path / str(seed))
         found = Counter(reported(verdict, source))
         assert max(found.values(), default=1) == 1, seed  # merged rows do not overlap

@@ -22,9 +22,9 @@ from factory import (
     training,
 )
 
-from commtrace.analyses.compare.call_differences import compare_calls
 from commtrace.analyses.compare.call_keys import group_shape, site_name
 from commtrace.analyses.compare.recorded_calls import read_calls
+from commtrace.analyses.compare.two_runs import compare_calls
 from commtrace.analyses.compare.verdict import Verdict
 from commtrace.cli import main
 from commtrace.reading.table_reader import Site

@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from commtrace.hooks.torch import fsdp, passes
+from commtrace.current_step import progress
+from commtrace.hooks.torch import fsdp2, passes
 from commtrace.hooks.torch import tracer as torch_tracer
 from commtrace.job_row import PassRow
-from commtrace.progress import progress
 
 
 @pytest.fixture
@@ -64,6 +64,6 @@ def test_the_last_row_that_fits_has_no_passes(rows: list[Any]) -> None:
 
 def test_a_setting_that_differs_among_units_is_not_known() -> None:
     units = [SimpleNamespace(reduce_grads=value) for value in (True, False)]
-    assert fsdp._setting(units[:1], "reduce_grads") is True
-    assert fsdp._setting(units, "reduce_grads") is None
-    assert fsdp._setting(units, "of_another_version") is None
+    assert fsdp2._setting(units[:1], "reduce_grads") is True
+    assert fsdp2._setting(units, "reduce_grads") is None
+    assert fsdp2._setting(units, "of_another_version") is None

@@ -141,16 +141,16 @@ def test_hooks_put_everything_back() -> None:
     from torch.distributed.tensor import parallel
     from torch.distributed.tensor.parallel import api
 
-    from commtrace.hooks.torch import dtensor, fsdp
+    from commtrace.hooks.torch import dtensor, fsdp2
 
     before = FSDPState._lazy_init, api.parallelize_module, parallel.parallelize_module
-    for hook in (fsdp, dtensor):
+    for hook in (fsdp2, dtensor):
         hook.install()
         hook.install()
     during = FSDPState._lazy_init, api.parallelize_module, parallel.parallelize_module
     assert not any(function is hooked for function, hooked in zip(before, during, strict=True))
     replacement: Any = api.parallelize_module
-    for hook in (fsdp, dtensor):
+    for hook in (fsdp2, dtensor):
         hook.uninstall()
     assert (FSDPState._lazy_init, api.parallelize_module, parallel.parallelize_module) == before
     # As if the package had been imported while the hook was installed, and had the replacement.
@@ -163,15 +163,15 @@ def test_hooks_put_everything_back() -> None:
 def test_a_hook_that_fails_is_not_felt(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from commtrace.hooks.torch import dtensor, dtensor_job, fsdp
+    from commtrace.hooks.torch import dtensor, dtensor_job, fsdp2
 
     def fails(*_: Any) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(fsdp, "describe", fails)
+    monkeypatch.setattr(fsdp2, "describe", fails)
     monkeypatch.setattr(dtensor_job.parallelized_modules, "record_style", fails)
     module = torch.nn.Linear(1, 1)
-    fsdp._complete(lambda state: None)(SimpleNamespace(_is_root=None, _modules=[module]))
+    fsdp2._complete(lambda state: None)(SimpleNamespace(_is_root=None, _modules=[module]))
     assert dtensor._record_style(lambda module, mesh, plan: module)(module, "mesh", "plan") is module
     dtensor_job.parallelized_modules.clear()
 

@@ -1,0 +1,180 @@
+"""Stacks: what the threads of a process do while it makes no progress.
+
+A process makes progress when it begins a call, or returns from the call that it is in. If it makes none for longer than
+its rhythm, whether a call is open or not, the drain thread writes the Python stacks of all threads to the log (table
+`stacks`), again each time the pause has doubled. No signal is sent and no thread is stopped: the drain thread copies
+the stacks while it has the interpreter's lock, which takes about a millisecond. If another thread keeps the lock, the
+drain thread takes no turn, and readers see that from the ring (`Ring.alive`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+import time
+from contextlib import suppress
+from itertools import islice
+from types import FrameType
+from typing import Any, Final
+
+from commtrace.schema import State
+from commtrace.settings import Settings
+
+from .slots import Slots
+from .table_lines import TableLines
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_THREADS: Final = 64
+"""Threads that are written."""
+MAX_FRAMES: Final = 64
+"""Frames that are written of a thread, from the innermost one."""
+RETURN_CHECK_SECONDS: Final = 0.5
+"""Pause from which on a return from a call counts as progress: noticing it takes a look at all slots."""
+_BEGUN: Final = int(State.BEGUN)
+
+_SYSTEM_CALLS: Final = {
+    "x86_64": {
+        0: "read", 1: "write", 2: "open", 7: "poll", 16: "ioctl", 17: "pread64", 18: "pwrite64", 19: "readv",
+        20: "writev", 23: "select", 35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom",
+        46: "sendmsg", 47: "recvmsg", 61: "wait4", 73: "flock", 74: "fsync", 75: "fdatasync", 202: "futex",
+        230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 257: "openat", 270: "pselect6", 271: "ppoll",
+        281: "epoll_pwait", 288: "accept4",
+    },
+    "aarch64": {
+        22: "epoll_pwait", 29: "ioctl", 32: "flock", 56: "openat", 63: "read", 64: "write", 65: "readv", 66: "writev",
+        67: "pread64", 68: "pwrite64", 72: "pselect6", 73: "ppoll", 82: "fsync", 83: "fdatasync", 95: "waitid",
+        98: "futex", 101: "nanosleep", 115: "clock_nanosleep", 202: "accept", 203: "connect", 206: "sendto",
+        207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 242: "accept4", 260: "wait4",
+    },
+}  # fmt: skip
+"""Machine -> names of the system calls in which a thread may be blocked, by number."""
+
+
+class StackSampler:
+    """Stack samples of one process. Only the drain thread uses it."""
+
+    def __init__(self, settings: Settings, slots: Slots, tables: TableLines) -> None:
+        """Take no sample yet.
+
+        Args:
+            settings: `stall_seconds` and `stall_factor` define the pause after which samples are taken.
+            slots: The slots of the process, which show whether it is in a call.
+            tables: Gets the samples.
+        """
+        self._minimum_ns, self._factor = int(settings.stall_seconds * 1e9), settings.stall_factor
+        self._slots, self._tables = slots, tables
+        self._calls, self._is_in_call = 0, False
+        self._since_ns = time.monotonic_ns()
+        self._longest_ns = self._due_ns = 0
+        self._usage: dict[int, int] | None = None
+        self._usage_at_ns = 0
+        self._begin_pause(self._since_ns)
+
+    def turn(self, calls: int) -> None:
+        """Take a sample if one is due.
+
+        Args:
+            calls: Number of calls begun so far.
+        """
+        now = time.monotonic_ns()
+        pause = now - self._since_ns
+        if calls != self._calls or (pause >= RETURN_CHECK_SECONDS * 1e9 and self._has_returned()):
+            self._longest_ns = max(self._longest_ns, pause)
+            self._calls = calls
+            self._begin_pause(now)
+        elif self._minimum_ns and pause >= self._due_ns:
+            if self._usage is None:  # the processor time is that of the drain thread's next pause
+                self._usage, self._usage_at_ns = _processor_times(), now
+            else:
+                self._write(now, pause)
+                self._usage, self._due_ns = None, 2 * pause
+
+    def _begin_pause(self, now: int) -> None:
+        self._since_ns, self._usage, self._is_in_call = now, None, False
+        self._due_ns = max(self._minimum_ns, int(self._factor * self._longest_ns))
+
+    def _has_returned(self) -> bool:
+        """Return whether the process has left the call that it was in."""
+        was_in_call, self._is_in_call = self._is_in_call, bool((self._slots.ring.records["state"] == _BEGUN).any())
+        return was_in_call and not self._is_in_call
+
+    def _write(self, now: int, pause: int) -> None:
+        threads = [*islice(_threads(self._usage or {}), MAX_THREADS)]
+        self._tables.add(
+            "stacks", mono_ns=now, calls=self._calls, pause_ns=pause, in_call=self._is_in_call,
+            window_ns=now - self._usage_at_ns, threads=threads,
+        )  # fmt: skip
+
+
+def _threads(usage: dict[int, int]) -> Iterator[dict[str, Any]]:
+    """Yield what is known of each thread that runs Python code, the main thread first.
+
+    Args:
+        usage: Processor time of each thread at the begin of the window, ns.
+    """
+    own, main = threading.get_ident(), threading.main_thread().ident
+    # Not `threading.enumerate`, which takes a lock that the program may hold.
+    known: dict[int, threading.Thread] = {**getattr(threading, "_active", {})}
+    frames = sys._current_frames()
+    frames.pop(own, None)
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        thread, native = known.get(ident), 0
+        if thread is not None:
+            native = os.getpid() if ident == main else thread.native_id or 0
+        before = usage.get(native)
+        yield {
+            "name": "" if thread is None else thread.name,
+            "main": ident == main,
+            "state": _thread_state(native),
+            "system_call": _system_call(native),
+            "cpu_ns": None if before is None else _processor_time(native) - before,
+            "frames": [*islice(_frames(frames[ident]), MAX_FRAMES)],
+        }
+
+
+def _frames(frame: FrameType | None) -> Iterator[list[str | int]]:
+    """Yield file, line and function of a frame and those that called it, the innermost first."""
+    while frame is not None:
+        code = frame.f_code
+        function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
+        yield [code.co_filename, frame.f_lineno or 0, function]
+        frame = frame.f_back
+
+
+def _processor_times() -> dict[int, int]:
+    """Return the processor time of each thread of the process, ns; see `_processor_time`."""
+    with suppress(OSError):
+        return {int(thread): _processor_time(int(thread)) for thread in os.listdir("/proc/self/task")}
+    return {}
+
+
+def _processor_time(thread: int) -> int:
+    """Return the time for which a thread was on a processor, or ready for one that was busy, ns."""
+    with suppress(OSError, ValueError):
+        running, ready, _ = _read(thread, "schedstat").split()
+        return int(running) + int(ready)
+    return 0
+
+
+def _thread_state(thread: int) -> str:
+    """Return the state of a thread as the kernel names it, such as "S" (sleeps) or "D" (waits for a device)."""
+    with suppress(OSError, IndexError):
+        return _read(thread, "stat").rpartition(")")[2].split()[0]
+    return ""
+
+
+def _system_call(thread: int) -> str:
+    """Return the name of the system call that a thread is in; "" if it is in none, or that is not known."""
+    with suppress(OSError, ValueError, IndexError):
+        return _SYSTEM_CALLS.get(platform.machine(), {}).get(int(_read(thread, "syscall").split()[0]), "")
+    return ""
+
+
+def _read(thread: int, name: str) -> str:
+    with open(f"/proc/self/task/{thread}/{name}", encoding="utf-8", errors="replace") as file:
+        return file.read()

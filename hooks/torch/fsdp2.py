@@ -1,0 +1,129 @@
+"""Hook for PyTorch's FSDP2: the job of `fully_shard`, roles of its groups, and passes of each step.
+
+Installed when torch.distributed.fsdp is imported. The job is read when the model's forward first
+runs, because FSDP determines the root unit only then. No setting of the job determines the passes:
+they are counted at the root.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+
+from commtrace.hooks import purposes
+from commtrace.hooks.recorder_setup import guard
+from commtrace.job_row import JobRow, PassRow
+from commtrace.patching import Patches, around
+from commtrace.schema import Purpose
+
+from . import pipelining
+from .captured_jobs import Jobs
+from .fsdp_job import describe, groups_of, roles
+from .passes import Passes
+
+STATES: Final = "torch.distributed.fsdp._fully_shard._fsdp_state"
+
+_PARAMETER_GROUPS: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_GATHERED_FOR: Final = {"FORWARD": Purpose.PARAMETERS_FORWARD, "PRE_BACKWARD": Purpose.PARAMETERS_BACKWARD}
+"""Name of a group's training state -> why it gathers. In others, the program or a pipeline has called `unshard`."""
+
+_patches = Patches()
+_rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
+_roots = Jobs(lambda root: _rows[root], roles)
+_passes = Passes(_roots)
+# Forward passes of a root since its last backward.
+_forwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+@_patches.installer
+def install() -> None:
+    """Hook the states that `fully_shard` attaches to modules."""
+    # No import statement: the package is still being imported.
+    state = sys.modules[STATES].FSDPState
+    _patches.wrap(state, "_lazy_init", _complete)
+    _patches.wrap(state, "_register_pre_backward_hook", _end_forward)
+    _patches.wrap(state, "_root_post_backward_final_callback", _end_backward)
+    group = getattr(sys.modules.get(_PARAMETER_GROUPS), "FSDPParamGroup", None)
+    if group is not None:
+        _patches.wrap(group, "unshard", purposes.marking_each(_purpose_of_gathering))
+        _patches.wrap(group, "post_backward", purposes.marking_each(_purpose_of_reducing))
+    _patches.include(_roots, _passes)
+    _patches.on_undo(_rows.clear)
+    _patches.on_undo(_forwards.clear)
+
+
+uninstall = _patches.undo
+
+
+@around
+def _complete(original: Callable[..., None], self: Any, /) -> None:
+    initialized = getattr(self, "_is_root", None) is not None
+    original(self)
+    if not initialized:
+        with guard():
+            root = self._modules[0]
+            _rows[root] = describe(root)  # now, because running the model replaces parameters
+            _roots.add(root)
+
+
+@around
+def _end_forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Note the end of each unit's forward."""
+    # A forward within a backward pass recomputes activations.
+    if self._state_ctx.iter_forward_root is self and torch._C._current_graph_task_id() < 0:
+        with guard():
+            if not self._is_root:
+                _passes.add(_root(self), PassRow(kind="part", times=1))
+            elif torch.is_grad_enabled():
+                _forwards[_root(self)] = _forwards.get(_root(self), 0) + 1
+            else:
+                _passes.add(_root(self), PassRow(kind="evaluation", times=1))
+    return original(self, *args, **kwargs)
+
+
+@around
+def _end_backward(original: Callable[..., None], self: Any, /) -> None:
+    """Note the end of a backward pass."""
+    original(self)
+    with guard():
+        root = _root(self)
+        if _forwards.pop(root, 0) == 1:
+            groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
+            training = PassRow(
+                kind="training",
+                times=1,
+                reduce_grads=_setting(groups, "reduce_grads"),
+                all_reduce_grads=_setting(groups, "all_reduce_grads"),
+                reshard_after_backward=_setting(groups, "reshard_after_backward"),
+                is_last_backward=bool(self._state_ctx.is_last_backward),
+            )
+            _passes.add(root, training)
+        else:
+            _passes.add(root, PassRow(kind="backward", times=1))
+
+
+def _purpose_of_gathering(group: Any, *_: Any, **__: Any) -> int:
+    on_request = Purpose.PARAMETERS_STAGE if pipelining.stepping() else Purpose.PARAMETERS_ON_REQUEST
+    purpose = _GATHERED_FOR.get(group._training_state.name, on_request)
+    if purpose is Purpose.PARAMETERS_FORWARD and torch._C._current_graph_task_id() >= 0:
+        purpose = Purpose.PARAMETERS_RECOMPUTATION
+    return purposes.number(purpose, module=group._module_fqn or "")
+
+
+def _purpose_of_reducing(group: Any, *_: Any) -> int:
+    return purposes.number(Purpose.GRADIENTS, module=group._module_fqn or "")
+
+
+def _root(state: Any) -> Any:
+    """Return the root module of a state."""
+    return next(other for other in state._state_ctx.all_states if other._is_root)._modules[0]
+
+
+def _setting(groups: Iterable[Any], name: str) -> bool | None:
+    """Return a setting of all groups; None where they differ, or in a version of torch without it."""
+    values = {getattr(group, name, None) for group in groups}
+    return values.pop() if len(values) == 1 else None

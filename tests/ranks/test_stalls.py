@@ -1,0 +1,104 @@
+"""What ranks do that make no progress: real jobs with gloo."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import processes
+import pytest
+
+pytest.importorskip("torch")
+
+from ranks import Nursery
+from stuck_jobs import stuck_calls_of
+
+from commtrace.analyses.across_ranks import stalls
+from commtrace.cli import main
+from commtrace.errors import LogError
+from commtrace.run import open_run
+
+# What the main thread of rank 1 does, and the function that the program's line called.
+KINDS = {
+    "sleep": ("sleeping", "stall"),
+    "all": ("sleeping", "stall"),
+    "lock": ("waiting for a lock or thread", "stall"),
+    "queue": ("waiting for a lock or thread", "get"),
+    "thread": ("waiting for a lock or thread", "join"),
+    "loader": ("waiting for data", "__next__"),
+    "pipe": ("waiting for data", "stall"),
+    "process": ("waiting for a process", "run"),
+    "compute": ("computing", "stall"),
+    "stopped": ("stopped", None),
+    "locked": ("keeping the interpreter's lock, waiting", None),
+}
+DEFAULT = ("lock", "all")
+
+pytestmark = pytest.mark.usefixtures("short_waits")
+
+
+def line_of(kind: str) -> int | None:
+    """Return the line at which a kind stalls; None if the log cannot show it."""
+    lines = (processes.PROGRAMS / "stalled.py").read_text().splitlines()
+    found = [number for number, text in enumerate(lines, 1) if re.search(rf"# here:.*\b{kind}\b", text)]
+    return found[0] if found else None
+
+
+def stalled(log: Path) -> pd.DataFrame:
+    """Return the main threads without progress; none before there is a log."""
+    try:
+        table = open_run(log).table("stalled_threads")
+    except LogError:
+        return pd.DataFrame()
+    return table[table["is_main"]].set_index("rank")
+
+
+def wait_for(log: Path, ranks: set[int], limit: float = 60) -> Any:
+    """Return the row of rank 1 as soon as these ranks have one."""
+    deadline = time.monotonic() + limit
+    while not ranks <= {*(table := stalled(log)).index}:
+        assert time.monotonic() < deadline, table.to_string()
+        time.sleep(0.3)
+    return table.loc[1]
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS]
+)
+def test_a_rank_that_makes_no_progress(
+    kind: str, nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stalls, "UNRESPONSIVE_NS", 10**9)
+    log = tmp_path / "log"
+    ranks = nursery.start("stalled", log, kind, ranks=2, stall_seconds=0.5)
+    row = wait_for(log, {0, 1} if kind == "all" else {1})
+    activity, function = KINDS[kind]
+    assert row["activity"] == activity
+    if (line := line_of(kind)) is None:
+        assert pd.isna(row["line"])
+    else:
+        assert row["line"] == f"programs/stalled.py:{line} stall"
+        assert row["function"].rpartition(" ")[2].rpartition(".")[2] == function
+        assert not row["in_call"]
+    main(["report", str(log)])
+    assert activity in " ".join(capsys.readouterr().out.split())
+    ranks.kill(0, 1)
+    ranks.wait()
+    if function is not None:
+        main(["recover", str(log)])
+        assert stalled(log).loc[1, "line"] == row["line"]
+    assert len(stuck_calls_of(log)) == (kind != "all")
+
+
+@pytest.mark.exhaustive
+def test_none_of_a_job_that_trains(nursery: Nursery, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    ranks = nursery.start("stuck", log, "train", ranks=2, stall_seconds=0.5)
+    processes.wait_for(lambda: log.exists() and len(stuck_calls_of(log)) == 0, 40)
+    time.sleep(3)
+    ranks.kill(0, 1)
+    ranks.wait()
+    assert not len(stalled(log))

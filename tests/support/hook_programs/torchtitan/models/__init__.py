@@ -1,0 +1,1 @@
+"""A stand-in for torchtitan, with the names that hooks look for."""

@@ -1,0 +1,105 @@
+"""The table of ranks without progress, from logs with samples of stacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from factory import UNIX_NS, LogFactory, ProcessFactory, record
+
+from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
+from commtrace.analyses.grouping import rows_of
+from commtrace.run import open_run
+
+SECOND = 10**9
+LIBRARY = "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py"
+WAIT = ["/usr/lib/python3.11/threading.py", 331, "Condition.wait"]
+LOADER = [LIBRARY, 733, "_BaseDataLoaderIter.__next__"]
+PROGRAM = ["/home/user/project/train.py", 77, "main"]
+RUNNER = ["/venv/lib/python3.11/site-packages/accelerate/launch.py", 9, "run"]
+
+
+def thread(**fields: Any) -> dict[str, Any]:
+    """Return a thread of a sample: the main thread, which waits for a lock below the program's line 77."""
+    known = {"name": "MainThread", "main": True, "state": "S", "system_call": "futex", "cpu_ns": 0}
+    return {**known, "frames": [WAIT, LOADER, PROGRAM, RUNNER], **fields}
+
+
+def sampled(log: LogFactory, rank: int, *threads: dict[str, Any], calls: int = 1, counted: int = 1) -> ProcessFactory:
+    """Write a process that was killed `counted` calls after its start, with a sample taken after `calls`."""
+    process = log.process(rank, pid=100 + rank, world_size=2).write([record(t_begin=number) for number in range(1, 2)])
+    process.add(
+        "stacks", mono_ns=60 * SECOND, calls=calls, pause_ns=22 * SECOND, in_call=False, window_ns=SECOND // 10,
+        threads=[*threads],
+    )  # fmt: skip
+    process.stats(mono_ns=60 * SECOND, calls=counted)
+    return process
+
+
+def stalled(folder: Path) -> pd.DataFrame:
+    return open_run(folder).table("stalled_threads")
+
+
+def test_the_places_of_a_stack(tmp_path: Path) -> None:
+    other = thread(name="worker", main=False, frames=[WAIT, LOADER])
+    sampled(LogFactory(tmp_path), 0, thread(), other)
+    first, second = rows_of(stalled(tmp_path))
+    assert (first.rank, first.thread, first.is_main, first.in_call) == (0, "MainThread", True, False)
+    assert first.function == "torch/utils/data/dataloader.py:733 _BaseDataLoaderIter.__next__"
+    assert first.line == "project/train.py:77 main"
+    assert first.innermost == "python3.11/threading.py:331 Condition.wait"
+    assert first.stack.count(" < ") == 3
+    assert (first.stalled_ns, first.activity) == (22 * SECOND, "waiting for a lock or thread")
+    assert first.sampled_ns - UNIX_NS == pytest.approx(60 * SECOND, abs=SECOND)
+    assert pd.isna(second.line)
+    assert second.function == second.innermost == "python3.11/threading.py:331 Condition.wait"
+
+
+@pytest.mark.parametrize(
+    ("fields", "activity", "share"),
+    [
+        ({"cpu_ns": SECOND // 20, "system_call": "futex"}, "computing", 0.5),
+        ({"cpu_ns": 2 * SECOND}, "computing", 1.0),
+        ({"cpu_ns": None, "system_call": ""}, "waiting", None),
+        ({"state": "D", "system_call": "read"}, "waiting for storage", 0.0),
+        ({"system_call": "fsync"}, "waiting for storage", 0.0),
+        ({"system_call": "clock_nanosleep"}, "sleeping", 0.0),
+        ({"system_call": "epoll_wait"}, "waiting for data", 0.0),
+        ({"system_call": "wait4"}, "waiting for a process", 0.0),
+        ({"system_call": "ioctl"}, "waiting", 0.0),
+    ],
+)
+def test_activities(fields: dict[str, Any], activity: str, share: float | None, tmp_path: Path) -> None:
+    sampled(LogFactory(tmp_path), 0, thread(**fields))
+    (row,) = rows_of(stalled(tmp_path))
+    assert row.activity == activity
+    assert pd.isna(row.cpu_share) if share is None else row.cpu_share == share
+
+
+def test_a_process_that_went_on_or_closed_its_log_is_not_stalled(tmp_path: Path) -> None:
+    log = LogFactory(tmp_path)
+    sampled(log, 0, thread(), calls=1, counted=2)
+    sampled(log, 1, thread()).end()
+    assert not len(stalled(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "threads", ["text", [7], [thread(frames=[["file"]])], [thread(frames=3)], [thread(cpu_ns=-1)], None]
+)
+def test_a_damaged_sample(threads: Any, tmp_path: Path) -> None:
+    process = sampled(LogFactory(tmp_path), 0, thread())
+    process.add("stacks", mono_ns=61 * SECOND, calls=1, pause_ns=SECOND, in_call=True, window_ns=1, threads=threads)
+    assert stalled(tmp_path)["stalled_ns"].tolist() == [22 * SECOND]  # of the sample before it
+    assert [note.kind for note in open_run(tmp_path).notes] == ["garbled"]
+
+
+def test_what_the_diagnosis_says(tmp_path: Path) -> None:
+    log = LogFactory(tmp_path)
+    for rank in (0, 1):
+        sampled(log, rank, thread(), thread(name="other", main=False))
+    run = open_run(tmp_path)
+    (sentence,) = diagnosis({name: run.table(name) for name in ("stuck_calls", "stuck_ranks", "stalled_threads")})
+    for part in ("Ranks 0-1", "22.0 s", "dataloader.py:733", "train.py:77"):
+        assert part in sentence

@@ -1,0 +1,101 @@
+"""When stack samples are taken, with a fake clock, and what they contain."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commtrace.recording import stacks
+from commtrace.recording.stacks import MAX_FRAMES, StackSampler
+from commtrace.schema import RECORD, State
+from commtrace.settings import Settings
+
+
+class Process:
+    """A sampler, the clock of its process in seconds, and the samples that it took."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
+        self.now = 100.0
+        self.samples: list[dict[str, Any]] = []
+        self.records = np.zeros(4, RECORD)
+        monkeypatch.setattr(time, "monotonic_ns", lambda: int(self.now * 1e9))
+        slots: Any = SimpleNamespace(ring=SimpleNamespace(records=self.records))
+        tables: Any = SimpleNamespace(add=lambda table, **row: self.samples.append({"table": table, **row}))
+        self.sampler = StackSampler(Settings("/logs", **settings), slots, tables)
+        self.calls = 0
+
+    def run(self, seconds: float, calls: int = 0) -> list[float]:
+        """Let time pass, in turns of 0.1 s, with new calls at its begin. Return the times of new samples."""
+        self.calls += calls
+        begin, count = self.now, len(self.samples)
+        for turn in range(round(seconds * 10)):
+            self.sampler.turn(self.calls)
+            self.now = begin + (turn + 1) / 10
+        return [round(row["mono_ns"] / 1e9 - begin, 1) for row in self.samples[count:]]
+
+
+def test_samples_at_doubling_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    assert process.run(1, calls=3) == []
+    # The pause is at least 5 s; each sample follows the first look at processor times by a turn.
+    assert process.run(60) == [4.1, 9.3, 19.7, 40.5]
+    assert [row["calls"] for row in process.samples] == [3] * 4
+    assert [row["window_ns"] for row in process.samples] == pytest.approx([1e8] * 4, abs=2)
+
+
+def test_a_pause_must_exceed_the_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.run(4, calls=1)
+    assert process.run(7.9, calls=1) == []
+    assert process.run(20, calls=1) == [15.9]
+    assert Process(monkeypatch, stall_factor=1.0).run(6, calls=1) == [5.1]
+
+
+def test_no_samples_without_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Process(monkeypatch, stall_seconds=0.0).run(100, calls=1) == []
+
+
+def test_the_return_from_a_call_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.records["state"][2] = State.BEGUN
+    assert process.run(4, calls=1) == []
+    process.records["state"][2] = State.COMPLETE
+    assert process.run(4) == []  # 8 s after the call began, 4 s after it returned
+    process.records["state"][2] = State.BEGUN
+    assert process.run(16, calls=1) == [8.1]  # twice the longest pause of 4 s
+    assert process.samples[-1]["in_call"] is True
+
+
+def test_the_threads_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, inside = threading.Event(), threading.Event()
+
+    def deep(depth: int) -> None:
+        if depth:
+            deep(depth - 1)
+        else:
+            inside.set()
+            waits.wait()
+
+    thread = threading.Thread(target=deep, args=(100,), name="deep")
+    thread.start()
+    inside.wait()
+    try:
+        main, *others = stacks._threads(stacks._processor_times())
+    finally:
+        waits.set()
+        thread.join()
+    # The sampling thread, here the main one, is not a row of the sample.
+    rows = {row["name"]: row for row in (main, *others)}
+    assert "MainThread" not in rows
+    sampled = rows["deep"]
+    assert not sampled["main"]
+    assert len(sampled["frames"]) == MAX_FRAMES
+    assert sampled["frames"][0][2].endswith("wait")
+    assert sampled["frames"][-1][0] == __file__
+    assert sampled["state"] == "S"
+    assert sampled["cpu_ns"] >= 0
