@@ -45,7 +45,7 @@ COVERAGE: Final = TableSpec("coverage", "Log coverage", "One row.", (
     shared.ranks_column("ranks_missing", "", 'Ranks that left no log, such as "2-3,7"; "" if there is none.'),
     shared.ranks_column("ranks_not_selected", "", "Ranks that COMMTRACE_RANKS left out."),
     text_column("steps_selected", "", 'Steps that COMMTRACE_STEPS selected; "": all.'),
-    count("hosts", "", "Hosts of the recorded ranks."),
+    count("hosts", "", "Hosts of the recorded ranks; missing if an imported log does not state them."),
     count("processes", "", "Processes that left a log."),
     count("without_end", "", "Processes that are alive or ended without closing their log."),
     count("records", "", "Calls in the log."),
@@ -170,7 +170,7 @@ def _coverage(processes: pd.DataFrame, run: RecordedRun) -> dict[str, object]:
         "ranks_missing": format_missing({*run.ranks, *not_selected}, run.world_size) if run.world_size else None,
         "ranks_not_selected": format_ranks(not_selected),
         "steps_selected": run.selected_steps,
-        "hosts": processes["host"].nunique(),
+        "hosts": _hosts(processes, run),
         "processes": len(processes),
         "without_end": int(processes["end"].isna().sum()),
         "records": int(processes["records"].sum()),
@@ -183,6 +183,13 @@ def _coverage(processes: pd.DataFrame, run: RecordedRun) -> dict[str, object]:
         "first_error": errors.iloc[0] if len(errors) else None,
         **{f"files_{kind}": files[kind] for kind in FILE_PROBLEMS},
     }
+
+
+def _hosts(processes: pd.DataFrame, run: RecordedRun) -> int | None:
+    """Return the number of hosts; None if an imported process does not state its host."""
+    if any(process.tables.source.get("host_known") is False for process in run.processes):
+        return None
+    return int(processes["host"].nunique())
 
 
 def _blind_spots(run: RecordedRun) -> pd.DataFrame:

@@ -74,6 +74,7 @@ def facts(run: RecordedRun, tables: Tables) -> dict[str, str]:
         "run": run.id,
         "job": summarize_job(run),
         "log": str(run.log.path),
+        "imported from": _source(run),
         "ranks": _ranks(coverage),
         "began": format_moment(began) + " UTC" if is_known(began) else "",
         "dry run": _simulated(run),
@@ -83,7 +84,9 @@ def facts(run: RecordedRun, tables: Tables) -> dict[str, str]:
         "hook errors": _hook_errors(coverage),
         "damage": _damage(run),
         "recorder": recorder_line(tables["processes"]),
-        "tracing cost": "" if run.simulated else describe_cost(tables["tracing_cost"], int(coverage["processes"])),
+        "tracing cost": ""
+        if run.simulated or run.source
+        else describe_cost(tables["tracing_cost"], int(coverage["processes"])),
     }
     return {name: text for name, text in texts.items() if text}
 
@@ -93,7 +96,9 @@ def log_lists(run: RecordedRun, tables: Tables) -> dict[str, list[str]]:
     lists = {
         "Values that a dry run does not compute, used at": uncomputed_values(run),
         "Files that the program would have written": unwritten_files(run),
-        "Blind spots: not observed by the hooks": [str(text) for text in tables["blind_spots"]["blind_spot"]],
+        "Not known from the source" if run.source else "Blind spots: not observed by the hooks": [
+            str(text) for text in tables["blind_spots"]["blind_spot"]
+        ],
         "Notes on the log": [_note(note, run) for note in merge_notes(run.notes) if note.kind != "runs"],
     }
     return {title: texts for title, texts in lists.items() if texts}
@@ -106,8 +111,17 @@ def _note(note: Note, run: RecordedRun) -> str:
     return f"{path}: {note.text}; {note.consequence}"
 
 
+def _source(run: RecordedRun) -> str:
+    if not run.source:
+        return ""
+    files = [str(file) for process in run.processes for file in process.tables.source.get("files") or ()]
+    return f"{run.source}: {files[0]}" + (f" and {len(files) - 1:,} more" if files[1:] else "") if files else run.source
+
+
 def _ranks(coverage: pd.Series[Any]) -> str:
-    hosts = f"on {format_plural(int(coverage['hosts']), 'host')}"
+    hosts = "hosts not known"
+    if is_known(coverage["hosts"]):
+        hosts = f"on {format_plural(int(coverage['hosts']), 'host')}"
     seen = int(coverage["ranks_seen"])
     if not is_known(coverage["world_size"]):
         return f"{format_plural(seen, 'rank')} recorded, {hosts}; the world size is not known"

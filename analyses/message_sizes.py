@@ -49,7 +49,9 @@ _BIN: Final = ["op", "from_bytes", "below_bytes"]
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
-    return table_by(block.distinct_calls, ("op", "payload_bytes", "exact"), {})
+    calls = block.distinct_calls
+    known = np.flatnonzero(~calls.labels.payload_unknown(calls["kind"]))
+    return table_by(calls.rows(known), ("op", "payload_bytes", "exact"), {})
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
@@ -68,7 +70,8 @@ def _partial_over_time(block: RecordBlock) -> pd.DataFrame:
     example, process = group_rows([block["process"]])
     offsets = [block.labels.clock_offsets[number] for number in block["process"][example].tolist()]
     has_offset = np.array([offset is not None for offset in offsets], bool)
-    used = np.flatnonzero((block["t_begin"] > 0) & has_offset[process])
+    known = ~block.labels.payload_unknown(block["kind"])
+    used = np.flatnonzero((block["t_begin"] > 0) & has_offset[process] & known)
     times = block["t_begin"][used] + np.array([offset or 0 for offset in offsets], np.int64)[process[used]]
     shift = _shift(times)
     payload = block["payload"][used]

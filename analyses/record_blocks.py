@@ -72,15 +72,16 @@ class RecordBlock:
 
     @cached_property
     def volumes(self) -> dict[str, Array]:
-        """Sums of each row: `payload_bytes`, `wire_bytes`, `wire_unknown`, each of shape (n,).
+        """Sums of each row: `payload_bytes`, `wire_bytes`, `payload_unknown`, `wire_unknown`, each of shape (n,).
 
-        A call whose wire bytes are not known adds 0 to `wire_bytes` and 1 to `wire_unknown`.
+        A call whose wire bytes are not known adds 0 to `wire_bytes` and 1 to `wire_unknown`; its payload likewise.
         """
         wire = self._wire_bytes
         unknown = np.isnan(wire)
         return {
             "payload_bytes": self["payload"] * self.calls,
             "wire_bytes": np.where(unknown, 0.0, wire) * self.calls,
+            "payload_unknown": self.labels.payload_unknown(self["kind"]) * self.calls,
             "wire_unknown": unknown * self.calls,
         }
 
@@ -228,9 +229,20 @@ def table_by(rows: RecordBlock, keys: Sequence[str], values: Mapping[str, Array]
     return sums_by(rows.labels, numbers, {"calls": rows.calls, **values})
 
 
-def mask_unknown_wire(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table without `wire_unknown`, and with missing `wire_bytes` where it was above 0."""
-    return table.assign(wire_bytes=table["wire_bytes"].mask(table["wire_unknown"] > 0)).drop(columns="wire_unknown")
+def known_total(table: pd.DataFrame) -> int:
+    """Return the payload of all calls of a table with `payload_unknown`; 0 if it is not known of every call."""
+    return 0 if table["payload_unknown"].any() else int(table["payload_bytes"].sum())
+
+
+def mask_unknown_sizes(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table with missing `payload_bytes` and `wire_bytes` where their counts of unknown calls are above 0.
+
+    The counts, `payload_unknown` and `wire_unknown`, are left out.
+    """
+    masked = {"wire_bytes": table["wire_bytes"].mask(table["wire_unknown"] > 0)}
+    if (unknown := table["payload_unknown"] > 0).any():
+        masked["payload_bytes"] = table["payload_bytes"].mask(unknown)
+    return table.assign(**masked).drop(columns=["payload_unknown", "wire_unknown"])
 
 
 EMPTY_BLOCK: Final = RecordBlock(

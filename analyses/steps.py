@@ -15,13 +15,13 @@ from commtrace.reading.recorded_run import RecordedRun
 from . import timeline
 from .fold_engine import Analysis, NamedTables
 from .grouping import merge_sums, rows_of
-from .record_blocks import EVALUATION, RecordBlock, mask_unknown_wire, table_by
+from .record_blocks import EVALUATION, RecordBlock, mask_unknown_sizes, table_by
 from .sections import Block, Paragraph, Report, Section, ShownTable, Tables
 from .table_specs import shared_columns as shared
 from .table_specs.spec import TableSpec, bytes_column, count, duration
 
 ALL: Final = "all"
-SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "wire_unknown"]
+SUMS: Final = ["calls", "payload_bytes", "wire_bytes", "payload_unknown", "wire_unknown"]
 
 VOLUME_BY_STEP: Final = TableSpec("volume_by_step", "Volume by step", "A row per step, ascending.", (
     shared.STEP, shared.CALLS, shared.PAYLOAD, shared.WIRE,
@@ -64,7 +64,7 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     ]
     steady = pd.DataFrame(rows, columns=STEADY_STEP.column_names)
     return {
-        "volume_by_step": mask_unknown_wire(steps),
+        "volume_by_step": mask_unknown_sizes(steps),
         "steady_step": steady.sort_values("payload_bytes_max", ascending=False, kind="stable", ignore_index=True),
     }
 
@@ -87,14 +87,15 @@ def ranks_seen(run: RecordedRun) -> int:
 def _steady(op: str, rows: pd.DataFrame, steps: pd.Series[int], ranks: int) -> dict[str, object]:
     by_step = rows.set_index("step")[SUMS].reindex(steps, fill_value=0)
     median = by_step.median()
+    known_payload = np.nan if by_step["payload_unknown"].any() else 1
     differs = (by_step["calls"] != median["calls"]) | (by_step["payload_bytes"] != median["payload_bytes"])
     return {
         "op": op,
         "calls_per_rank": median["calls"] / ranks,
-        "payload_bytes_per_rank": median["payload_bytes"] / ranks,
+        "payload_bytes_per_rank": known_payload * median["payload_bytes"] / ranks,
         "wire_bytes_per_rank": np.nan if by_step["wire_unknown"].any() else median["wire_bytes"] / ranks,
-        "payload_bytes_min": by_step["payload_bytes"].min(),
-        "payload_bytes_max": by_step["payload_bytes"].max(),
+        "payload_bytes_min": known_payload * by_step["payload_bytes"].min(),
+        "payload_bytes_max": known_payload * by_step["payload_bytes"].max(),
         "steps": len(steps),
         "differing_steps": int(differs.sum()),
     }
@@ -114,7 +115,7 @@ def _partial_by_operation(block: RecordBlock) -> pd.DataFrame:
 
 def _finish_by_operation(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     ranks = ranks_seen(run)
-    sums = mask_unknown_wire(_selected(table, run))
+    sums = mask_unknown_sizes(_selected(table, run))
     result = sums[["step", "op"]]
     for column in ("calls", "payload_bytes", "wire_bytes"):
         result[f"{column}_per_rank"] = sums[column] / ranks

@@ -13,7 +13,7 @@ from commtrace.reading.recorded_run import RecordedRun
 
 from .fold_engine import Analysis, NamedTables
 from .grouping import merge_sums
-from .record_blocks import RecordBlock, mask_unknown_wire, table_by
+from .record_blocks import RecordBlock, known_total, mask_unknown_sizes, table_by
 from .sections import Block, Report, Section, ShownTable
 from .steps import SUMS, is_complete, ranks_seen
 from .table_specs import shared_columns as shared
@@ -44,9 +44,9 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     totals = table.groupby(_KEYS, as_index=False)[SUMS].sum()
-    total = totals["payload_bytes"].sum()
+    total = known_total(totals)
     shares = totals["payload_bytes"] / total if total else float("nan")
-    result = mask_unknown_wire(totals).assign(payload_share=shares)
+    result = mask_unknown_sizes(totals).assign(payload_share=shares)
     result = result.merge(_typical_step(table, run), on=_KEYS, how="left")
     order = result.sort_values(["payload_bytes", "calls"], ascending=False, kind="stable", ignore_index=True)
     return {"volume_by_purpose": order[list(VOLUME_BY_PURPOSE.column_names)]}
@@ -57,7 +57,7 @@ def _typical_step(table: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     training = table.loc[is_complete(table["step"], run) & run.select_steps(table["step"].to_numpy())]
     if not len(training):
         return pd.DataFrame(columns=[*_KEYS, *_PER_RANK.values()])
-    by_step = mask_unknown_wire(training).set_index([*_KEYS, "step"])[[*_PER_RANK]].unstack("step")
+    by_step = mask_unknown_sizes(training).set_index([*_KEYS, "step"])[[*_PER_RANK]].unstack("step")
     absent = by_step["calls"].isna().to_numpy()
     medians = {
         column: np.median(np.where(absent, 0, by_step[name].to_numpy(float)), axis=1) / ranks_seen(run)

@@ -20,7 +20,7 @@ from commtrace.reading.summary_reader import MIXED
 
 from .fold_engine import Analysis, NamedTables
 from .grouping import group_rows, merge_sums, sum_groups
-from .record_blocks import EVALUATION, RecordBlock, mask_unknown_wire, steps_of, table_by
+from .record_blocks import EVALUATION, RecordBlock, known_total, mask_unknown_sizes, steps_of, table_by
 from .sections import Block, Paragraph, Report, Section, ShownTable, Tables, first_of
 from .steps import SUMS
 from .table_specs import shared_columns as shared
@@ -77,9 +77,9 @@ def _partial(keys: tuple[str, ...], block: RecordBlock) -> pd.DataFrame:
 
 
 def _finish(name: str, table: pd.DataFrame, run: RecordedRun) -> NamedTables:
-    total = table["payload_bytes"].sum()
+    total = known_total(table)
     shares = table["payload_bytes"] / total if total else float("nan")
-    result = mask_unknown_wire(table).assign(payload_share=shares)
+    result = mask_unknown_sizes(table).assign(payload_share=shares)
     return {name: result.sort_values(["payload_bytes", "calls"], ascending=False, kind="stable", ignore_index=True)}
 
 
@@ -116,9 +116,13 @@ def _finish_by_rank(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     ranks = pd.DataFrame({"rank": sorted({process.rank for process in run.processes})}, dtype=np.int64)
     # The values of a rank without records are 0, not missing: the log has no call of it.
     filled = ranks.merge(table, on="rank", how="left").fillna(0).astype(table.dtypes.to_dict())
+    if (filled["payload_unknown"] > 0).any():
+        filled = filled.assign(
+            training_payload_bytes=filled["training_payload_bytes"].mask(filled["payload_unknown"] > 0)
+        )
     median = filled["training_payload_bytes"].median()
     share = filled["training_payload_bytes"] / median if median else np.nan
-    return {"ranks": mask_unknown_wire(filled).assign(payload_of_median=share)}
+    return {"ranks": mask_unknown_sizes(filled).assign(payload_of_median=share)}
 
 
 BY_RANK: Final = Analysis("balance", _partial_by_rank, merge_sums("rank"), _finish_by_rank, reads_cells=True)
@@ -139,7 +143,7 @@ def _finish_of_job(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
         table = table.iloc[:0]
     ranks = table["process"].map({at: process.tables.stands_for[1] for at, process in enumerate(run.processes)})
     sums = table.assign(**{name: table[name] * ranks.astype(np.int64) for name in SUMS})
-    result = mask_unknown_wire(sums.groupby(["part", "op"], as_index=False)[SUMS].sum())
+    result = mask_unknown_sizes(sums.groupby(["part", "op"], as_index=False)[SUMS].sum())
     return {"whole_job": result.sort_values(["part", "payload_bytes"], ascending=[True, False], ignore_index=True)}
 
 

@@ -21,6 +21,10 @@ class NewerLogError(LogError):
     """The log has a newer format than this version of commtrace can read."""
 
 
+class ImportFileError(CommtraceError):
+    """A file of another tool cannot be imported."""
+
+
 class NoSuchTableError(CommtraceError):
     """No analysis has a table of this name."""
 

@@ -18,6 +18,7 @@ from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.errors import NoSuchFigureError, NoSuchTableError
 from commtrace.reading.executors import AnyExecutor, as_executor
 from commtrace.reading.log import open_log
+from commtrace.reading.packed_log import PROCESSES
 from commtrace.reading.recorded_run import RecordedRun
 
 if TYPE_CHECKING:
@@ -130,7 +131,8 @@ def open_run(directory: str | os.PathLike[str], *, recover: bool = False, execut
     """Return the newest run in a log directory. Nothing is written unless `recover` is set.
 
     Args:
-        directory: The directory that COMMTRACE was set to, or one run's directory in it.
+        directory: The directory that COMMTRACE was set to, or one run's directory in it; or a file of another tool,
+            or a directory of its files, which are imported to a temporary log.
         recover: First move records that killed processes of the run left in this host's shared memory to the log, as
             `commtrace recover` does. They are read in either case.
         executor: Reads and analyses the records: a `concurrent.futures.Executor`, or a `dask.distributed.Client`.
@@ -143,4 +145,15 @@ def open_run(directory: str | os.PathLike[str], *, recover: bool = False, execut
         LogError: The directory holds no run that can be read.
         ClusterError: The cluster has no commtrace, or another version.
     """
-    return Run(open_log(Path(directory), recover=recover), as_executor(executor))
+    return Run(open_log(_log_of(Path(directory)), recover=recover), as_executor(executor))
+
+
+def _log_of(path: Path) -> Path:
+    """Return a log's path; for files of another tool, that of a temporary log of their import."""
+    if path.is_dir() and any(path.glob("**/*.jsonl")):
+        return path
+    if not path.exists() or (path / PROCESSES).exists():
+        return path
+    from commtrace.importing.import_run import import_for_reading, is_importable
+
+    return import_for_reading(path) if is_importable(path) else path

@@ -19,6 +19,7 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 import commtrace
+from commtrace.library_frames import PACKAGE_ROOTS, is_wrapper
 from commtrace.recording.table_lines import TableLines
 from commtrace.schema import Purpose
 
@@ -34,79 +35,6 @@ BLOCKING: Final = 32  # sends or receives a message and waits for it
 BACKWARD: Final = 64  # runs autograd
 SHARED: Final = 128  # makes calls for many lines of the program: its caller is part of the site
 DISPATCH: Final = 256  # handles a call that torch's C++ code has made: a dispatch mode, or a kernel of ours
-
-# Path prefixes of wrappers, relative to the packages' root.
-_WRAPPERS: Final = (
-    "<eval_with_key>",
-    "accelerate/utils/operations.py",
-    "contextlib.py",
-    "deepspeed/comm/",
-    "deepspeed/runtime/compiler.py",
-    "deepspeed/runtime/pipe/p2p.py",
-    "deepspeed/utils/comms_logging.py",
-    "deepspeed/utils/nvtx.py",
-    "functools.py",
-    "lightning/fabric/utilities/distributed.py",
-    "lightning_fabric/utilities/distributed.py",
-    "megatron/core/pipeline_parallel/p2p_communication.py",
-    "mpi4py/util/",
-    "torch/_dynamo/",
-    "torch/_functorch/",
-    "torch/_higher_order_ops/",
-    "torch/_inductor/",
-    "torch/_library/",
-    "torch/_tensor.py",
-    "torch/autograd/",
-    "torch/distributed/_functional_collectives.py",
-    "torch/distributed/c10d_logger.py",
-    "torch/distributed/distributed_c10d.py",
-    "torch/distributed/nn/",
-    "torch/distributed/tensor/",
-    "torch/fx/",
-    "torch/library.py",
-    "torch/nn/functional.py",
-    "torch/nn/modules/",
-    "torch/nn/utils/clip_grad.py",
-    "torch/optim/optimizer.py",
-    "torch/overrides.py",
-    "torch/utils/_contextlib.py",
-    "torch/utils/_device.py",
-    "torch/utils/checkpoint.py",
-    "typing_extensions.py",
-)
-
-# Wrappers in other files: (file, function).
-_WRAPPER_FUNCTIONS: Final = frozenset(
-    {
-        ("deepspeed/runtime/comm/coalesced_collectives.py", "_torch_reduce_scatter_fn"),
-        ("deepspeed/runtime/zero/partition_parameters.py", "_dist_allgather_fn"),
-        ("torch/distributed/pipelining/schedules.py", "_batch_p2p"),
-        ("torch/distributed/pipelining/schedules.py", "_sorted_batch_p2p"),
-        ("torch/distributed/pipelining/schedules.py", "<listcomp>"),  # in _batch_p2p
-    }
-)
-
-# Methods in further files that pass calls on.
-_PASSING_FILES: Final = (
-    "accelerate/accelerator.py",
-    "accelerate/state.py",
-    "accelerate/utils/other.py",
-    "lightning/fabric/fabric.py",
-    "lightning/fabric/strategies/",
-    "lightning/pytorch/strategies/",
-    "lightning_fabric/fabric.py",
-    "lightning_fabric/strategies/",
-    "pytorch_lightning/strategies/",
-    "transformers/trainer_pt_utils.py",
-)
-_PASSING_FUNCTIONS: Final = frozenset(
-    {
-        *("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_boolean_decision"),
-        *("gather", "gather_for_metrics", "pad_across_processes", "wait_for_everyone"),
-        *("distributed_broadcast_scalars", "distributed_concat", "nested_gather"),
-        "<genexpr>",  # in these
-    }
-)
 
 # Further properties of wrappers: (file, function) -> bits.
 _C10D: Final = "torch/distributed/distributed_c10d.py"
@@ -286,13 +214,11 @@ def _classify(code: CodeType) -> int:
     path = _below_packages(file)
     if code.co_name in _DISPATCH_FUNCTIONS or path.startswith(_DISPATCH_FILES):
         return WRAPPER | DISPATCH
-    passes_on = code.co_name in _PASSING_FUNCTIONS and path.startswith(_PASSING_FILES)
-    if not (passes_on or path.startswith(_WRAPPERS) or (path, code.co_name) in _WRAPPER_FUNCTIONS):
+    if not is_wrapper(path, code.co_name):
         return 0
     return WRAPPER | _PROPERTIES.get((path, code.co_name), 0)
 
 
-_ROOTS: Final = ("/site-packages/", "/dist-packages/")
 _STANDARD: Final = os.path.dirname(os.__file__).replace("\\", "/") + "/"
 _OWN: Final = {  # path in a checkout -> path in the package
     os.path.dirname(__file__).replace("\\", "/") + "/": "commtrace/hooks/",
@@ -316,7 +242,7 @@ def _below_packages(path: str) -> str:
         package = os.path.dirname(getattr(sys.modules.get(name), "__file__", None) or "")
         if package and path.startswith(package + "/"):
             return f"{name}/" + path[len(package) + 1 :]
-    for root in _ROOTS:
+    for root in PACKAGE_ROOTS:
         if root in path:
             return path.rpartition(root)[2]
     return path[len(_STANDARD) :] if path.startswith(_STANDARD) else ""

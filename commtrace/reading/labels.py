@@ -29,6 +29,8 @@ UNKNOWN: Final = "unknown"
 NOT_RECORDED: Final = "not recorded"
 """Purpose of calls of which none was recorded."""
 
+_UNKNOWN_SIZES: Final = (("payload",), ("payload", "own share"))
+"""Values of `Kind.sizes` of calls whose payload, and whose own share, is not known."""
 _KIND_LABELS: Final = ("op", "variant", "api", "dtype", "reduce_op")
 # Columns of the event table that are text there and ids in records, with the record field of the id.
 LABEL_COLUMNS: Final = {
@@ -91,6 +93,8 @@ class RunLabels:
         self._sizes = np.array([0, *(len(group.ranks) for group in groups), 0])
         self._operations, self._operation = self._coded("op")
         self._point_to_point = np.isin(self._labels["op"].astype(str), MESSAGES)
+        sizes = _by_id(kind.sizes for kind in kinds)
+        self._payload_unknown, self._share_unknown = (np.isin(sizes.astype(str), names) for names in _UNKNOWN_SIZES)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what worker processes need."""
@@ -137,6 +141,10 @@ class RunLabels:
         for code in np.flatnonzero(np.bincount(codes, minlength=len(self._operations))):
             yield str(self._operations[code]), np.flatnonzero(codes == code)
 
+    def payload_unknown(self, kinds: Array) -> Array:
+        """Return whether the payload of calls of each kind is not known, bool, shape (n,)."""
+        return np.asarray(self._payload_unknown[kinds])
+
     def wire_bytes(self, records: Fields) -> Array:
         """Return the wire bytes of each record, float64 of shape (n,); NaN where they cannot be computed."""
         result = np.full(len(records), np.nan)
@@ -148,6 +156,7 @@ class RunLabels:
         for op, at in self.by_operation(records["kind"]):
             with suppress(ValueError):  # an operation without a wire rule
                 result[at] = wire_bytes(op, payload[at], local[at], sizes[at], peer_is_self=peer_is_self[at])
+        result[self._share_unknown[records["kind"]]] = np.nan
         return result
 
 

@@ -154,7 +154,8 @@ class PartFile:
 def _records(table: Any) -> Records:
     records = np.empty(len(table), RECORD)
     for column, name in _COPIED.items():
-        records[name] = table[column].to_numpy()
+        values = table[column]
+        records[name] = (values.fill_null(0) if values.null_count else values).to_numpy()
     for name, texts in TEXT_FIELDS.items():
         numbers = {text: number for number, text in enumerate(texts)}
         begin = 0

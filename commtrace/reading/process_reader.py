@@ -27,7 +27,7 @@ from .table_reader import ProcessTables, integer_or_none, read_tables
 
 _FILE: Final = re.compile(
     r"(?P<stem>rank[^.]*-\d+)(?:\.jsonl|\.(?P<segment>\d+|salvaged)\.npy(?:\.open)?"
-    r"|-kept(?:-(?P<dump>\d+))?\.npy(?:\.open)?|-(?P<summary>cells|steps|times)\.npy)"
+    r"|-kept(?:-(?P<dump>\d+))?\.npy(?:\.open)?|-(?P<summary>cells|steps|times)\.npy|-(?P<device>device)\.npy)"
 )
 _ALWAYS_VISITED: Final = 1000
 """Number of steps that are always visited, however few records there are."""
@@ -66,6 +66,8 @@ class Process:
     """Its summary, with COMMTRACE_MODE=summary; segments have the calls that are not in it."""
     dumps: tuple[Segment, ...] = ()
     """The records that it kept earlier, at hangs and on request."""
+    device: Path | None = None
+    """Its file of other work on the device (`device_work`), if it was imported from a source that has it."""
     kept: Segment | None = None
     """Its last records, including steps that were not recorded; for stuck calls only, as segments may have them too."""
 
@@ -198,12 +200,15 @@ class _ProcessFiles:
     kept: dict[int, Path] = field(default_factory=dict)
     is_process: bool = False
     is_summary: bool = False
+    device: Path | None = None
 
     def add(self, path: Path, match: re.Match[str]) -> None:
         """Add a file. Of a closed and an open copy, use the closed one, which sorts first: it has all records."""
         self.is_process |= is_log_file(path.name)
         self.is_summary |= match["summary"] is not None
-        if number := match["segment"]:
+        if match["device"] is not None:
+            self.device = path
+        elif number := match["segment"]:
             self.segments.setdefault(_RECOVERED if number == "salvaged" else int(number), path)
         elif "-kept" in path.name.removeprefix(match["stem"]):
             self.kept.setdefault(int(match["dump"] or _LAST), path)
@@ -237,6 +242,7 @@ def _read_process(
 ) -> Process:
     path = folder / f"{stem}.jsonl"
     tables, own_notes = read_tables(path, b"" if ring is None else ring.tables)
+    own_notes += _source_notes(tables)
     if tables.salvage:  # a recovery has moved the ring's content to the log since it was copied
         ring = None
     segments = [*_inspect_segments(files.segments, own_notes).values()]
@@ -262,9 +268,18 @@ def _read_process(
     process = Process(
         path, tables, tuple(segments), live_at_ns=live.alive_ns if live else 0,
         live_turn_ns=live.turn_ns if live else 0, summary=summary, dumps=tuple(dumps.values()), kept=kept,
+        device=files.device,
     )  # fmt: skip
     notes += _of_rank(process.rank, own_notes)
     return process
+
+
+def _source_notes(tables: ProcessTables) -> Iterator[Note]:
+    """Yield notes on what is wrong with the files that a process was imported from."""
+    for problem in tables.source.get("problems") or ():
+        match problem:
+            case [str(file), "cut" | "garbled" as kind, str(what), str(consequence)]:
+                yield Note(kind, Path(file), what, consequence)
 
 
 def _of_rank(rank: int, notes: Iterable[Note]) -> Iterator[Note]:

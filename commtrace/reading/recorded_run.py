@@ -50,13 +50,15 @@ class EventTable:
     def columns(self, records: RecordColumns) -> dict[str, Array]:
         """Return the columns by name, each of shape (n,).
 
-        Labels are indices into `categories`; an unknown group_size is 0.
+        Labels are indices into `categories`; an unknown group_size is 0, an unknown payload -1.
         """
         labels = self._labels
         columns = {name: records[field] for name, field in COPIED_COLUMNS.items()}
         columns["rank"] = records["rank"].astype(np.int32)
         columns["group_size"] = labels.group_sizes(records["group"]).astype(np.int32)
         columns["wire_bytes"] = labels.wire_bytes(records)
+        if (unknown := labels.payload_unknown(records["kind"])).any():
+            columns["payload_bytes"] = np.where(unknown, -1, columns["payload_bytes"])
         column_of_field = {field: column for column, field in LABEL_COLUMNS.items()}
         ids = {field: labels.ids(column, records) for field, column in column_of_field.items()}
         columns |= {column: self._positions[column][ids[field]] for column, field in LABEL_COLUMNS.items()}
@@ -64,7 +66,10 @@ class EventTable:
 
     @staticmethod
     def missing(column: str, values: Array) -> Array | None:
-        """Return a mask of the missing values of a column, shape (n,); None if the column is never missing."""
+        """Return a mask of the missing values of a column, shape (n,); None if there are none."""
+        if column == "payload_bytes":
+            unknown = values < 0
+            return unknown if unknown.any() else None
         return np.isnan(values) if column == "wire_bytes" else values == 0 if column == "group_size" else None
 
     def frame(self, records: RecordColumns) -> pd.DataFrame:
@@ -72,6 +77,8 @@ class EventTable:
         columns: dict[str, Any] = self.columns(records)
         sizes = columns["group_size"]
         columns["group_size"] = pd.Series(sizes, dtype="Int32").mask(sizes == 0)
+        if (unknown := self.missing("payload_bytes", columns["payload_bytes"])) is not None:
+            columns["payload_bytes"] = pd.Series(columns["payload_bytes"], dtype="Int64").mask(unknown)
         for column, categories in self.categories.items():
             columns[column] = pd.Categorical.from_codes(columns[column], categories)
         return pd.DataFrame(columns)
@@ -165,6 +172,12 @@ class RecordedRun:
         """Raise LogError if the run is a summary, which does not have `what`."""
         if self.is_summary:
             raise LogError(f"{self.log.path}: a summary does not have {what}; record with COMMTRACE_MODE=events")
+
+    @property
+    def source(self) -> str:
+        """The tool that recorded an imported run, and the format of its files; "" if commtrace recorded it."""
+        sources = [process.tables.source for process in self.log.processes if process.tables.source]
+        return f"{sources[0].get('tool')} ({sources[0].get('format')})" if sources else ""
 
     @property
     def simulated(self) -> bool:
@@ -273,7 +286,8 @@ class RecordedRun:
 
         Returns:
             The columns of `schema.EVENT_COLUMNS`. Sizes are bytes, times are ns of the host's monotonic clock, with 0
-            for unknown. `wire_bytes` and `group_size` are missing where they cannot be computed.
+            for unknown. `wire_bytes` and `group_size` are missing where they cannot be computed, and so is
+            `payload_bytes` in imported runs where the source does not state it.
         """
         events = pd.concat(self.blocks(ranks, steps, ops), ignore_index=True)
         for column in LABEL_COLUMNS:

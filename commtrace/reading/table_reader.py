@@ -28,6 +28,8 @@ class Kind(NamedTuple):
     api: str
     dtype: str
     reduce_op: str
+    sizes: str = ""
+    """What is not known of the sizes in the records, which are then 0: "" nothing, "own share", or "payload"."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,12 @@ class ProcessTables:
     """Dry run: the ranks of every group of the job."""
     stands_for: tuple[str, int] = "", 1
     """Dry run: the ranks that this rank represents, as text, and their number."""
+
+    @property
+    def source(self) -> Row:
+        """What the process was imported from: `format`, `tool`, `files` ...; empty if commtrace recorded it."""
+        source = self.process.get("source")
+        return source if isinstance(source, dict) else {}
 
     def add(self, row: Row) -> None:
         """Add a row that `_parse` returned. Raise KeyError, TypeError or ValueError if it cannot be used."""

@@ -25,10 +25,12 @@ from .ring import Ring
 class TableLines:
     """The tables of one process. Rows are numbered from 1 in each table. Thread-safe."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring | None = None) -> None:
+        """Make empty tables. A ring also keeps their lines, in case that the process is killed."""
         self._ring = ring
         self._lock = threading.RLock()  # reentrant: a signal handler may communicate
-        self._numbers: dict[tuple[str, Hashable], int] = {}
+        self.numbers: dict[tuple[str, Hashable], int] = {}
+        """Ids by table and key of the row."""
         self._last: dict[str, int] = {}
         self.lookups = 0
         """Number of rows added and frames classified so far: a call during which it grows is a first call."""
@@ -39,18 +41,19 @@ class TableLines:
         """Append a row."""
         line = json.dumps({"table": table, **row}, default=str).encode() + b"\n"
         with self._lock:
-            self._ring.keep_table_line(line)
+            if self._ring is not None:
+                self._ring.keep_table_line(line)
             self.lines.append(line)
 
     def row_id(self, table: str, key: Hashable, row: Callable[[], dict[str, Any]]) -> int:
         """Return the id of the row with this key; if there is none, add the one that `row` returns."""
-        number = self._numbers.get((table, key))
+        number = self.numbers.get((table, key))
         if number is None:
             with self._lock:
-                number = self._numbers.get((table, key))
+                number = self.numbers.get((table, key))
                 if number is None:
                     number = self.new(table, row())
-                    self._numbers[table, key] = number
+                    self.numbers[table, key] = number
         return number
 
     def new(self, table: str, row: dict[str, Any]) -> int:

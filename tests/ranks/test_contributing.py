@@ -109,6 +109,17 @@ def python(code: str, root: Path, *args: object, **changes: Any) -> str:
     return result.out
 
 
+def test_a_recipe_for_a_format(copy: Path, tmp_path: Path) -> None:
+    call = {"call": "all_reduce", "rank": 3, "bytes": 100, "begin": 1_700_000_000_000_000_000, "end": 17 * 10**17 + 5}
+    (tmp_path / "calls.jsonl").write_text(f"{json.dumps(call)}\n")
+    for change in recipe("A format to import"):
+        apply(change, copy)
+    code = "import sys, commtrace; print(commtrace.open(sys.argv[1]).events().to_json(orient='records'))"
+    (row,) = json.loads(python(code, copy, tmp_path / "calls.jsonl"))
+    assert (row["op"], row["rank"], row["payload_bytes"]) == ("all_reduce", 3, 100)
+    assert row["t_end_ns"] - row["t_begin_ns"] == 5
+
+
 def test_a_recipe_for_an_analysis(copy: Path, tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("plotly")

@@ -132,8 +132,8 @@ def _tiles(tables: Tables) -> Iterator[Tile]:
     seen, world_size = int(coverage["ranks_seen"]), coverage["world_size"]
     missing = bool(is_known(world_size)) and seen < int(world_size)
     job = f"of {format_count(world_size)}" if is_known(world_size) else "of an unknown number"
-    hosts = format_plural(int(coverage["hosts"]), "host")
-    yield Tile("recorded ranks", format_count(seen), f"{job}, on {hosts}", missing)
+    hosts = f", on {format_plural(int(coverage['hosts']), 'host')}" if is_known(coverage["hosts"]) else ""
+    yield Tile("recorded ranks", format_count(seen), f"{job}{hosts}", missing)
     records, calls = coverage["records"], coverage["calls"]
     counted = bool(is_known(calls) and calls)
     note = f"{format_share(records / calls)} of those counted" if counted else ""

@@ -1,0 +1,15 @@
+"""Import of runs that other tools recorded.
+
+- `formats`: the table of formats, by which a file's format is told
+- `events`: what importers yield: processes, calls, other work of the device, what is not known
+- `imported_log`: writes the events as an ordinary log, marked with its source
+- `import_run`: imports files and directories
+- `json_stream`: reads large JSON files in pieces
+- `enclosing`: spans of time that nest, and unions of spans
+- `operation_names`: operations, element types and kernels by their names in other tools
+
+Formats:
+
+- `kineto`: traces of torch.profiler; `kineto_trace` reads the events of a file, `kineto_calls` joins host events and
+  kernels, `kineto_context` finds step, phase, call site and purpose, `kineto_sizes` the sizes, groups and peers
+"""

@@ -1,0 +1,85 @@
+"""Table of the formats that can be imported. A new format is a module with a generator of events, and a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from commtrace.errors import ImportFileError
+
+from . import kineto
+from .events import Event
+from .json_stream import open_file
+
+HEAD: Final = 1 << 16
+"""Number of first bytes of a file by which its format is told."""
+
+
+class Format(NamedTuple):
+    """A format of another tool's files.
+
+    Attributes:
+        name: Its name for `--format`.
+        about: What writes it, for help and documentation.
+        matches: Returns whether a file has this format, given its path and first (decompressed) bytes.
+        events: Yields the events of a file. Raises ImportFileError.
+    """
+
+    name: str
+    about: str
+    matches: Callable[[Path, bytes], bool]
+    events: Callable[[Path], Iterator[Event]]
+
+
+FORMATS: Final[Sequence[Format]] = (
+    Format("kineto", "traces of torch.profiler: .json, .json.gz", kineto.is_kineto, kineto.events),
+)
+"""The formats; the first that matches a file is used."""
+
+
+def format_named(name: str) -> Format:
+    """Return the format with a name. Raises StopIteration if there is none."""
+    return next(known for known in FORMATS if known.name == name)
+
+
+def format_of(path: Path) -> Format | None:
+    """Return the format of a file; None if it is none of these, or cannot be read."""
+    try:
+        with open_file(path) as file:
+            head = file.read(HEAD)
+    except (OSError, EOFError):
+        return None
+    return next((known for known in FORMATS if known.matches(path, head)), None)
+
+
+def find_files(paths: Sequence[Path], named: Format | None = None) -> list[tuple[Path, Format]]:
+    """Return the files to import with their formats: those given, and those in directories that have a known format.
+
+    Args:
+        paths: Files and directories.
+        named: The format of all files; None: told from their contents.
+
+    Raises:
+        ImportFileError: A file does not exist or has no known format, or a directory has none that has.
+    """
+    files: list[tuple[Path, Format]] = []
+    for path in paths:
+        if path.is_dir():
+            below = sorted(file for file in path.rglob("*") if file.is_file())
+            found = [(file, known) for file in below if (known := named or format_of(file)) is not None]
+            if not found:
+                raise ImportFileError(f"{path}: no file in it has a known format ({_names()})")
+            files += found
+            continue
+        if not path.is_file():
+            raise ImportFileError(f"{path}: no such file")
+        known = named or format_of(path)
+        if known is None:
+            raise ImportFileError(f"{path}: its format is not known; --format names it: {_names()}")
+        files.append((path, known))
+    return files
+
+
+def _names() -> str:
+    return ", ".join(known.name for known in FORMATS)

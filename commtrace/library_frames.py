@@ -1,0 +1,100 @@
+"""Frames of libraries that pass a communication call on: they are not call sites.
+
+Hooks classify the frames of the program by these rules, and importers those that another tool has recorded.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Final
+
+PACKAGE_ROOTS: Final = ("/site-packages/", "/dist-packages/")
+"""Folders of installed packages."""
+
+# Path prefixes of wrappers, relative to the packages' root.
+_WRAPPERS: Final = (
+    "<eval_with_key>",
+    "accelerate/utils/operations.py",
+    "contextlib.py",
+    "deepspeed/comm/",
+    "deepspeed/runtime/compiler.py",
+    "deepspeed/runtime/pipe/p2p.py",
+    "deepspeed/utils/comms_logging.py",
+    "deepspeed/utils/nvtx.py",
+    "functools.py",
+    "lightning/fabric/utilities/distributed.py",
+    "lightning_fabric/utilities/distributed.py",
+    "megatron/core/pipeline_parallel/p2p_communication.py",
+    "mpi4py/util/",
+    "torch/_dynamo/",
+    "torch/_functorch/",
+    "torch/_higher_order_ops/",
+    "torch/_inductor/",
+    "torch/_library/",
+    "torch/_tensor.py",
+    "torch/autograd/",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/c10d_logger.py",
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/nn/",
+    "torch/distributed/tensor/",
+    "torch/fx/",
+    "torch/library.py",
+    "torch/nn/functional.py",
+    "torch/nn/modules/",
+    "torch/nn/utils/clip_grad.py",
+    "torch/optim/optimizer.py",
+    "torch/overrides.py",
+    "torch/utils/_contextlib.py",
+    "torch/utils/_device.py",
+    "torch/utils/checkpoint.py",
+    "typing_extensions.py",
+)
+
+# Wrappers in other files: (file, function).
+_WRAPPER_FUNCTIONS: Final = frozenset(
+    {
+        ("deepspeed/runtime/comm/coalesced_collectives.py", "_torch_reduce_scatter_fn"),
+        ("deepspeed/runtime/zero/partition_parameters.py", "_dist_allgather_fn"),
+        ("torch/distributed/pipelining/schedules.py", "_batch_p2p"),
+        ("torch/distributed/pipelining/schedules.py", "_sorted_batch_p2p"),
+        ("torch/distributed/pipelining/schedules.py", "<listcomp>"),  # in _batch_p2p
+    }
+)
+
+# Methods in further files that pass calls on.
+_PASSING_FILES: Final = (
+    "accelerate/accelerator.py",
+    "accelerate/state.py",
+    "accelerate/utils/other.py",
+    "lightning/fabric/fabric.py",
+    "lightning/fabric/strategies/",
+    "lightning/pytorch/strategies/",
+    "lightning_fabric/fabric.py",
+    "lightning_fabric/strategies/",
+    "pytorch_lightning/strategies/",
+    "transformers/trainer_pt_utils.py",
+)
+_PASSING_FUNCTIONS: Final = frozenset(
+    {
+        *("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_boolean_decision"),
+        *("gather", "gather_for_metrics", "pad_across_processes", "wait_for_everyone"),
+        *("distributed_broadcast_scalars", "distributed_concat", "nested_gather"),
+        "<genexpr>",  # in these
+    }
+)
+
+
+def is_wrapper(path: str, function: str) -> bool:
+    """Return whether a frame only passes a call on, given its path below the packages' root and its function."""
+    passes_on = function in _PASSING_FUNCTIONS and path.startswith(_PASSING_FILES)
+    return passes_on or path.startswith(_WRAPPERS) or (path, function) in _WRAPPER_FUNCTIONS
+
+
+def path_below_packages(path: str) -> str:
+    """Return the part of a recorded path below the packages' root; the path itself if it is not below one."""
+    for root in PACKAGE_ROOTS:
+        if root in path:
+            return path.rpartition(root)[2]
+    return path
