@@ -71,7 +71,8 @@ _ACTIVITIES: Final = {
 _LIBRARY: Final = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 
 
-def _finish(run: RecordedRun) -> NamedTables:
+def find_stalls(run: RecordedRun) -> NamedTables:
+    """Return the table `stalled_threads` of a run."""
     rows = [row for number, process in enumerate(run.processes) for row in _rows(run, number, process)]
     table = pd.DataFrame(rows, columns=STALLED_THREADS.column_names)
     return {"stalled_threads": table.astype(_DTYPES)}
@@ -148,5 +149,5 @@ def _place(frames: Sequence[tuple[str, int, str]], short: Mapping[str, str]) -> 
     return {"function": called, "line": texts[own], "innermost": texts[0], "stack": " < ".join(texts)}
 
 
-ANALYSIS: Final = RunAnalysis("stalled_threads", _finish)
+ANALYSIS: Final = RunAnalysis("stalled_threads", find_stalls)
 """It reads no records."""

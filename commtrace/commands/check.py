@@ -117,12 +117,13 @@ def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argp
     """Print how processes ended, the stuck calls, the comparison and the notes, and return the exit status."""
     from commtrace.analyses.across_ranks.endings import find_endings
     from commtrace.analyses.across_ranks.endings_section import describe_endings
+    from commtrace.analyses.across_ranks.stalls import find_stalls
     from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
     from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
     from commtrace.analyses.compare.verdict_text import wrapped
 
     try:
-        stuck = [*diagnosis(find_stuck_calls(run))]
+        stuck = [*diagnosis({**find_stuck_calls(run), **find_stalls(run)})]
         for text in (*describe_endings(find_endings(run)), *stuck):
             print(*wrapped(text, arguments.width), sep="\n")
         status = compare(run, arguments)
