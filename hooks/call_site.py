@@ -53,6 +53,7 @@ _PROPERTIES: Final = {
 # Methods of dispatch modes and tensor subclasses of any library, and files that call them.
 _DISPATCH_FUNCTIONS: Final = ("__torch_dispatch__", "__torch_function__")
 _DISPATCH_FILES: Final = (
+    "commtrace/current_step.py",
     "commtrace/dryrun/",
     "commtrace/hooks/",
     "commtrace/patching.py",
@@ -224,7 +225,7 @@ _OWN: Final = {  # path in a checkout -> path in the package
     os.path.dirname(__file__).replace("\\", "/") + "/": "commtrace/hooks/",
     **{
         os.path.join(os.path.dirname(commtrace.__file__), name).replace("\\", "/"): f"commtrace/{name}"
-        for name in ("dryrun/", "patching.py")
+        for name in ("current_step.py", "dryrun/", "patching.py")
     },
 }
 
