@@ -24,14 +24,15 @@ class SetupReader:
     def __init__(self) -> None:
         self._libraries = MappedLibraries()
         self._host: dict[str, Any] | None = None
-        self._listened_on: set[str] = set()
+        self._listened_on: list[str] = []
         self._last: dict[str, Any] = {}
 
-    def changed_row(self) -> dict[str, Any] | None:
+    def changed_row(self, *, is_last: bool = False) -> dict[str, Any] | None:
         """Return the row; None if it is the same as the last one. Never raises.
 
-        What cannot be read is missing. Interfaces that were listened on stay in the row: a program may destroy its
-        process groups before it ends.
+        What cannot be read is missing. Interfaces that are listened on are looked for until there are some: a program
+        may destroy its process groups before it ends, and the kernel takes milliseconds to list sockets. With
+        `is_last`, the process is about to end, and does not wait for that.
         """
         if self._host is None:
             self._host = {
@@ -40,11 +41,12 @@ class SetupReader:
                 **(_read(read_devices) or {}),
                 **(_read(read_processors) or {}),
             }
-        self._listened_on.update(_read(interfaces_listened_on) or ())
+        if not self._listened_on and not (is_last and self._last):
+            self._listened_on = _read(interfaces_listened_on) or []
         row = {
             "libraries": _read(self._libraries.read),
             **self._host,
-            "listens_on": sorted(self._listened_on),
+            "listens_on": self._listened_on,
         }
         for read in [*library_facts.values()]:
             row |= _read(read) or {}

@@ -158,7 +158,7 @@ class Drain:
         # Twice as long each time: libraries are loaded in the first seconds, if not in the first call.
         self._setup_at = time.monotonic() + self._setup_every
         self._setup_every *= 2
-        row = self._setup.changed_row() if self._setup else None
+        row = self._setup.changed_row(is_last=bool(self._reason)) if self._setup else None
         if row is not None:
             self._tables.add("setup", **row)
 
