@@ -163,7 +163,7 @@ def _library_rows(row: _Row, setup: _Row) -> _Found:
             version = str(setup.get("mpi_version") or "").partition("\n")[0][:80]
         if name == "gloo":
             torch = (row.get("versions") or {}).get("torch")
-            version = version or (f"part of torch {torch}" if torch else "")
+            version = version or (f"torch {torch}" if torch else "")
         build = str(library.get("build") or "")
         yield name, f"{version or 'version not known'} ({library['file']})", f"{version} {build}" if build else version
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -24,7 +25,7 @@ from .process_settings import (
     settings_by_rank,
     without_consequences,
 )
-from .sections import Section, Tables
+from .sections import Block, Report, Section, ShownTable, Tables, first_of
 from .table_specs import shared_columns as shared
 from .table_specs.spec import TableSpec, count, duration, flag, text_column, word_column
 
@@ -50,6 +51,9 @@ COMMUNICATORS: Final = TableSpec("communicators", "Process groups and communicat
     shared.RANK,
 ), {"terminal": "role backend size groups ranks create_ns create_max_ns"})  # fmt: skip
 
+_PATH: Final = re.compile(r"\(/[^()]*/([^/()]+)\)")
+_MIN_ROWS: Final = 100
+"""Rows that are shown of settings."""
 _MAX_NAMED: Final = 6
 """Number of settings that a finding names."""
 
@@ -126,6 +130,16 @@ def _communicators(run: AnalysedRun) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COMMUNICATORS.column_names).astype(types)
 
 
+def _show(report: Report) -> Iterator[Block]:
+    """Yield the tables; of the paths of libraries, the names of the files."""
+    for spec in (SETUP, COMMUNICATORS):
+        if len(rows := report.rows(spec)):
+            shown = rows.head(max(report.max_rows, _MIN_ROWS))
+            if spec is SETUP:
+                shown = shown.assign(value=shown["value"].str.replace(_PATH, r"(.../\1)", regex=True))
+            yield ShownTable(spec, shown, spec.title + first_of(len(shown), len(rows)))
+
+
 def _findings(tables: Tables) -> Iterator[str]:
     table = tables["setup"]
     deviating = table.loc[table["deviates"]]
@@ -152,6 +166,7 @@ SECTION: Final = Section(
     "How the processes were set up",
     (SETUP, COMMUNICATORS),
     (ANALYSIS,),
+    blocks=_show,
     default=False,
     look_for="Ranks that differ from the others, and libraries other than those that you meant to load. "
     "`commtrace diff` names the settings that two runs do not share.",
