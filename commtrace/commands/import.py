@@ -3,7 +3,8 @@
 PATH is a file, or a directory with the files of all ranks. The format is told
 from the contents; --format names it where it cannot be told:
 
-  kineto   traces of torch.profiler: .json, .json.gz
+  kineto            traces of torch.profiler: .json, .json.gz
+  flight-recorder   dumps of PyTorch's NCCL flight recorder: pickle or JSON
 
 The log in OUT is marked with its source. What the source does not state (the
 payload of a call in old traces, for example) is missing in every table, and the

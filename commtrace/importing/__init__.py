@@ -12,4 +12,5 @@ Formats:
 
 - `kineto`: traces of torch.profiler; `kineto_trace` reads the events of a file, `kineto_calls` joins host events and
   kernels, `kineto_context` finds step, phase, call site and purpose, `kineto_sizes` the sizes, groups and peers
+- `flight_recorder`: dumps of PyTorch's NCCL flight recorder
 """

@@ -31,6 +31,8 @@ class ImportedProcess:
         pid: Its process id.
         tool: What recorded it.
         moment_ns: A moment of its events, in ns.
+        alive_ns: When the process was last known to run, in ns, if its calls go on after those in the source; 0: they
+            do not.
         clock_is_wall: Whether times are ns since 1970.
         facts: Further facts, such as versions and the device.
     """
@@ -41,6 +43,7 @@ class ImportedProcess:
     pid: int | None = None
     tool: str = ""
     moment_ns: int = 0
+    alive_ns: int = 0
     clock_is_wall: bool = True
     facts: Mapping[str, Any] = field(default_factory=dict)
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from commtrace.errors import ImportFileError
 
-from . import kineto
+from . import flight_recorder, kineto
 from .events import Event
 from .json_stream import open_file
 
@@ -33,6 +33,12 @@ class Format(NamedTuple):
 
 
 FORMATS: Final[Sequence[Format]] = (
+    Format(
+        "flight-recorder",
+        "dumps of PyTorch's NCCL flight recorder: pickle or JSON",
+        flight_recorder.is_flight_recorder,
+        flight_recorder.events,
+    ),
     Format("kineto", "traces of torch.profiler: .json, .json.gz", kineto.is_kineto, kineto.events),
 )
 """The formats; the first that matches a file is used."""

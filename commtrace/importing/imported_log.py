@@ -69,13 +69,13 @@ class _ChannelNumbers:
     def __init__(self) -> None:
         self.last = 0
         self.is_stated = True
-        """Whether the source states all numbers, and they differ by 1."""
+        """Whether the source states all numbers, ascending: calls of a coalesced group may share one."""
         self.before_step: dict[int, int] = {}
         """Number of calls before the first one of each step."""
 
     def next(self, stated: int | None, step: int) -> int:
         """Return the number of the next call, which is of a step."""
-        self.is_stated &= stated is not None and (not self.last or stated == self.last + 1)
+        self.is_stated &= stated is not None and stated > self.last
         if step >= 0:
             self.before_step.setdefault(step, self.last)
         self.last = stated if self.is_stated and stated is not None else self.last + 1
@@ -188,14 +188,15 @@ class _ProcessLog:
             "source": {
                 "format": source, "tool": facts.tool, "files": self.files, "host_known": bool(facts.host),
                 "imported_by": commtrace.__version__,
-                "problems": problems,
+                "problems": problems, **({"alive_ns": facts.alive_ns - self.origin} if facts.alive_ns else {}),
             },
             "simulated": False, "blind_spots": [*self.not_known],
         }  # fmt: skip
         stats = {"table": "stats", "calls": self.calls, "dropped": 0, "removed": 0, "lost": 0, "unrecorded": 0}
         lines = [json.dumps({name: value for name, value in process.items() if value is not None}).encode() + b"\n"]
         lines += self._tables.lines
-        lines += [json.dumps(row).encode() + b"\n" for row in (stats, {"table": "end", "reason": "exit"})]
+        end = [] if facts.alive_ns else [{"table": "end", "reason": "exit"}]
+        lines += [json.dumps(row).encode() + b"\n" for row in (stats, *end)]
         (self.folder / f"{self.stem}.jsonl").write_bytes(b"".join(lines))
 
     def _merged_work(self) -> npt.NDArray[Any]:

@@ -39,7 +39,7 @@ def comms_size(op: str, args: Mapping[str, Any], ranks: int, position: int) -> S
     dtype, width = element_type(str(args.get("dtype") or ""))
     sent, received = (_bytes(args.get(f"{name} msg nelems"), width) for name in ("In", "Out"))
     splits = [_numbers(args.get(f"{name} split size")) for name in ("In", "Out")]
-    return _size(op, sent, received, splits, ranks, position, dtype)
+    return size_of(op, sent, received, splits, ranks, position, dtype)
 
 
 def shape_size(op: str, args: Mapping[str, Any], ranks: int, position: int) -> StatedSize:
@@ -61,13 +61,24 @@ def shape_size(op: str, args: Mapping[str, Any], ranks: int, position: int) -> S
         else []
     )
     splits = [_numbers(text) for text in reversed(lists[:2])] if op == "all_to_all" and len(lists) > 1 else [[], []]
-    return _size(op, sent, received, splits, ranks, position, dtype)
+    return size_of(op, sent, received, splits, ranks, position, dtype)
 
 
-def _size(
+def size_of(
     op: str, sent: int | None, received: int | None, splits: Sequence[list[int] | None], ranks: int, position: int,
     dtype: str,
 ) -> StatedSize:  # fmt: skip
+    """Return the size of a call by the convention of nccl-tests (`commtrace.operations`).
+
+    Args:
+        op: The operation.
+        sent: Bytes of the input; None: not known.
+        received: Bytes of the output.
+        splits: Rows for and from each rank, of an all_to_all; None: not known; empty: equal.
+        ranks: Number of ranks of the group; 0: not known.
+        position: Position of this rank in the group; -1: not known.
+        dtype: Type of the elements.
+    """
     if op == "barrier":
         return StatedSize(0, 0, dtype=dtype)
     if op in ("all_reduce", "broadcast", "reduce", "send", "recv"):
@@ -133,7 +144,8 @@ class TraceGroups:
     """The process groups of a trace, by the arguments of calls and by the file's `distributedInfo`."""
 
     def __init__(self, info: Mapping[str, Any]) -> None:
-        self._by_name: dict[str, ImportedGroup] = {}
+        self.by_name: dict[str, ImportedGroup] = {}
+        """The groups by name."""
         config = info.get("pg_config")
         for row in config if isinstance(config, list) else ():
             if isinstance(row, dict):
@@ -141,12 +153,12 @@ class TraceGroups:
                 if ranks and _possible(ranks):
                     name, description = str(row.get("pg_name", "")), str(row.get("pg_desc") or "")
                     backend = str(row.get("backend_config") or "")
-                    self._by_name[name] = ImportedGroup(tuple(ranks), name, _described(description), backend)
+                    self.by_name[name] = ImportedGroup(tuple(ranks), name, _described(description), backend)
 
     @property
     def only(self) -> ImportedGroup | None:
         """The group of all calls, if the job has no other."""
-        return next(iter(self._by_name.values())) if len(self._by_name) == 1 else None
+        return next(iter(self.by_name.values())) if len(self.by_name) == 1 else None
 
     def of_call(self, args: Mapping[str, Any]) -> ImportedGroup | None:
         """Return the group of a call; None where it is not known.
@@ -154,7 +166,7 @@ class TraceGroups:
         A list of more than 30 ranks is cut in the file. It is rebuilt from its start, stride and length.
         """
         name = str(args.get("Process Group Name", args.get("Process Group ID", "")))
-        listed = self._by_name.get(name)
+        listed = self.by_name.get(name)
         ranks = _numbers(args.get("Process Group Ranks"))
         if not ranks or not _possible(ranks):
             ranks = [*listed.ranks] if listed is not None else _strided(args)
@@ -165,7 +177,7 @@ class TraceGroups:
         description = str(args.get("Process Group Description") or "")
         group = ImportedGroup(tuple(ranks), name, _described(description), listed.backend if listed is not None else "")
         if listed is None and name:
-            self._by_name[name] = group
+            self.by_name[name] = group
         return group
 
 

@@ -270,6 +270,8 @@ def _read_process(
         live_turn_ns=live.turn_ns if live else 0, summary=summary, dumps=tuple(dumps.values()), kept=kept,
         device=files.device,
     )  # fmt: skip
+    if alive_ns := integer_or_none(tables.source.get("alive_ns")):
+        process = replace(process, live_at_ns=alive_ns, live_turn_ns=alive_ns)
     notes += _of_rank(process.rank, own_notes)
     return process
 
