@@ -1,6 +1,6 @@
 """torchtitan's unmodified programs on CPU ranks: the purpose, phase and dimension of every call of a step.
 
-    COMMTRACE_TORCHTITAN=/path/of/a/checkout pytest -m external tests/external/test_torchtitan.py
+    TORCHTITAN_CHECKOUT=/path/of/a/checkout pytest -m external tests/external/test_torchtitan.py
 
 The expected calls are written from the programs: torchtitan at commit b64292ba1, its debug models. Its requirements
 must be installed (tyro, datasets, tokenizers, safetensors, tensorboard, einops, pillow, spmd_types, grain, and
@@ -22,7 +22,7 @@ import pytest
 import commtrace
 from commtrace.schema import Purpose
 
-VARIABLE = "COMMTRACE_TORCHTITAN"
+VARIABLE = "TORCHTITAN_CHECKOUT"
 CHECKOUT = Path(os.environ.get(VARIABLE, "."))
 LAUNCHER = Path(__file__).parent / "frameworks" / "titan_on_cpu.py"
 
