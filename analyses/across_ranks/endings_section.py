@@ -25,7 +25,9 @@ def describe_endings(tables: Tables) -> Iterator[str]:
     if len(table):
         yield from _ends(table)
     threads = tables["thread_exceptions"]
-    for _, alike in [*threads.fillna({"site": ""}).groupby(["reason", "site"], sort=False)][:MAX_GROUPS]:
+    for _, alike in [*threads.astype({"site": object}).fillna({"site": ""}).groupby(["reason", "site"], sort=False)][
+        :MAX_GROUPS
+    ]:
         row = next(rows_of(alike.head(1)))
         who = name_ranks(format_ranks({*alike["rank"]}))
         yield f"A thread of {who} ended by {_exception(row)}{_step(row)}; the process went on."
@@ -33,7 +35,12 @@ def describe_endings(tables: Tables) -> Iterator[str]:
 
 def _ends(table: pd.DataFrame) -> Iterator[str]:
     ended = table.loc[~table["end"].isin(["runs", "unknown"])]
-    keys = ended.fillna({"site": ""}).groupby(["end", "reason", "site", "step"], sort=False, dropna=False).indices
+    keys = (
+        ended.astype({"site": object})
+        .fillna({"site": ""})
+        .groupby(["end", "reason", "site", "step"], sort=False, dropna=False)
+        .indices
+    )
     groups = [ended.iloc[rows] for rows in keys.values()]
     groups.sort(key=lambda group: (group["order"].iloc[0] != "first", group["after_ns"].fillna(0).min()))
     first, *others = groups

@@ -140,11 +140,13 @@ def test_the_tables_and_their_keys(page: dict[str, Any], log: Path) -> None:
     """The page describes each table that a program wrote, with exactly the keys that its rows have."""
     described = {name.strip("`"): keys for name, keys in table("`table`")}
     tables = functools.reduce(operator.or_, (page["read_process"](path)[0] for path in log.glob("*/*/*.jsonl")))
-    assert set(tables) == {"process", "setup", "kinds", "groups", "sites", "stats", "clock", "end"} | set(tables) & {
-        "roles"
-    }
+    always = {"process", "setup", "kinds", "groups", "sites", "stats", "clock", "leaving", "end"}
+    assert set(tables) == always | set(tables) & {"roles"}
+    ends = {"thread_exceptions", "peer_ends"}
     dry_run_tables = {"notices", "writes", "topology", "stands_for"}
-    assert set(tables) | {"roles", "message_roles", "job", "passes", "salvage"} | dry_run_tables == set(described)
+    assert set(tables) | {"roles", "message_roles", "job", "passes", "salvage"} | ends | dry_run_tables == set(
+        described
+    )
     for name, rows in tables.items():
         keys = set(re.findall(r"`([a-z_0-9]+)`", re.sub(r"\([^)]*\)", "", described[name])))
         assert keys == set(rows[0]) if name != "setup" else keys > set(rows[0]), name
