@@ -16,6 +16,11 @@ The expected calls come from one of four sources:
 
     commtrace check logs/run1 --dryrun -- python train.py --steps 5
 
+or limits on times are checked instead: exposed communication, overlap with
+computation (both of imported device traces), and waiting:
+
+    commtrace check traces/ --max-exposed 20% --min-overlap reduce_scatter:60%
+
 With rules, whose calls have no order, cells are compared. A cell is one
 operation of one parallel dimension in one step of one rank.
 
@@ -26,10 +31,12 @@ are. Calls of a step in which a process ended are not compared. Exit status:
   0  as expected; with --tolerance, the payloads of all cells are within it
   1  a call differs; it is printed with call sites and, if one is known, the
      most likely cause
+     or: a limit is not kept
      or: a rank is missing (--against, --baseline)
   2  the command failed: a log or FILE cannot be read, or the arguments are wrong
   3  nothing differs, but some calls could not be compared: records were lost, a
      hook failed, a process was killed, or the log begins after start-up
+     or: the log does not have what a limit is about
      or: the job has no rules, or a rank left no log (with rules)
   4  the job hangs, or a rank died while others were waiting for it in a call;
      the first lines identify the call, and the comparison follows
@@ -51,6 +58,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,12 +67,13 @@ from commtrace.output_files import atomic_write
 from commtrace.reading.log_notes import print_notes
 
 from .dryrun import repeat
-from .exit_status import PROGRAM_FAILED, STUCK, status_of
-from .option_types import add_shared, exact_fraction
+from .exit_status import AS_EXPECTED, DIFFERENT, NOT_COMPARED, PROGRAM_FAILED, STUCK, status_of
+from .option_types import add_shared, exact_fraction, operation_percentage, percentage
 from .theory import add_options, options_of
 
 if TYPE_CHECKING:
     from commtrace.analyses.compare.verdict import Verdict
+    from commtrace.analyses.limits import Limit
     from commtrace.run import Run
 
 
@@ -87,6 +96,13 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add("--tolerance", metavar="X", type=exact_fraction, default="0",
         help="with rules: fraction by which the payload of a cell may differ, such as 0.01; above 0, the number of "
         "calls and their payloads are not compared (default: %(default)s)")  # fmt: skip
+    add_limit = parser.add_argument_group("limits on times").add_argument
+    add_limit("--max-exposed", metavar="P%", type=percentage,
+        help="maximum share of the steps' time in which communication runs and no kernel computes")  # fmt: skip
+    add_limit("--min-overlap", metavar="OP:P%", type=operation_percentage, action="append", default=[],
+        help="minimum share of an operation's time that computation hides; may be repeated")  # fmt: skip
+    add_limit("--max-wait", metavar="P%", type=percentage,
+        help="maximum share of the time in calls in which ranks wait for others")  # fmt: skip
     add("--config", metavar="FILE", action="append", help="configuration file to predict calls from; may be repeated")
     add_shared(parser, "--per-rank", "--dask", "--width")
     add_options(parser.add_argument_group("with --config"), parser.add_argument_group("model, with --config"))
@@ -109,6 +125,10 @@ def run(arguments: argparse.Namespace) -> int:
         missing = "no program given" if arguments.dryrun else f"{arguments.program[0]}: a program is only for --dryrun"
         raise CommtraceError(f"{missing}; give both: commtrace check {arguments.directory} --dryrun -- python train.py")
     compare = _update_baseline if arguments.update_baseline else _check_calls if source else _check_rules
+    if limits := _limits(arguments):
+        if source or any(by_rules.values()):
+            raise CommtraceError("limits on times are checked alone; remove them, or the options about calls")
+        compare = partial(_check_limits, limits)
     with open_executor(arguments.dask) as executor:
         return _check(open_run(arguments.directory, recover=True, executor=executor), arguments, compare)
 
@@ -131,6 +151,26 @@ def _check(run: Run, arguments: argparse.Namespace, compare: Callable[[Run, argp
         return STUCK if stuck else PROGRAM_FAILED if is_failed else status
     finally:  # damage in records is known only after they have been read
         print_notes(run.notes, per_rank=arguments.per_rank)
+
+
+def _limits(arguments: argparse.Namespace) -> list[Limit]:
+    from commtrace.analyses.limits import Limit
+
+    values = {name: getattr(arguments, name.replace("-", "_")) for name in ("max-exposed", "max-wait")}
+    limits = [Limit(name, fraction) for name, fraction in values.items() if fraction is not None]
+    return limits + [Limit("min-overlap", fraction, operation) for operation, fraction in arguments.min_overlap]
+
+
+def _check_limits(limits: Sequence[Limit], run: Run, arguments: argparse.Namespace) -> int:
+    """Print whether the run keeps each limit, and return the exit status."""
+    from commtrace.analyses.compare.verdict_text import wrapped
+    from commtrace.analyses.limits import check_limits
+
+    verdicts = [*check_limits(run.tables(), limits)]
+    for verdict in sorted(verdicts, key=lambda verdict: verdict.is_kept is not False):
+        print(*wrapped(verdict.text, arguments.width), sep="\n")
+    kept = [verdict.is_kept for verdict in verdicts]
+    return DIFFERENT if False in kept else NOT_COMPARED if None in kept else AS_EXPECTED
 
 
 def _check_rules(run: Run, arguments: argparse.Namespace) -> int:

@@ -59,6 +59,27 @@ def positive_integers(text: str) -> tuple[int, ...]:
     return tuple(map(positive_integer, text.split(",")))
 
 
+def percentage(text: str) -> Fraction:
+    """Parse a share of 0 to 100 %, such as "20%", as an exact fraction."""
+    try:
+        share = Fraction(text.removesuffix("%")) / 100
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(-1)
+    if not text.endswith("%") or not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 20%, from 0% to 100%")
+    return share
+
+
+def operation_percentage(text: str) -> tuple[str, Fraction]:
+    """Parse an operation with a share, such as "reduce_scatter:60%"."""
+    from commtrace.operations import OPERATIONS
+
+    operation, _, share = text.partition(":")
+    if operation not in OPERATIONS:
+        raise argparse.ArgumentTypeError(f"{operation!r} is not an operation; choose from {', '.join(OPERATIONS)}")
+    return operation, percentage(share)
+
+
 def numbers_and_ranges(text: str) -> list[int]:
     """Parse integers and ranges, separated by commas: "0-15,64"."""
     try:
