@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import pandas as pd
 
 from commtrace.formatting import format_count, format_moment, format_plural, format_share, is_known
-from commtrace.rank_ranges import name_ranks, shorten_rank_list
+from commtrace.rank_ranges import format_ranks, name_ranks, shorten_rank_list
 from commtrace.reading.log_notes import Note, merge_notes
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import WITHOUT_RECORD
@@ -55,6 +55,7 @@ def warnings(run: RecordedRun, tables: Tables) -> Iterator[str]:
             f"{format_share(RELATIVE_ERROR)}. Waits, clocks, delays, step times and timelines cannot be known from it: "
             "they cover only the calls that were recorded in full, if any."
         )
+    yield from _slower_recorder(run)
     yield from failures(run)
     if coverage["simulated"]:
         yield "Simulated, a dry run: the calls are the job's, nothing was sent, and there are no times."
@@ -65,6 +66,23 @@ def warnings(run: RecordedRun, tables: Tables) -> Iterator[str]:
     damaged = sum(int(coverage[f"files_{kind}"]) for kind in FILE_PROBLEMS)
     if damaged:
         yield f"Damaged or foreign files in the log: {damaged:,}; see the notes on the log."
+
+
+def _slower_recorder(run: RecordedRun) -> Iterator[str]:
+    """Yield why the Python recorder was used, by library and reason; a library that made no call is left out."""
+    ranks: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for process in run.processes:
+        reasons = (process.tables.setup or {}).get("slower_recorder")
+        used = {"mpi4py" if kind.api == "mpi" else kind.api for kind in process.tables.kinds.values()}
+        for library, reason in reasons.items() if isinstance(reasons, Mapping) else ():
+            if library in used:
+                ranks[library, str(reason)].append(process.rank)
+    for (library, reason), members in ranks.items():
+        where = "" if len(members) == len(run.processes) else f" on {name_ranks(format_ranks(members))}"
+        yield (
+            f"Calls of {library}{where} were recorded by the Python recorder, which costs far more per call than the "
+            f"native one and observes fewer ends: {reason}."
+        )
 
 
 def facts(run: RecordedRun, tables: Tables) -> dict[str, str]:

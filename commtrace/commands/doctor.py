@@ -86,13 +86,22 @@ def _probe(library: str) -> int:
             _print("failed", str(error))
             return FAILED
         wrong = [*_differences(run)]
-        facts = run.processes[0].tables.process
-    native = facts["recorder"] == "native" or os.environ.get("COMMTRACE_RECORDER") == "python"
-    _print("recorder", facts["recorder"] + ("" if native else "; `commtrace build` builds the native one"))
+        facts, setup = run.processes[0].tables.process, run.processes[0].tables.setup or {}
+    _print("recorder", facts["recorder"] + _why_slower((setup.get("slower_recorder") or {}).get(library)))
     _print("calls", "; ".join(wrong) or f"all {len(EXPECTED)} operations are recorded with their payloads")
     for text in facts["blind_spots"]:
         _print("not observed", text)
     return DIFFERENT if wrong else AS_EXPECTED
+
+
+def _why_slower(reason: str | None) -> str:
+    """Return why the Python recorder was used, as the end of a line; "" if the native one was."""
+    from commtrace.hooks.native.libraries import NOT_BUILT, missing_compiler
+
+    if reason is None:
+        return ""
+    obstacle = f"; it cannot be built: {missing_compiler()}" if reason == NOT_BUILT and missing_compiler() else ""
+    return f", which costs far more per call than the native one: {reason}{obstacle}"
 
 
 def _differences(run: Run) -> Iterator[str]:

@@ -17,6 +17,9 @@ from .processor_limits import read_limits, read_processors
 library_facts: Final[dict[str, Callable[[], Mapping[str, Any]]]] = {}
 """Library that is hooked -> function that returns columns of the row which only the library knows."""
 
+slower_recorder: Final[dict[str, str]] = {}
+"""Library that the Python recorder records -> why the native one does not."""
+
 
 class SetupReader:
     """Reader of the row of one recording."""
@@ -47,6 +50,7 @@ class SetupReader:
             "libraries": _read(self._libraries.read),
             **self._host,
             "listens_on": self._listened_on,
+            "slower_recorder": {**slower_recorder},
         }
         for read in [*library_facts.values()]:
             row |= _read(read) or {}

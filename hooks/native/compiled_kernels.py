@@ -51,18 +51,24 @@ def usable() -> bool:
     """Return whether the native recorder can be used. Warn if it fails to load, or is requested but not built."""
     global _library
     settings, recorder = session.settings, session.recorder
-    if settings is None or settings.recorder == "python":
+    if settings is None:
         return False
-    if recorder is not None and not isinstance(recorder.slots, NativeSlots):
-        return False  # another library's hook has begun to record without it
-    try:
-        _library = _library or libraries.TORCH.load()
-    except libraries.NotBuiltError as error:
-        if settings.recorder == "native":
-            warn(f"{error}. The Python recorder is used instead.")
-    except (ImportError, OSError, CommtraceError) as error:
-        warn(f"the native recorder cannot be used: {error}. The Python recorder is used instead.")
-    return _library is not None
+    reason = ""
+    if settings.recorder == "python":
+        reason = libraries.PYTHON_REQUESTED
+    elif recorder is not None and not isinstance(recorder.slots, NativeSlots):
+        reason = "another library's hook had begun to record without it"
+    else:
+        try:
+            _library = _library or libraries.TORCH.load()
+        except libraries.NotBuiltError as error:
+            reason = libraries.NOT_BUILT
+            if settings.recorder == "native":
+                warn(f"{error}. The Python recorder is used instead.")
+        except (ImportError, OSError, CommtraceError) as error:
+            reason = f"the native recorder cannot be used: {error}"
+            warn(f"the native recorder cannot be used: {error}. The Python recorder is used instead.")
+    return libraries.note_choice("torch", reason)
 
 
 @_patches.installer

@@ -40,15 +40,20 @@ _library: Any = None
 def usable() -> bool:
     """Return whether the compiled wrappers are built and allowed by the settings."""
     global _library
-    if session.settings is None or session.settings.recorder == "python":
+    if session.settings is None:
         return False
-    try:
-        _library = _library or libraries.MPI.load()
-    except libraries.NotBuiltError:
-        pass
-    except (ImportError, OSError, CommtraceError) as error:
-        warn(f"the compiled wrappers of mpi4py cannot be used: {error}. The Python recorder is used instead.")
-    return _library is not None
+    reason = ""
+    if session.settings.recorder == "python":
+        reason = libraries.PYTHON_REQUESTED
+    else:
+        try:
+            _library = _library or libraries.MPI.load()
+        except libraries.NotBuiltError:
+            reason = libraries.NOT_BUILT
+        except (ImportError, OSError, CommtraceError) as error:
+            reason = f"the compiled wrappers cannot be used: {error}"
+            warn(f"the compiled wrappers of mpi4py cannot be used: {error}. The Python recorder is used instead.")
+    return libraries.note_choice("mpi4py", reason)
 
 
 def replacement(method: Method, original: Any, wrapper: Any) -> Any:

@@ -25,10 +25,32 @@ from typing import Any, Final, NamedTuple
 
 from commtrace import launchers
 from commtrace.errors import CommtraceError
+from commtrace.process_setup.setup_reader import slower_recorder
 from commtrace.schema import RECORD
 
 _FOLDER: Final = Path(__file__).parent
 _FLAGS: Final = ("-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden")
+
+
+PYTHON_REQUESTED: Final = "COMMTRACE_RECORDER=python"
+NOT_BUILT: Final = "the native recorder is not built for this environment (run `commtrace build`)"
+
+
+def note_choice(library: str, reason: str) -> bool:
+    """Note for the log why the Python recorder records a library, "" if the native one does; return whether it does."""
+    slower_recorder.pop(library, None)
+    if reason:
+        slower_recorder[library] = reason[:1000]
+    return not reason
+
+
+def missing_compiler() -> str:
+    """Return why the libraries cannot be built here; "" if they can, as far as that is known without trying."""
+    try:
+        _compiler()
+    except CommtraceError as error:
+        return str(error)
+    return ""
 
 
 class NotBuiltError(CommtraceError):

@@ -25,6 +25,7 @@ def test_both_libraries_are_probed(recorder: str) -> None:
     assert "tracing        off" in result.out
     assert re.findall(r"^probe of (\w+)", result.out, re.MULTILINE) == ["torch", "mpi4py"]
     assert re.findall(r"^recorder +(\w+)", result.out, re.MULTILINE) == [recorder] * 2
+    assert result.out.count("COMMTRACE_RECORDER=python") == (2 if recorder == "python" else 0)
     assert result.out.count("all 10 operations are recorded with their payloads") == 2
     assert result.out.count("not observed") >= 4
     assert max(map(len, result.out.splitlines())) <= 100

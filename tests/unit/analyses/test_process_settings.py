@@ -10,6 +10,7 @@ from factory import ALONE, WORLD, LogFactory, record, training
 
 from commtrace.analyses.compare.recorded_calls import read_calls
 from commtrace.analyses.compare.two_runs import compare_calls
+from commtrace.analyses.log_section import LOG_SECTION
 from commtrace.analyses.scaling import scaling
 from commtrace.analyses.scaling.findings import sentences
 from commtrace.analyses.setup_section import SECTION
@@ -94,6 +95,15 @@ def test_cores_of_each_local_rank_are_no_finding(tmp_path: Path) -> None:
         own = {2 * number: {"cores": "0-3"}, 2 * number + 1: {"cores": "4-5"}}
         write(tmp_path, 2, host=host, first=2 * number, of_rank=own)
     assert findings(tmp_path) == []
+
+
+def test_a_report_says_why_the_slower_recorder_was_used(tmp_path: Path) -> None:
+    slower = {"slower_recorder": {"torch": "it is not built", "mpi4py": "no call of it was made"}}
+    run = open_run(write(tmp_path, of_rank={1: {"setup": {**SETUP, **slower}}}))
+    assert [text for text in LOG_SECTION.warnings(run, run.tables()) if "recorder" in text] == [
+        "Calls of torch on rank 1 were recorded by the Python recorder, which costs far more per call than the native "
+        "one and observes fewer ends: it is not built."
+    ]
 
 
 def test_times_to_create_groups(tmp_path: Path) -> None:
