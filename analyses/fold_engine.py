@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pandas as pd
 
-from commtrace.reading.labels import LABEL_COLUMNS, RunLabels
+from commtrace.reading.labels import TEXT_FIELDS, RunLabels
 from commtrace.reading.record_columns import IDS, RecordColumns
 from commtrace.reading.run_parts import RunPart, merge_tree
 from commtrace.reading.stored_tables import MERGED
@@ -195,11 +195,11 @@ def _merged(folds: Mapping[str, _Fold], tables: Sequence[NamedTables]) -> NamedT
 
 
 def _labelled(analysis: Analysis, table: pd.DataFrame | None, run: AnalysedRun) -> pd.DataFrame:
-    """Return the merged table, with labels or categoricals in place of the numbers in LABEL_COLUMNS."""
+    """Return the merged table, with labels or categoricals in place of the numbers in TEXT_FIELDS."""
     if table is None:
         table = analysis.merge([analysis.partial(EMPTY_BLOCK)])
     columns: dict[str, Any] = {}
-    for name in LABEL_COLUMNS:
+    for name in TEXT_FIELDS:
         if name in table:
             codes: Array = table[name].to_numpy()
             labels = run.labels.distinct(name)

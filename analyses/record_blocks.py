@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.reading.labels import LABEL_COLUMNS, RunLabels
+from commtrace.reading.labels import TEXT_FIELDS, RunLabels
 from commtrace.reading.log import Log
 from commtrace.reading.record_columns import RecordColumns, row_groups
 from commtrace.reading.run_parts import RunPart
@@ -198,12 +198,12 @@ def sums_by(labels: RunLabels, keys: Mapping[str, Array], values: Mapping[str, A
 
     Args:
         labels: The labels of the ids in keys.
-        keys: Columns of integers, each of shape (n,); those in LABEL_COLUMNS are ids, and become numbers of labels.
+        keys: Columns of integers, each of shape (n,); those in TEXT_FIELDS are ids, and become numbers of labels.
         values: Columns to sum, each of shape (n,).
     """
     first, groups = group_rows([*keys.values()])
     columns = {
-        name: labels.codes(name, key[first]) if name in LABEL_COLUMNS else key[first] for name, key in keys.items()
+        name: labels.codes(name, key[first]) if name in TEXT_FIELDS else key[first] for name, key in keys.items()
     }
     sums = {name: sum_groups(value, groups, len(first)) for name, value in values.items()}
     return pd.DataFrame({**columns, **sums}, copy=False)  # pandas would copy the columns into blocks
@@ -216,7 +216,7 @@ def table_by(rows: RecordBlock, keys: Sequence[str], values: Mapping[str, Array]
 
     Args:
         rows: The calls, n rows.
-        keys: "process", "step" (`steps_of`), "payload_bytes", "exact", or LABEL_COLUMNS.
+        keys: "process", "step" (`steps_of`), "payload_bytes", "exact", or TEXT_FIELDS.
         values: Columns to sum, each of shape (n,).
     """
     columns = {
@@ -225,7 +225,7 @@ def table_by(rows: RecordBlock, keys: Sequence[str], values: Mapping[str, Array]
         "payload_bytes": rows["payload"],
         "exact": rows.exact,
     }
-    numbers = {key: rows.labels.ids(key, rows) if key in LABEL_COLUMNS else columns[key] for key in keys}
+    numbers = {key: rows.labels.ids(key, rows) if key in TEXT_FIELDS else columns[key] for key in keys}
     return sums_by(rows.labels, numbers, {"calls": rows.calls, **values})
 
 

@@ -11,6 +11,8 @@ import pandas as pd
 from commtrace.reading.labels import NOT_RECORDED
 from commtrace.reading.recorded_run import RecordedRun
 
+from .compare import step_by_purpose
+from .compare.own_calls import ACTIVITY_NAMES
 from .fold_engine import Analysis, NamedTables
 from .grouping import merge_sums
 from .record_blocks import RecordBlock, known_total, mask_unknown_sizes, table_by
@@ -29,7 +31,8 @@ VOLUME_BY_PURPOSE: Final = TableSpec("volume_by_purpose", "Volume by purpose",
         "commtrace, the calls are of a library without hooks for purposes, or call sites are off.", shortenable=True),
     shared.ROLE, shared.OP,
     count("calls_per_rank", "calls/step",
-        "Calls per recorded rank, median of the training steps; missing without training steps."),
+        "Calls per recorded rank, median of the training steps without an activity such as a checkpoint; missing for "
+        "activities and without training steps."),
     bytes_column("payload_bytes_per_rank", "payload/step", "Their payload, likewise."),
     bytes_column("wire_bytes_per_rank", "wire (min)/step", "Their wire bytes, likewise."),
     *shared.VOLUME,
@@ -53,8 +56,14 @@ def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
 
 
 def _typical_step(table: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
-    """Return the median of the training steps for each key, per recorded rank; a step without calls counts as 0."""
+    """Return the median of the typical steps for each key, per recorded rank; a step without calls counts as 0.
+
+    Typical are training steps without an activity such as a checkpoint, or all of them if there are no others.
+    """
     training = table.loc[is_complete(table["step"], run) & run.select_steps(table["step"].to_numpy())]
+    with_activity = training.loc[training["purpose"].isin(ACTIVITY_NAMES), "step"]
+    typical = training.loc[~training["step"].isin(with_activity)]
+    training = typical if len(typical) else training
     if not len(training):
         return pd.DataFrame(columns=[*_KEYS, *_PER_RANK.values()])
     by_step = mask_unknown_sizes(training).set_index([*_KEYS, "step"])[[*_PER_RANK]].unstack("step")
@@ -73,12 +82,13 @@ def _show(report: Report) -> Iterator[Block]:
     rows = report.rows(VOLUME_BY_PURPOSE)
     if report.sections_chosen or (rows["purpose"] != NOT_RECORDED).any():
         yield ShownTable(VOLUME_BY_PURPOSE, rows)
+        yield from step_by_purpose.show(report)
 
 
 PURPOSES_SECTION: Final = Section(
     "purposes",
     "By purpose",
-    (VOLUME_BY_PURPOSE,),
+    (VOLUME_BY_PURPOSE, step_by_purpose.STEP_BY_PURPOSE, step_by_purpose.STEP_BY_PLACE),
     (BY_PURPOSE,),
     blocks=_show,
     look_for="Why the calls were made, as the libraries that made them know it.",

@@ -182,7 +182,8 @@ class PassRow(Facts):
 
     kind: str = fact(
         'DeepSpeed: "evaluation" after a step, "interruption" within it. FSDP2: "training"; "evaluation", without '
-        'gradients; "part", of a part of the model; "backward", one of several forward passes.'
+        'gradients; "part", of a part of the model; "backward", one of several forward passes; "resharded": no pass, '
+        "but the program resharded parameters that a pass had left gathered, as for a state dict."
     )
     times: int = fact("Number of passes.")
     reduce_grads: bool | None = fact("FSDP2: whether backward reduces gradients.")

@@ -170,6 +170,19 @@ class Purpose(Enum):
     BARRIER = "barriers of libraries"
 
 
+ACTIVITIES: Final = frozenset(
+    {Purpose.CHECKPOINT_SAVED, Purpose.CHECKPOINT_LOADED, Purpose.STATE_DICT, Purpose.EVALUATION}
+)
+"""Purposes of what a program does now and then beside training. A typical step is a step without them."""
+
+OWN_PURPOSES: Final = frozenset(
+    {
+        *(Purpose.PROGRAM, Purpose.PARAMETERS_ON_REQUEST, Purpose.TENSORS, Purpose.OBJECTS, Purpose.RANDOM_STATE),
+        *(Purpose.METRICS, Purpose.DATA, Purpose.FLAGS, Purpose.BARRIER),
+    }
+)
+"""Purposes of other calls that the program, or a framework that runs its loop, requests. No closed form has them."""
+
 WITHOUT_RECORD: Final = ("dropped", "removed", "lost", "unrecorded")
 """Counters (table `stats`) of the calls of a process that are missing from its log."""
 

@@ -22,7 +22,7 @@ paths.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +107,11 @@ def _blocks(run: RunCalls) -> Iterator[str]:
                 yield f"ranks {format_ranks(ranks)} {_START_UP}"
             if training:
                 yield f"ranks {format_ranks(ranks)} steps {format_ranks(training)}"
+        counts: Counter[tuple[CallKey, str]] = Counter()  # of calls for any purpose
         for equal in run.contents[content].calls:
-            yield f" {equal.calls} {' '.join(map(str, equal.key))} {equal.site}"
+            counts[equal.key, equal.site] += equal.calls
+        for (key, site), count in counts.items():
+            yield f" {count} {' '.join(map(str, key))} {site}"
         for (role, group), digest in sorted(run.contents[content].orders.items()):
             yield f" order {role} {group} {digest}"
 

@@ -1,36 +1,27 @@
 """Causes of differences between recorded and expected calls. Append to CAUSES to add one.
 
 A cause is a label and a function that selects the unmatched calls of one rank and step that it explains. Calls get
-the first cause in CAUSES that selects them; calls that none selects are UNEXPLAINED.
+the first cause in CAUSES that selects them. The cause of any other call that was recorded is its recorded purpose;
+a call without a purpose, and an expected one that no cause explains, are UNEXPLAINED.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from commtrace.reading.labels import NOT_RECORDED
 from commtrace.theory import Prediction
 from commtrace.theory.expected_calls import sorted_calls
 
-from .own_calls import is_library_call, is_program_call
+from .own_calls import EVALUATION, is_own
 from .rules_run import RuledStep
-from .run_calls import Call, EqualCalls, StepCalls
+from .run_calls import EqualCalls, StepCalls
 
 UNEXPLAINED: Final = "unexplained"
 SPLIT_DIFFERENTLY: Final = "the same bytes, split into different calls (another order)"
-
-_MAX_SMALL_BYTES: Final = 64
-
-# A name does not prove the cause: "checkpoint" may also mean activation checkpointing.
-_CHECKPOINT: Final = "a call from a function or file named *checkpoint*, *consolidated* or *state_dict*"
-_EVALUATION: Final = "an evaluation"
-_BARRIER: Final = "a barrier called by the program"
-_SMALL: Final = f"calls by the program, at most {_MAX_SMALL_BYTES} bytes each"
-_OTHER: Final = "other calls by the program"
-PROGRAM_CAUSES: Final = frozenset({_EVALUATION, _CHECKPOINT, _BARRIER, _SMALL, _OTHER})
-"""Causes of extra calls that the program itself may have made."""
 
 _BEGINS_LATE: Final = "the log begins after start-up"
 ENDS_WITHIN: Final = "the log ends within this step"
@@ -68,21 +59,6 @@ def _missing(applies: Callable[[StepContext], bool]) -> Selector:
     return lambda unmatched, context: [calls for calls in unmatched if calls.calls < 0 and applies(context)]
 
 
-def _fitting(fits: Callable[[EqualCalls], bool]) -> Selector:
-    """Return a selector of calls for which `fits` returns true. Calls that rules expect have no call site or phase."""
-    return lambda unmatched, context: [calls for calls in unmatched if fits(calls)]
-
-
-def _called_from(*names: str) -> Selector:
-    """Return a selector of calls whose call site contains one of these function or file names."""
-    return _fitting(lambda calls: any(name in calls.site for name in names))
-
-
-def _by_program(fits: Callable[[EqualCalls], bool]) -> Selector:
-    """Return a selector of the program's own calls."""
-    return _fitting(lambda calls: is_program_call(calls.site, calls.key.phase) and fits(calls))
-
-
 def _overflow(unmatched: Sequence[EqualCalls], context: StepContext) -> Sequence[EqualCalls]:
     """Select all unmatched calls if they are exactly those that DeepSpeed skips after a gradient overflow."""
     if context.prediction is None or context.is_start or any(calls.calls > 0 for calls in unmatched):
@@ -94,11 +70,15 @@ def _overflow(unmatched: Sequence[EqualCalls], context: StepContext) -> Sequence
     return unmatched if sorted((op, size, calls) for (op, size), calls in missing.items()) in skipped else ()
 
 
+def _is_own(calls: EqualCalls) -> bool:
+    return is_own(calls.site, calls.purpose, calls.key.phase) or calls.key.phase == EVALUATION
+
+
 def _split_differently(unmatched: Sequence[EqualCalls], context: StepContext) -> Sequence[EqualCalls]:
     """Select missing and library calls of one parallel dimension and operation if their bytes add up to 0."""
     by_key: dict[tuple[str, str], list[EqualCalls]] = defaultdict(list)
     for calls in unmatched:
-        if calls.calls < 0 or is_library_call(calls.site, calls.key.phase):
+        if calls.calls < 0 or not _is_own(calls):
             by_key[calls.key.cell].append(calls)
     balanced = [group for group in by_key.values() if len(group) > 1 and not sum(calls.bytes for calls in group)]
     return [calls for group in balanced for calls in group]
@@ -117,16 +97,7 @@ CAUSES: Final[Mapping[str, Selector]] = {
     _BEGINS_LATE: _missing(lambda context: context.is_start and not context.has_calls),
     ENDS_WITHIN: _missing(lambda context: context.log_ends_within),
     _ENDS_BEFORE: _missing(lambda context: context.log_ends_before),
-    _EVALUATION: _fitting(lambda calls: calls.key.phase == "evaluation"),
     "optimizer skipped: gradients overflowed": _overflow,
-    _CHECKPOINT: _called_from("checkpoint", "consolidated", "state_dict"),
-    "a call site in DeepSpeed's functions for full gradients or optimizer states (safe_get_full_*)": _called_from(
-        "tensor_fragment.py", "_fp32_state_allgather"
-    ),
-    "a call site in DeepSpeed's GatheredParameters": _called_from("GatheredParameters"),
-    _BARRIER: _by_program(lambda calls: calls.key.op == "barrier"),
-    _SMALL: _by_program(lambda calls: 0 <= calls.bytes / calls.calls <= _MAX_SMALL_BYTES),
-    _OTHER: _by_program(lambda calls: True),
     SPLIT_DIFFERENTLY: _split_differently,
     "gradients reduced several times: no_sync is not used": _repeated_reductions,
     _LOST: _missing(lambda context: context.has_lost_records),
@@ -134,25 +105,22 @@ CAUSES: Final[Mapping[str, Selector]] = {
 """The label of each cause, for tables and reports, and the function that selects the calls that it explains."""
 
 
-def explain(
-    unmatched: Sequence[EqualCalls], context: StepContext, lines: Mapping[Call, frozenset[str]] | None = None
-) -> list[tuple[str, EqualCalls]]:
-    """Return the unmatched calls of one step of one rank, each with the label of its cause, or UNEXPLAINED.
-
-    Args:
-        unmatched: The calls.
-        context: What causes depend on besides them.
-        lines: Lines of code of calls whose site is only a function: they name the file's folder.
-    """
+def explain(unmatched: Sequence[EqualCalls], context: StepContext) -> list[tuple[str, EqualCalls]]:
+    """Return the unmatched calls of one step of one rank, each with the label of its cause, or UNEXPLAINED."""
     explained: list[tuple[str, EqualCalls]] = []
-    rest = [(calls, _at_line(calls, lines)) for calls in unmatched]
+    rest = unmatched
     for label, select in CAUSES.items():
-        selected = {id(calls) for calls in select([at_line for _, at_line in rest], context)} if rest else set()
-        explained += [(label, calls) for calls, at_line in rest if id(at_line) in selected]
-        rest = [(calls, at_line) for calls, at_line in rest if id(at_line) not in selected]
-    return [*explained, *((UNEXPLAINED, calls) for calls, _ in rest)]
+        selected = {id(calls) for calls in select(rest, context)} if rest else set()
+        explained += [(label, calls) for calls in rest if id(calls) in selected]
+        rest = [calls for calls in rest if id(calls) not in selected]
+    return [*explained, *((purpose_label(calls) or UNEXPLAINED, calls) for calls in rest)]
 
 
-def _at_line(calls: EqualCalls, lines: Mapping[Call, frozenset[str]] | None) -> EqualCalls:
-    known = lines.get(Call(calls.key, calls.site)) if lines else None
-    return replace(calls, site="; ".join(sorted(known))) if known else calls
+def purpose_label(calls: EqualCalls) -> str:
+    """Return why recorded calls were made; "" for calls that were not made, and library calls without a purpose."""
+    if calls.calls < 0:
+        return ""
+    if calls.key.phase == EVALUATION:
+        return EVALUATION
+    of_library = not is_own(calls.site, calls.purpose, calls.key.phase)
+    return "" if of_library and calls.purpose == NOT_RECORDED else calls.purpose

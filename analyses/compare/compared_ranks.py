@@ -51,7 +51,6 @@ class Comparison:
         self.runs = expected, measured
         self.steps: list[ComparedStep] = []
         self._pair = pair
-        self._lines = {**expected.lines, **measured.lines}
         self._numbers: dict[tuple[int, ...], int] = {}
         self._ranks: dict[tuple[object, ...], EqualRanks] = {}
 
@@ -81,5 +80,5 @@ class Comparison:
         if key not in self._numbers:
             context = StepContext(self.runs[0].contents[expected], measured > 0, *flags)
             self._numbers[key] = len(self.steps)
-            self.steps.append(compare_step(self.runs[1].contents[measured], context, self._lines))
+            self.steps.append(compare_step(self.runs[1].contents[measured], context))
         return self._numbers[key]

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.grouping import Array, concatenated_ranges, group_rows, merge_sums, rows_of
+from commtrace.analyses.grouping import concatenated_ranges, group_rows, merge_sums, rows_of
 from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.reading.labels import RunLabels
 
@@ -24,8 +24,10 @@ from .run_calls import NO_CALLS, EqualCalls, RankCalls, StepCalls
 DETAILED_STEPS: Final = 64
 """Number of steps that keep message sizes. Later ones have SUMMED, so that the table of a long log stays small."""
 
-_CALL: Final = ("role", "op", "phase", "site", "payload", "ranks", "dtype", "reduce_op")
+_CALL: Final = ("role", "op", "phase", "site", "purpose", "place", "payload", "ranks", "dtype", "reduce_op")
 """Fields that are the same in equal calls, besides process and step."""
+
+_LABELS: Final = ("role", "op", "phase", "site", "purpose", "place", "dtype", "reduce_op")
 
 _MAX_CODE: Final = (1 << 64) - 1
 
@@ -44,8 +46,8 @@ def partial(block: RecordBlock) -> pd.DataFrame:
     """
     distinct, rows = block.distinct_calls, block.distinct_calls_by_step
     ranks = block.labels.group_sizes(distinct["group"])
-    ids = {name: block.labels.ids(name, distinct) for name in ("role", "op", "phase", "site", "dtype")}
-    call = {name: block.labels.codes(name, column) for name, column in {**ids, "reduce_op": distinct["kind"]}.items()}
+    ids = {name: block.labels.ids(name, distinct) for name in _LABELS}
+    call = {name: block.labels.codes(name, column) for name, column in ids.items()}
     call |= {"payload": distinct["payload"].astype(np.int64), "ranks": ranks}
     # Each call with its payload, then each without; many of these are equal.
     calls = pd.concat([pd.DataFrame(call), pd.DataFrame({**call, "payload": np.full(len(distinct), SUMMED)})])
@@ -122,8 +124,7 @@ def count_steps(
     in_time = np.argsort(at)
     begins, ends = (np.searchsorted(at[in_time], moment[holds + later]) for later in (0, 1))
     of_content = in_time[concatenated_ranges(begins, ends - begins)]
-    reductions = labels.distinct("reduce_op")
-    calls = [_equal_calls(row, reductions) if row.calls else None for row in rows_of(rows.iloc[first])]
+    calls = [_equal_calls(row) if row.calls else None for row in rows_of(rows.iloc[first])]
     contents: list[list[EqualCalls]] = [[] for _ in range(len(at))]
     for number, row in zip(of_content.tolist(), np.repeat(distinct[holds], ends - begins).tolist(), strict=True):
         contents[number].append(calls[row])
@@ -137,8 +138,9 @@ def _step_calls(calls: Sequence[EqualCalls], own: Sequence[str]) -> StepCalls:
     return StepCalls(tuple(equal for equal in calls if equal not in declared), declared=declared)
 
 
-def _equal_calls(row: Any, reductions: Array) -> EqualCalls:
+def _equal_calls(row: Any) -> EqualCalls:
     wire = Fraction(int(row.wire_parts), int(row.ranks)) if row.ranks and not row.wire_unknown else None
-    dtype, reduction = str(row.dtype) or "-", str(reductions[row.reduce_op]).lower() or "-"
+    dtype, reduction = str(row.dtype) or "-", str(row.reduce_op).lower() or "-"
     key = CallKey(str(row.op), int(row.payload), dtype, reduction, str(row.phase), str(row.role), str(row.ranks), "-")
-    return EqualCalls(key, int(row.calls), int(row.payload_bytes), str(row.site), wire)
+    numbers = int(row.calls), int(row.payload_bytes)
+    return EqualCalls(key, *numbers, str(row.site), wire, purpose=str(row.purpose), place=str(row.place))

@@ -1,4 +1,4 @@
-"""Which calls are the program's own, not those of a library."""
+"""Which calls are the program's own or of its activities, not of its training."""
 
 from __future__ import annotations
 
@@ -7,42 +7,53 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final, TypeAlias
 
+from commtrace.schema import ACTIVITIES, OWN_PURPOSES
+
+ACTIVITY_NAMES: Final = frozenset(purpose.value for purpose in ACTIVITIES)
+EVALUATION: Final = "evaluation"
+"""Name of an activity whose calls have any purpose; they are recorded with this phase."""
+
+_OWN_NAMES: Final = ACTIVITY_NAMES | {purpose.value for purpose in OWN_PURPOSES}
 _LIBRARIES_WITH_RULES: Final = (
     "deepspeed/", "torch/", "mpu/mappings.py", "mpu/layers.py", "mpu/cross_entropy.py",
     "megatron/core/tensor_parallel/", "tensor_parallel/",
 )  # fmt: skip
 """Prefixes of call sites in these libraries, for Megatron both in a checkout and installed."""
 
-OwnRow: TypeAlias = tuple[str, str, int, int, int]
-"""Call site, operation, rank, calls and bytes."""
+OwnKey: TypeAlias = tuple[str, str, str]
+"""Purpose, call site and operation."""
+OwnRow: TypeAlias = tuple[OwnKey, int, int, int]
+"""Origin, rank, calls and bytes."""
 
 
 @dataclass(frozen=True)
 class OwnCalls:
-    """The program's own calls, which are not compared."""
+    """Calls of the program itself or of its activities, which are not compared."""
 
     calls: int
     payload_bytes: int
     ranks: frozenset[int]
 
 
-def is_library_call(site: str, phase: str) -> bool:
-    """Return whether a call is from a library with rules, or in backward.
+def is_activity(purpose: str, phase: str) -> bool:
+    """Return whether calls are of something that a program does beside training: a checkpoint, an evaluation."""
+    return phase == EVALUATION or purpose in ACTIVITY_NAMES
+
+
+def is_own(site: str, purpose: str, phase: str) -> bool:
+    """Return whether the program itself requests calls, by their purpose or, for others, by their call site.
 
     Calls in backward are never the program's own: DDP's have the call site of the program's
     `backward()`.
     """
-    return phase == "backward" or is_library_site(site)
+    if phase == "backward":
+        return False
+    return purpose in _OWN_NAMES or (bool(site) and not is_library_site(site))
 
 
 def is_library_site(site: str) -> bool:
     """Return whether a call site is in a library that has rules."""
     return path_in_packages(site).startswith(_LIBRARIES_WITH_RULES)
-
-
-def is_program_call(site: str, phase: str) -> bool:
-    """Return whether a call is the program's own: its call site is known, and it is not from a library."""
-    return bool(site) and not is_library_call(site, phase)
 
 
 def is_declared(patterns: Iterable[str], phase: str, *names: str) -> bool:
@@ -55,10 +66,10 @@ def path_in_packages(site: str) -> str:
     return site.partition(" < ")[0].rpartition("-packages/")[2]
 
 
-def sum_own_calls(rows: Iterable[OwnRow]) -> dict[tuple[str, str], OwnCalls]:
-    """Sum calls by call site and operation."""
-    sums: dict[tuple[str, str], OwnCalls] = {}
-    for site, op, rank, calls, size in rows:
-        before = sums.get((site, op), OwnCalls(0, 0, frozenset()))
-        sums[site, op] = OwnCalls(before.calls + calls, before.payload_bytes + size, before.ranks | {rank})
+def sum_own_calls(rows: Iterable[OwnRow]) -> dict[OwnKey, OwnCalls]:
+    """Sum calls by purpose, call site and operation."""
+    sums: dict[OwnKey, OwnCalls] = {}
+    for key, rank, calls, size in rows:
+        before = sums.get(key, OwnCalls(0, 0, frozenset()))
+        sums[key] = OwnCalls(before.calls + calls, before.payload_bytes + size, before.ranks | {rank})
     return sums

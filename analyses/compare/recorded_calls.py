@@ -166,7 +166,7 @@ class _Reader:
     def __init__(self, labels: RunLabels, patterns: Sequence[str]) -> None:
         self._labels, self._patterns = labels, patterns
         self._shapes = {number: group_shape(group.ranks) for number, group in labels.groups.items()}
-        self._described: dict[tuple[int, ...], tuple[str, tuple[str, ...], str, str]] = {}
+        self._described: dict[tuple[int, ...], tuple[str, tuple[str, ...], str, str, str, str]] = {}
         self.lines: dict[Call, set[str]] = defaultdict(set)
         self.own: list[OwnRow] = []
 
@@ -190,18 +190,18 @@ class _Reader:
         """Return the number of a call, -1 for one of the program's own."""
         if row not in self._described:
             self._described[row] = self._describe(*row)
-        op, texts, site, line = self._described[row]
-        call = Call(CallKey(op, payload, *texts), site)
+        op, texts, site, line, purpose, place = self._described[row]
+        call = Call(CallKey(op, payload, *texts), site, purpose, place)
         if is_declared(self._patterns, call.key.phase, site, line):
-            self.own.append((line, op, row[0], count, size))
+            self.own.append(((purpose, line, op), row[0], count, size))
             return -1
-        self.lines[call].add(line)
+        self.lines[Call(call.key, site)].add(line)
         return numbered.number(call)
 
     def _describe(
         self, rank: int, kind: int, group: int, peer: int, site: int, stream: int, phase: int
-    ) -> tuple[str, tuple[str, ...], str, str]:
-        """Return operation, texts of the key, call site without line number, and line of code."""
+    ) -> tuple[str, tuple[str, ...], str, str, str, str]:
+        """Return operation, texts of the key, call site without line number, line of code, purpose and place."""
         labels = self._labels
         kind_row = labels.kinds.get(kind, Kind(UNKNOWN, "", "", "", ""))
         peer_text = peer_label(kind_row.op, peer, rank, labels.groups.get(group))
@@ -209,4 +209,5 @@ class _Reader:
         texts = (kind_row.dtype, kind_row.reduce_op.lower(), in_phase, role, self._shapes.get(group, ""), peer_text)
         known = labels.sites.get(site)
         name, line = ("-", "") if known is None else (site_name(known), known.label(labels.files))
-        return kind_row.op, tuple("_".join(text.split()) or "-" for text in texts), name, line
+        purpose, place = (labels.categories(column)[site] for column in ("purpose", "place"))
+        return kind_row.op, tuple("_".join(text.split()) or "-" for text in texts), name, line, purpose, place

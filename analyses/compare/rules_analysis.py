@@ -25,9 +25,10 @@ from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.summary_reader import MIXED
 
-from . import counted_calls
+from . import counted_calls, step_by_purpose
 from .counted_calls import count_steps
 from .rules_tables import RuleComparison
+from .run_calls import RankCalls, StepCalls
 
 _FIRST_RECORDS: Final = 16
 
@@ -43,7 +44,15 @@ def compare_with_rules(
         jobs: Job rows in place of the captured ones; a pipeline has one per stage.
         own: Patterns of call sites whose calls are the program's own, and are left out.
     """
-    contents, calls_of_process = count_steps(table, run.labels, len(run.processes), own)
+    return _compare(*count_steps(table, run.labels, len(run.processes), own), run, jobs)
+
+
+def _compare(
+    contents: Sequence[StepCalls],
+    calls_of_process: Sequence[RankCalls],
+    run: RecordedRun,
+    jobs: Sequence[Mapping[str, Any]] = (),
+) -> RuleComparison:
     steps = _compared_steps([calls.last_step for calls in calls_of_process], run)
     rules = RuleComparison(str(run.log.path), contents, steps)
     for process, calls, end in zip(run.processes, calls_of_process, run.ends, strict=True):
@@ -55,7 +64,12 @@ def compare_with_rules(
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun, *, include_matching_steps: bool = True) -> NamedTables:
-    return compare_with_rules(table, run).tables(include_matching_steps=include_matching_steps)
+    contents, calls_of_process = count_steps(table, run.labels, len(run.processes))
+    ranks = [replace(calls, ended=not end.is_cut) for calls, end in zip(calls_of_process, run.ends, strict=True)]
+    return {
+        **_compare(contents, calls_of_process, run).tables(include_matching_steps=include_matching_steps),
+        **step_by_purpose.tables(contents, [*zip(run.processes, ranks, strict=True)]),
+    }
 
 
 def _compared_steps(last_steps: Iterable[int], run: RecordedRun) -> Array:
@@ -93,8 +107,9 @@ def _is_compared(steps: Array, run: RecordedRun) -> Array:
     return compared
 
 
-def _has_job(run: RecordedRun) -> bool:
-    return any(process.tables.jobs for process in run.processes)
+def _has_job_or_purposes(run: RecordedRun) -> bool:
+    tables = [process.tables for process in run.processes]
+    return any(of.jobs or any(site.purpose for site in of.sites.values()) for of in tables)
 
 
 ANALYSIS: Final = Analysis(
@@ -102,7 +117,7 @@ ANALYSIS: Final = Analysis(
     counted_calls.partial,
     counted_calls.merge,
     _finish,
-    _has_job,
+    _has_job_or_purposes,
     reads_cells=True,
     categorical=True,
 )

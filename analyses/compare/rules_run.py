@@ -31,13 +31,13 @@ class RuledStep(StepCalls):
     @classmethod
     def from_rules(cls, prediction: Prediction, predicted: Sequence[ExpectedCall]) -> RuledStep:
         """Return the calls of a step of a prediction."""
-        by_key: dict[CallKey, EqualCalls] = {}
+        by_key: dict[tuple[CallKey, str], EqualCalls] = {}
         for call in predicted:
             group = str(call.ranks) if call.ranks else ANY
             key = CallKey(call.op, call.payload, ANY, ANY, ANY, call.role, group, ANY)
             wire = exact_wire_bytes(call.op, call.payload, call.ranks or prediction.ranks_of(call.role)) * call.calls
-            same = by_key.setdefault(key, EqualCalls(key, 0, 0))
-            by_key[key] = replace(
+            same = by_key.setdefault((key, call.cause), EqualCalls(key, 0, 0, purpose=call.cause))
+            by_key[key, call.cause] = replace(
                 same,
                 calls=same.calls + call.calls,
                 bytes=same.bytes + call.bytes,

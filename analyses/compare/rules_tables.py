@@ -17,8 +17,9 @@ from commtrace.reading.process_reader import Process
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction
 
 from .call_keys import CellKey
-from .causes import PROGRAM_CAUSES, UNEXPLAINED
+from .causes import UNEXPLAINED
 from .compared_ranks import Comparison, EqualRanks
+from .own_calls import ACTIVITY_NAMES, is_activity, is_own
 from .rules_run import ExpectedRun, ExpectedSteps, RuledStep, captured_job, other_versions, versions_of
 from .run_calls import RankCalls, RunCalls, StepCalls
 from .step_differences import ComparedStep
@@ -154,22 +155,26 @@ class RuleComparison:
     def _waterfall_of(
         self, process: Process, prediction: Prediction, equal: EqualRanks, has_ended: bool
     ) -> WaterfallRows | None:
-        """Return the waterfall of the last regular step, preferably of one without an evaluation."""
+        """Return the waterfall of the last regular step, preferably of one without an activity such as a checkpoint.
+
+        Calls of activities are left out.
+        """
         has_calls = np.flatnonzero(equal.pairs.contents[1])
         complete = has_calls if has_ended else has_calls[:-1]  # the last step may lack calls
-        for evaluates, index in itertools.product((False, True), complete[::-1].tolist()):
+        for has_activity, index in itertools.product((False, True), complete[::-1].tolist()):
             number = int(self._steps[index])
             step = self.comparison.steps[equal.compared[index]]
-            measured = step.measured.calls
+            measured = [calls for calls in step.measured.calls if calls.purpose not in ACTIVITY_NAMES]
             if (
-                any(calls.key.phase == "evaluation" for calls in measured) == evaluates
+                any(is_activity(calls.purpose, calls.key.phase) for calls in step.measured.calls) == has_activity
                 and number >= prediction.steady
                 and prediction.special_step(number) is None
             ):
                 if any(calls.wire is None for calls in measured):
                     return None
                 label = f"recorded, rank {process.rank}, step {number}"
-                return waterfall(prediction, step.cells, step.explained, measured, label)
+                explained = [(cause, calls) for cause, calls in step.explained if calls.purpose not in ACTIVITY_NAMES]
+                return waterfall(prediction, step.cells, explained, measured, label)
         return None
 
 
@@ -213,7 +218,8 @@ def _reconciliation_rows(step: ComparedStep) -> Iterator[_Row]:
             sums[cell.key, EXPECTED, ""] = [*[cell.matched_calls] * 2, *[cell.matched_bytes] * 2]
             sites[cell.key, EXPECTED, ""] = {*cell.sites}
     for cause, calls in step.explained:
-        key = calls.key.cell, cause, calls.site if cause in PROGRAM_CAUSES else ""
+        by_site = calls.calls > 0 and is_own(calls.site, calls.purpose, calls.key.phase)
+        key = calls.key.cell, cause, calls.site if by_site else ""
         numbers, recorded = sums.setdefault(key, [0, 0, 0, 0]), int(calls.calls > 0)
         numbers[recorded] += abs(calls.calls)
         numbers[2 + recorded] += abs(calls.bytes)

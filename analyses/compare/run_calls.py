@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Final, NamedTuple, TypeAlias
@@ -17,9 +17,10 @@ import numpy as np
 
 from commtrace.analyses.grouping import Array
 from commtrace.analyses.process_settings import ProcessSettings
+from commtrace.reading.labels import NOT_RECORDED
 
 from .call_keys import CallKey, CellKey
-from .own_calls import OwnCalls
+from .own_calls import OwnCalls, OwnKey
 
 START_UP: Final = -1
 """Number of the step of calls before the first training step."""
@@ -29,10 +30,15 @@ GroupLabel: TypeAlias = tuple[str, str]
 
 
 class Call(NamedTuple):
-    """A call and the function that made it, without line number: "train.py main"."""
+    """A call, the function that made it, without line number ("train.py main"), and why it did.
+
+    Purpose and place are "" where they do not count.
+    """
 
     key: CallKey
     site: str
+    purpose: str = ""
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,20 @@ class EqualCalls:
     """Their wire bytes; None: not known."""
     min_payload: int | None = None
     """Minimum payload of expected calls whose payload is only bounded; None: the payload of `key`."""
+    purpose: str = NOT_RECORDED
+    """Why they were made: the value of a `schema.Purpose`. Of calls that rules expect: what they are for."""
+    place: str = ""
+    """What the purpose is about: a module or unit with placements, a bucket, a stage."""
+
+    @property
+    def origin(self) -> tuple[str, str, str]:
+        """Where the calls come from: call site, purpose and place."""
+        return self.site, self.purpose, self.place
 
     def number(self, calls: int) -> EqualCalls:
         """Return this many of the calls; below 0 for calls that were not recorded."""
         wire = None if self.wire is None else self.wire * calls / self.calls
-        return EqualCalls(self.key, calls, self.bytes * calls // self.calls, self.site, wire, self.min_payload)
+        return replace(self, calls=calls, bytes=self.bytes * calls // self.calls, wire=wire)
 
 
 @dataclass(frozen=True)
@@ -81,7 +96,8 @@ class StepCalls:
     ) -> StepCalls:
         """Return the step that has each call this often."""
         calls = [
-            EqualCalls(key, count, max(key.payload, 0) * count, site) for (key, site), count in sorted(counts.items())
+            EqualCalls(key, count, max(key.payload, 0) * count, site, purpose=purpose or NOT_RECORDED, place=place)
+            for (key, site, purpose, place), count in sorted(counts.items())
         ]
         return cls(tuple(calls), orders, sequences or {})
 
@@ -171,8 +187,8 @@ class RunCalls:
     """World size, versions and job of the run, as text."""
     lines: Mapping[Call, frozenset[str]] = field(default_factory=dict)
     """Lines of code that made a call: "project/train.py:40 main"."""
-    own: Mapping[tuple[str, str], OwnCalls] = field(default_factory=dict)
-    """Calls that were declared to be the program's own, by call site and operation."""
+    own: Mapping[OwnKey, OwnCalls] = field(default_factory=dict)
+    """Calls that were declared to be the program's own."""
     settings: Mapping[int, ProcessSettings] = field(default_factory=dict)
     """How each rank was set up; empty: not known."""
     step_ranges: Sequence[range] = ()

@@ -45,6 +45,8 @@ CALL_DIFFERENCES: Final = TableSpec("call_differences", "Calls that differ betwe
     column("bytes", format_count, "difference_bytes", "difference, bytes",
         "Payload of these calls in B minus A; missing for pickled objects."),
     text_column("cause", "cause", 'Most likely cause of the difference; "" if none is known.'),
+    text_column("purpose", "purpose",
+        "Why the calls that only one run has were made, as recorded, with their modules, units, buckets or stages."),
 ), merge_by="ranks")  # fmt: skip
 
 
@@ -59,6 +61,7 @@ class DifferenceRow(NamedTuple):
     sites_b: str = ""
     difference_bytes: int | None = 0
     cause: str = ""
+    purpose: str = ""
 
 
 Differences: TypeAlias = tuple[DifferenceRow, ...]
@@ -87,17 +90,16 @@ class ComparedStep:
         return self.context.expected
 
 
-def compare_step(measured: StepCalls, context: StepContext, lines: Lines | None = None) -> ComparedStep:
+def compare_step(measured: StepCalls, context: StepContext) -> ComparedStep:
     """Compare the recorded calls of a step with the expected ones, in any order.
 
     Args:
         measured: The recorded calls.
         context: The expected calls, and what causes depend on.
-        lines: Lines of code of calls whose site is only a function.
     """
     cells = match_calls(context.expected, measured)
     unmatched = [calls for cell in cells for calls in cell.unmatched]
-    return ComparedStep(measured, context, cells, explain(unmatched, context, lines))
+    return ComparedStep(measured, context, cells, explain(unmatched, context))
 
 
 def differences(step: ComparedStep, shown: Iterable[ExplainedCalls], lines: tuple[Lines, Lines]) -> list[Differences]:
@@ -148,8 +150,17 @@ def _call_rows(
             _joined_lines(lines[0], key, sites[0]),
             _joined_lines(lines[1], key, sites[1]),
             None if key.payload == OBJECTS else sum(calls.bytes for _, calls in same),
-            "; ".join(dict.fromkeys(cause for cause, _ in same if cause != UNEXPLAINED)),
+            "; ".join(dict.fromkeys(cause for cause, calls in same if cause not in (UNEXPLAINED, calls.purpose))),
+            _purposes(calls for _, calls in same),
         )
+
+
+def _purposes(same: Iterable[EqualCalls]) -> str:
+    """Return the purposes of calls with their places: "parameters gathered for forward (layers.0, layers.1)"."""
+    places: dict[str, dict[str, None]] = defaultdict(dict)
+    for calls in same:
+        places[calls.purpose].update({calls.place: None} if calls.place else {})
+    return "; ".join(f"{purpose} ({', '.join(of)})" if of else purpose for purpose, of in places.items())
 
 
 def _displayed(key: CallKey, context: StepContext) -> CallKey:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Final
 
 from .call_keys import ANY, SUMMED, CallKey, CellKey
-from .own_calls import is_library_call, is_library_site
+from .own_calls import ACTIVITY_NAMES, is_library_site, is_own
 from .run_calls import EqualCalls, StepCalls
 
 _ALIGNED_CALLS: Final = 4_000
@@ -50,7 +50,7 @@ def _match(key: CellKey, expected: Sequence[EqualCalls], measured: Sequence[Equa
     below_bound = Fraction(0)
     matched_calls = matched_bytes = 0
     sites, unmatched = [], []
-    taken = [missing.take_from_site(calls) for calls in measured]
+    taken = [missing.take_same_origin(calls) for calls in measured]
     for calls, count in sorted(zip(measured, taken, strict=True), key=lambda pair: _priority(pair[0])):
         for pattern in missing.candidates(calls):
             number = missing.take(pattern, calls.calls - count)
@@ -75,9 +75,9 @@ class _Missing:
             self._patterns[calls.key].append(calls)
             self._left[id(calls)] = calls.calls
 
-    def take_from_site(self, calls: EqualCalls) -> int:
-        """Match calls with equal ones from the same call site, and return their number."""
-        same = (pattern for pattern in self._patterns.get(calls.key, ()) if pattern.site == calls.site)
+    def take_same_origin(self, calls: EqualCalls) -> int:
+        """Match calls with equal ones from the same call site for the same purpose, and return their number."""
+        same = (pattern for pattern in self._patterns.get(calls.key, ()) if pattern.origin == calls.origin)
         return sum(self.take(pattern, calls.calls) for pattern in same)
 
     def take(self, pattern: EqualCalls, most: int) -> int:
@@ -89,6 +89,8 @@ class _Missing:
     def candidates(self, calls: EqualCalls) -> Iterator[EqualCalls]:
         """Yield the expected calls that calls may match: exact ones first, then bounds around them."""
         yield from self._patterns.get(calls.key, ())
+        if calls.purpose in ACTIVITY_NAMES:
+            return  # no rule expects it
         opened = calls.key._replace(dtype=ANY, reduce_op=ANY, phase=ANY, peer=ANY)
         for group in (calls.key.group, ANY):
             yield from self._patterns.get(opened._replace(group=group), ())
@@ -106,9 +108,9 @@ class _Missing:
 
 
 def _priority(calls: EqualCalls) -> tuple[bool, bool, bool]:
-    """Return the sort key of equal payloads: library calls first, then training calls, then library sites."""
+    """Return the sort key of equal payloads: calls of the training first, then library sites."""
     phase = calls.key.phase
-    return not is_library_call(calls.site, phase), phase == "evaluation", not is_library_site(calls.site)
+    return is_own(*calls.origin[:2], phase), phase == "evaluation", not is_library_site(calls.site)
 
 
 def _wire_difference(pattern: EqualCalls, payload: int) -> Fraction:
@@ -123,7 +125,7 @@ def _match_sums(key: CellKey, expected: Sequence[EqualCalls], measured: Sequence
     count, most = sum(calls.calls for calls in expected), sum(calls.bytes for calls in expected)
     low = sum(calls.bytes if calls.min_payload is None else calls.min_payload * calls.calls for calls in expected)
     wire = sum((calls.wire or Fraction(0) for calls in expected), Fraction(0))
-    library_calls = [calls for calls in measured if is_library_call(calls.site, calls.key.phase)]
+    library_calls = [calls for calls in measured if not is_own(*calls.origin[:2], calls.key.phase)]
     training_calls = [calls for calls in measured if calls.key.phase != "evaluation"]
     for candidates in (measured, training_calls, library_calls):
         total = sum(calls.bytes for calls in candidates)

@@ -4,8 +4,9 @@ A cell is one operation of one parallel dimension in one step of one rank. It ag
 order of gradients and modules determines how many calls carry the same bytes (`calls_max` of the table `expected`),
 their number only has to be within that bound. With a tolerance above 0, only the payload is compared.
 
-Extra calls are the program's own if no library with rules made them and no expected call of the cell is missing;
-otherwise they may replace expected calls. Calls in a group of one rank, which send nothing, are listed with them.
+Extra calls are the program's own, or of its activities, if their purpose says so (`own_calls`). If no purpose was
+recorded, they are if no library with rules made them and no expected call of the cell is missing; otherwise they may
+replace expected calls. Calls in a group of one rank, which send nothing, are listed with them.
 Expected calls that may be missing from the log alone are not compared.
 """
 
@@ -22,18 +23,20 @@ import pandas as pd
 
 from commtrace.analyses.grouping import Array
 from commtrace.rank_ranges import format_ranks
+from commtrace.reading.labels import NOT_RECORDED
 from commtrace.statements import merge_texts
 
 from .call_keys import CallKey, CellKey
-from .causes import ENDS_WITHIN, SPLIT_DIFFERENTLY
+from .causes import ENDS_WITHIN, SPLIT_DIFFERENTLY, purpose_label
 from .compared_ranks import Comparison, EqualRanks
-from .own_calls import OwnCalls, OwnRow, is_program_call, sum_own_calls
+from .own_calls import EVALUATION, OwnCalls, OwnKey, OwnRow, is_own, sum_own_calls
 from .run_calls import EqualCalls
 from .step_differences import ComparedStep, DifferenceRow, Differences, ExplainedCalls, Lines, differences
 from .step_matching import Cell
 
 COLUMNS: Final = (
     "kind", "ranks", "steps", *CallKey._fields, "calls_a", "calls_b", "sites_a", "sites_b", "difference_bytes", "cause",
+    "purpose",
 )  # fmt: skip
 
 _Volume: TypeAlias = tuple[int, int]
@@ -57,8 +60,8 @@ class Verdict:
     """Calls and payload bytes of what was compared, in a and in b."""
     not_compared: tuple[str, ...]
     """Why parts could not be compared: sentences without their full stop."""
-    own: Mapping[tuple[str, str], OwnCalls]
-    """The program's own calls, which are not compared, by call site and operation."""
+    own: Mapping[OwnKey, OwnCalls]
+    """Calls of the program itself and of its activities, which are not compared."""
     notes: tuple[str, ...] = ()
     """What limits the comparison without being a fault of either run."""
     settings: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -140,7 +143,7 @@ def _judge_step(step: ComparedStep, lines: tuple[Lines, Lines], tolerance: Fract
     for cell in step.cells:
         of_cell = unmatched[cell.key]
         is_short = any(calls.calls < 0 for _, calls in of_cell)
-        program = [] if strict or is_short else [calls for _, calls in of_cell if _is_own(calls)]
+        program = [] if strict else [calls for _, calls in of_cell if _is_own(calls, is_short=is_short)]
         own += program
         rest = [(cause, calls) for cause, calls in of_cell if calls not in program]
         if not _agrees(cell, rest, tolerance, step.expected.max_calls.get(cell.key)):
@@ -159,8 +162,13 @@ def _judge_step(step: ComparedStep, lines: tuple[Lines, Lines], tolerance: Fract
     )
 
 
-def _is_own(calls: EqualCalls) -> bool:
-    return is_program_call(calls.site, calls.key.phase) or calls.key.role == "self"
+def _is_own(calls: EqualCalls, *, is_short: bool) -> bool:
+    """Return whether calls are the program's own. In a short cell, those of unknown purpose may replace others."""
+    if calls.calls < 0 or (is_short and calls.purpose == NOT_RECORDED):
+        return False
+    return (
+        is_own(calls.site, calls.purpose, calls.key.phase) or calls.key.phase == EVALUATION or calls.key.role == "self"
+    )
 
 
 def _agrees(cell: Cell, rest: Sequence[ExplainedCalls], tolerance: Fraction, most: int | None) -> bool:
@@ -213,7 +221,7 @@ class _Sums:
                 steps_of[content].append(steps)
             for calls in step.own:
                 numbers = calls.calls * len(steps), calls.bytes * len(steps)
-                self.own += [(*_origin(calls), rank, *numbers) for rank in ranks]
+                self.own += [(_origin(calls), rank, *numbers) for rank in ranks]
             for cause in step.incomplete:
                 self.gaps[f"{format_steps(steps.tolist())}: {cause}"] += ranks
         for content, parts in steps_of.items():
@@ -221,10 +229,9 @@ class _Sums:
             self.places.setdefault((content, places.tobytes()), ([], places))[0].extend(ranks)
 
 
-def _origin(calls: EqualCalls) -> tuple[str, str]:
-    """Return call site and operation of an own call."""
+def _origin(calls: EqualCalls) -> OwnKey:
     alone = " (in a group of one rank, sends nothing)" if calls.key.role == "self" else ""
-    return f"{calls.site}{alone}", calls.key.op
+    return purpose_label(calls) or NOT_RECORDED, f"{calls.site}{alone}", calls.key.op
 
 
 def _merged(places: Mapping[tuple[Differences, bytes], tuple[list[int], Array]]) -> Iterator[tuple[Any, ...]]:

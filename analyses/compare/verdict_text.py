@@ -11,9 +11,10 @@ from typing import Any, Final
 from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import MAX_SINGLE, format_bytes, format_plural
 from commtrace.rank_ranges import format_ranks, name_ranks, shorten_ranks
+from commtrace.reading.labels import NOT_RECORDED
 
 from .call_keys import OBJECTS, SUMMED
-from .own_calls import OwnCalls
+from .own_calls import OwnCalls, OwnKey
 from .verdict import Verdict, format_steps
 
 MAX_PARAGRAPHS: Final = 40
@@ -125,9 +126,11 @@ def _paragraph(rows: list[Any], names: tuple[str, str], width: int) -> Iterator[
         return
     yield f"rank {_short(first.ranks)}, {_short(first.steps)}, {_group(first)}:"
     by_origin = sorted(rows, key=lambda row: (row.kind, *_origin(row)))
-    for (sites, cause), same in itertools.groupby(by_origin[:MAX_ROWS], _origin):
+    for (sites, purpose, cause), same in itertools.groupby(by_origin[:MAX_ROWS], _origin):
         if sites:
             yield from wrapped(f"from {sites}", width, "  ")
+        if purpose not in ("", NOT_RECORDED):
+            yield from wrapped(f"purpose: {purpose}", width, "  ")
         if cause:
             yield from wrapped(f"most likely cause: {cause}", width, "  ")
         for row in same:
@@ -136,9 +139,9 @@ def _paragraph(rows: list[Any], names: tuple[str, str], width: int) -> Iterator[
         yield f"{_INDENT}... and {len(rows) - MAX_ROWS:,} more"
 
 
-def _origin(row: Any) -> tuple[str, str]:
-    """Return the call sites of a difference, and its cause."""
-    return str(row.sites_b if row.calls_b > row.calls_a else row.sites_a), str(row.cause)
+def _origin(row: Any) -> tuple[str, str, str]:
+    """Return the call sites of a difference, its purpose and its cause."""
+    return str(row.sites_b if row.calls_b > row.calls_a else row.sites_a), str(row.purpose), str(row.cause)
 
 
 def _row(row: Any) -> str:
@@ -166,14 +169,16 @@ def _group(row: Any) -> str:
     return f"{row.role} group of {format_plural(int(size[1]), 'rank')}{stride}"
 
 
-def _own_lines(own: Mapping[tuple[str, str], OwnCalls], width: int) -> Iterator[str]:
-    """Yield lines that list the program's own calls."""
+def _own_lines(own: Mapping[OwnKey, OwnCalls], width: int) -> Iterator[str]:
+    """Yield lines that list the calls of the program itself and of its activities, by purpose."""
     if own:
-        yield "calls of the program itself:"
-    for (site, op), calls in sorted(own.items()):
-        volume = f"{format_plural(calls.calls, op, op)}, {format_plural(calls.payload_bytes, 'byte')}"
-        text = f"{site or 'call site not recorded'}: {volume}, rank {format_ranks(calls.ranks)}"
-        yield from wrapped(text, width, _INDENT)
+        yield "calls of the program itself and of its activities, not compared:"
+    for purpose, of_purpose in itertools.groupby(sorted(own.items()), lambda item: item[0][0]):
+        yield f"  {'purpose ' * (purpose == NOT_RECORDED)}{purpose}"
+        for (_, site, op), calls in of_purpose:
+            volume = f"{format_plural(calls.calls, op, op)}, {format_plural(calls.payload_bytes, 'byte')}"
+            text = f"{site or 'call site not recorded'}: {volume}, rank {format_ranks(calls.ranks)}"
+            yield from wrapped(text, width, _INDENT)
 
 
 def _short(ranges: str) -> str:

@@ -26,6 +26,8 @@ Array: TypeAlias = npt.NDArray[Any]
 
 UNKNOWN: Final = "unknown"
 """Label of an id without a row in the tables."""
+ROOT: Final = "(root)"
+"""Place of a model itself, whose name is empty."""
 NOT_RECORDED: Final = "not recorded"
 """Purpose of calls of which none was recorded."""
 
@@ -40,6 +42,8 @@ LABEL_COLUMNS: Final = {
     **{name: name for name in ("role", "site", "phase", "state", "flags")},
     "purpose": "site",
 }
+TEXT_FIELDS: Final = {**LABEL_COLUMNS, "place": "site", "reduce_op": "kind"}
+"""The same for all columns of labels, with those that the event table does not have."""
 
 
 class RunLabels:
@@ -85,6 +89,7 @@ class RunLabels:
             "role": np.array([*role_labels, *message_roles.values(), *ROLES], object),
             "site": _by_id((site.label(self.files) for site in self.sites.values()), first=""),
             "purpose": _by_id(map(_purpose_label, self.sites.values()), first=NOT_RECORDED),
+            "place": _by_id(map(_place_label, self.sites.values()), first=""),
             "phase": _member_labels(Phase),
             "state": _member_labels(State),
             "flags": np.array([*map(flags_label, range(256))], object),
@@ -105,15 +110,15 @@ class RunLabels:
         return self._labels[column]
 
     def ids(self, column: str, records: Fields) -> Array:
-        """Return the ids of records in a column of LABEL_COLUMNS, shape (n,)."""
+        """Return the ids of records in a column of TEXT_FIELDS, shape (n,)."""
         if column != "role":
-            return records[LABEL_COLUMNS[column]]
+            return records[TEXT_FIELDS[column]]
         messages = self._point_to_point[records["kind"]]
         ids = np.where(messages, self._role_of_messages[records["group"]], records["group"])
         return self._roles_in_shared.replace(ids, records)
 
     def text(self, column: str, ids: Array) -> Array:
-        """Return the labels of ids, shape (n,), in a column of LABEL_COLUMNS."""
+        """Return the labels of ids, shape (n,), in a column of TEXT_FIELDS."""
         return np.asarray(self._labels[column][ids])
 
     def codes(self, column: str, ids: Array) -> Array:
@@ -249,6 +254,15 @@ def _clock_offset(process: Mapping[str, object]) -> int | None:
 
 def _purpose_label(site: Site) -> str:
     return NOT_RECORDED if site.purpose is None else site.purpose.name
+
+
+def _place_label(site: Site) -> str:
+    """Return what the purpose of calls is about, such as "layers.0.attention, P -> R", "bucket 3" or "stage 1"."""
+    facts = dict(site.purpose.facts) if site.purpose is not None else {}
+    parts = [str(facts["module"]) or ROOT] if "module" in facts else []
+    parts += [f"{name} {facts[name]}" for name in ("bucket", "stage") if name in facts]
+    parts += [f"{facts['from']} -> {facts['to']}"] if {"from", "to"} <= {*facts} else []
+    return ", ".join(parts)
 
 
 def group_label(group: RecordedGroup) -> str:

@@ -35,6 +35,7 @@ _patches = Patches()
 _rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
 _roots = Jobs(lambda root: _rows[root], roles)
 _passes = Passes(_roots)
+_roots_of_groups: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 # Forward passes of a root since its last backward.
 _forwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -51,9 +52,11 @@ def install() -> None:
     if group is not None:
         _patches.wrap(group, "unshard", purposes.marking_each(_purpose_of_gathering))
         _patches.wrap(group, "post_backward", purposes.marking_each(_purpose_of_reducing))
+        _patches.wrap(group, "_to_sharded", _note_resharding)
     _patches.include(_roots, _passes)
     _patches.on_undo(_rows.clear)
     _patches.on_undo(_forwards.clear)
+    _patches.on_undo(_roots_of_groups.clear)
 
 
 uninstall = _patches.undo
@@ -68,6 +71,8 @@ def _complete(original: Callable[..., None], self: Any, /) -> None:
             root = self._modules[0]
             _rows[root] = describe(root)  # now, because running the model replaces parameters
             _roots.add(root)
+            for state in self._state_ctx.all_states:
+                _roots_of_groups.update(dict.fromkeys(groups_of(state), weakref.ref(root)))
 
 
 @around
@@ -104,6 +109,16 @@ def _end_backward(original: Callable[..., None], self: Any, /) -> None:
             _passes.add(root, training)
         else:
             _passes.add(root, PassRow(kind="backward", times=1))
+
+
+@around
+def _note_resharding(original: Callable[..., None], self: Any, /) -> None:
+    """Note that parameters are resharded outside of a pass: for a state dict, or by the program."""
+    with guard():
+        root = _roots_of_groups.get(self, lambda: None)()
+        if root is not None and self._training_state.name == "IDLE" and not self.is_sharded:
+            _passes.add(root, PassRow(kind="resharded", times=1))
+    original(self)
 
 
 def _purpose_of_gathering(group: Any, *_: Any, **__: Any) -> int:

@@ -69,8 +69,14 @@ def groups_of(state: Any) -> Iterator[Any]:
 
 
 def _units(root: Any, groups: Sequence[Any]) -> list[UnitRow]:
-    numbers = grouped(root, ([parameter.sharded_param for parameter in group.fsdp_params] for group in groups))
+    numbers = grouped(root, ([_registered(parameter) for parameter in group.fsdp_params] for group in groups))
     return [_unit(group, group_numbers) for group, group_numbers in zip(groups, numbers, strict=True)]
+
+
+def _registered(parameter: Any) -> Any:
+    """Return the parameter of the module: the sharded one, unless the program has called `unshard` already."""
+    info = parameter._module_info
+    return getattr(info.module, info.param_name)
 
 
 def _unit(group: Any, numbers: list[int]) -> UnitRow:

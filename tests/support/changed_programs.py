@@ -199,7 +199,7 @@ class ChangedProgram:
             return
         gone = change.kind in ("missing", "resized")
         found = change.kind in ("added", "evaluated", "resized")
-        cause = "an evaluation" if change.kind == "evaluated" else ""
+        cause = "evaluation" if change.kind == "evaluated" else ""
         if gone:
             yield Difference(rank, step, role, OPS[before.kind], before.payload, -1)
         if found:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from factory import ALONE, PAIR, WORLD, LogFactory, record
 
 from commtrace.run import Run, open_run
-from commtrace.schema import Phase, Records
+from commtrace.schema import Phase, Purpose, Records
 from commtrace.theory import ExpectedCall, predict
 
 RANKS: Final = 3
@@ -22,7 +22,7 @@ STEPS: Final = 3
 OPS: Final = {
     name: 40 + number for number, name in enumerate(("all_reduce", "all_gather", "broadcast", "barrier", "reduce"))
 }
-PROGRAM, DEEPSPEED_LINE, CHECKPOINT = 11, 12, 13
+PROGRAM, DEEPSPEED_LINE, CHECKPOINT, SAVING, OWN = 11, 12, 13, 14, 15
 
 ZERO_1: Final[dict[str, Any]] = {
     "source": "deepspeed",
@@ -56,6 +56,16 @@ ZERO_1: Final[dict[str, Any]] = {
         for number, shape in enumerate(([7, 5], [5], [11, 3]))
     ],
     "buffers": [],
+}
+
+
+_SITES_WITH_PURPOSES: Final = {
+    SAVING: (
+        "/opt/site-packages/deepspeed/runtime/engine.py",
+        "DeepSpeedEngine.save_checkpoint",
+        Purpose.CHECKPOINT_SAVED,
+    ),
+    OWN: ("/home/user/project/train.py", "main", Purpose.PROGRAM),
 }
 
 
@@ -96,6 +106,8 @@ def run_of(
         process.add(
             "sites", id=CHECKPOINT, file=f"{packages}/engine.py", line=5, function="DeepSpeedEngine.save_checkpoint"
         )
+        for number, (file, function, purpose) in _SITES_WITH_PURPOSES.items():
+            process.add("sites", id=number, file=file, line=7, function=function, purpose={"name": purpose.value})
         if job is not None:
             process.add("job", id=1, **job)
         process.write((others or {}).get(rank, rows))

@@ -37,7 +37,7 @@ The remaining dimensions have rules only for particular programs, which add them
 does.
 """
 
-_HINT: Final = "compare with a dry run (commtrace check DIR --against DRYRUN) or with a baseline"
+_HINT: Final = "compare with a dry run (commtrace check DIR --dryrun -- CMD) or with a baseline"
 
 
 def extended_dimension(job: Job) -> str | None:

@@ -17,7 +17,7 @@ from commtrace.theory.rules import schemes
 from examples.gpt_neox.theory import closed_forms as forms
 from examples.gpt_neox.theory import register
 
-ORACLE = r"compare with a dry run \(commtrace check DIR --against DRYRUN\) or with a baseline"
+ORACLE = r"compare with a dry run \(commtrace check DIR --dryrun -- CMD\) or with a baseline"
 
 
 def test_closed_forms() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -97,6 +97,7 @@ class Pass:
     among_copies: bool = True
     reshards: bool = True
     is_last: bool = True  # before an optimizer step, as set_is_last_backward says
+    resharded: bool = False  # whether the program then reshards all parameters, as for a state dict
 
 
 StepPasses: TypeAlias = tuple[tuple[Pass, int], ...]
@@ -112,7 +113,7 @@ def predict(job: Job) -> Prediction:
          "units of fully_shard without a trained parameter have no rules yet"),
     )  # fmt: skip
     recorded = recorded_passes(job) or {0: declared_passes(job)}
-    regular = _regular_passes(recorded) or declared_passes(job)
+    regular = typical_passes(job)
 
     @cache
     def calls(before: Pass | None, passes: StepPasses) -> tuple[ExpectedCall, ...]:
@@ -126,6 +127,16 @@ def predict(job: Job) -> Prediction:
     scheme = f"HSDP, {copies} copies" if copies > 1 else "FSDP2"
     prediction = Prediction(scheme, max(unit.shards for unit in units), start, (step,), form, tuple(bars))
     return prediction if {*steps.values()} == {step} else prediction.with_steps(steps)
+
+
+def typical_passes(job: Job) -> StepPasses:
+    """Return the most frequent passes of a training step: those in the log, else as the model declares them.
+
+    Raises:
+        NotPredictedError: The log has passes without rules.
+    """
+    recorded = recorded_passes(job) or {0: declared_passes(job)}
+    return _regular_passes(recorded) or declared_passes(job)
 
 
 def declared_passes(job: Job) -> StepPasses:
@@ -145,7 +156,14 @@ def recorded_passes(job: Job) -> dict[int, StepPasses]:
 def _read_passes(row: PassesRow) -> StepPasses:
     if row.passes is None:
         raise NotPredictedError(f"the log does not have the passes of the steps from {row.step} on")
-    return tuple((_read_pass(entry, row.step), entry.times) for entry in row.passes)
+    passes: list[tuple[Pass, int]] = []
+    for entry in row.passes:
+        if entry.kind != "resharded":
+            passes.append((_read_pass(entry, row.step), entry.times))
+        elif passes and not passes[-1][0].resharded:
+            last, times = passes.pop()
+            passes += [(last, times - 1)] * (times > 1) + [(replace(last, resharded=True), 1)]
+    return tuple(passes)
 
 
 def _read_pass(entry: PassRow, step: int) -> Pass:
@@ -271,18 +289,29 @@ def step_calls(units: Sequence[FsdpUnit], before: Pass | None, passes: StepPasse
 @rule(_FSDP + "_fsdp_param_group.FSDPParamGroup.unshard, reshard; "
       + _FSDP + "_fsdp_state.FSDPState._lazy_init (the root stays whole)", TORCH)  # fmt: skip
 def all_gathers(unit: FsdpUnit, before: Pass | None, model_pass: Pass) -> list[ExpectedCall]:
-    """Return the all_gathers of a unit: before forward if it is sharded, before backward if forward resharded it.
+    """Return the all_gathers of a unit.
 
     Prefetching and recomputed activations change when a unit is gathered, not how often.
     """
+    payload = all_gather_bytes(unit)
+    groups = gathered_over(unit, before, model_pass)
+    return [ExpectedCall("all_gather", payload, PARAMETERS, ranks=ranks) for ranks in groups if ranks > 1]
+
+
+def gathered_over(unit: FsdpUnit, before: Pass | None, model_pass: Pass) -> tuple[int, int]:
+    """Return the ranks over which a unit is gathered before forward, and before backward; 1: it is not.
+
+    It is gathered before forward if it is sharded, before backward if forward resharded it. `before` is the pass before
+    this one, None without any.
+    """
     after_forward = 1 if unit.kept else unit.within  # ranks that its shards are on; 1: unsharded
-    if before is None or before.trains:
-        ranks_before = unit.shards if before is None or before.reshards else 1
+    if before is None or before.resharded:
+        ranks_before = unit.shards
+    elif before.trains:
+        ranks_before = unit.shards if before.reshards else 1
     else:
         ranks_before = after_forward
-    groups = (ranks_before, *([after_forward] * model_pass.trains))
-    payload = all_gather_bytes(unit)
-    return [ExpectedCall("all_gather", payload, PARAMETERS, ranks=ranks) for ranks in groups if ranks > 1]
+    return ranks_before, after_forward if model_pass.trains else 1
 
 
 @rule(_FSDP + "_fsdp_param_group.FSDPParamGroup._backward_prefetch, finalize_backward", TORCH)

@@ -14,6 +14,7 @@ from expected_runs import (
     CHECKPOINT,
     PROGRAM,
     RANKS,
+    SAVING,
     ZERO_1,
     call,
     calls,
@@ -74,8 +75,25 @@ OWN_CALLS = [
     with_call("barrier", 0, site=PROGRAM),
     with_call("all_reduce", 4, site=PROGRAM, phase=Phase.OTHER),
     with_call("all_reduce", 4_000, group=ALONE),
+    with_call("all_gather", 4_000, site=SAVING),
+    with_call("all_gather", 4_000, phase=Phase.EVALUATION),
 ]
-"""Calls that no rule predicts and no library with rules makes."""
+"""Calls that no rule predicts and no library with rules makes for training."""
+
+
+def test_activities_are_listed_by_purpose(tmp_path: Path, capsys: Captured) -> None:
+    """A missing call is no less missing for a checkpoint with the same call."""
+    rows = every_step()
+    lost = next(row for row in rows if row["step"][0] == 1 and row["payload"][0] == 72)
+    saved = lost.copy()
+    saved["site"] = SAVING
+    run_of(tmp_path, [*(row for row in rows if row is not lost), saved], ZERO_1)
+    status, out = check(tmp_path, capsys)
+    assert status == 1
+    assert "- 1 all_gather of 72 bytes" in out
+    line = "deepspeed/runtime/engine.py:7 DeepSpeedEngine.save_checkpoint: 3 all_gather, 216 bytes, rank 0-2"
+    assert out.splitlines()[-2] == "  checkpoint saved"
+    assert out.splitlines()[-1].endswith(line)
 
 
 @pytest.mark.parametrize("change", DIFFERENCES)
@@ -150,7 +168,6 @@ def test_what_is_said_of_a_cell(tmp_path: Path, capsys: Captured) -> None:
         "differing: step 1 of rank 0-2",
         "rank 0-2, step 1, data group of 3 ranks:",
         "  from project/train.py:9 main",
-        "  most likely cause: calls by the program, at most 64 bytes each",
         "    + 1 all_reduce of 4 bytes, float16, in other",
     ]
 
@@ -193,7 +210,7 @@ def test_without_a_theory(tmp_path: Path, capsys: Captured) -> None:
         "not compared with the rules",
         "not compared: rank 0-2: no job was captured.",
     ]
-    assert f"commtrace check {tmp_path} --against DIR2" in out
+    assert f"commtrace check {tmp_path} --dryrun -- python train.py ..." in out
     assert f"commtrace check {tmp_path} --update-baseline FILE" in out
 
 
@@ -235,7 +252,7 @@ def test_many_differences_are_cut(tmp_path: Path, capsys: Captured) -> None:
     status, out = check(tmp_path, capsys)
     assert status == 1
     assert "more; all are in" in out
-    assert len(out.splitlines()) < 400
+    assert len(out.splitlines()) < 600
 
 
 def test_shares_are_exact() -> None:

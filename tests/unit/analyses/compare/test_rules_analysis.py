@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from expected_runs import (
-    CHECKPOINT,
+    OWN,
     PROGRAM,
     RANKS,
+    SAVING,
     ZERO_1,
     call,
     calls,
@@ -57,19 +58,10 @@ DIFFERENT: Final[dict[str, tuple[Callable[[list[Records]], list[Records]], dict[
     "the log begins after start-up": (lambda rows: [row for row in rows if row["step"][0] >= 0], {}, (3, 0, -146)),
     "the log ends within this step": (cut, {"end": False}, (1, 0, -72)),
     "optimizer skipped: gradients overflowed": (without_optimizer, {}, (4, 0, -164)),
-    "a call from a function or file named *checkpoint*, *consolidated* or *state_dict*": (
-        with_call("broadcast", 700, site=CHECKPOINT),
-        {},
-        (0, 1, 700),
-    ),
-    "a barrier called by the program": (with_call("barrier", 0, site=PROGRAM), {}, (0, 1, 0)),
-    "calls by the program, at most 64 bytes each": (
-        with_call("all_reduce", 4, site=PROGRAM, phase=Phase.OTHER),
-        {},
-        (0, 1, 4),
-    ),
-    "other calls by the program": (with_call("all_reduce", 4000, site=PROGRAM, phase=Phase.FORWARD), {}, (0, 1, 4000)),
-    "an evaluation": (with_call("all_gather", 72, phase=Phase.EVALUATION), {}, (0, 1, 72)),
+    "checkpoint saved": (with_call("broadcast", 700, site=SAVING), {}, (0, 1, 700)),
+    "the program's own": (with_call("barrier", 0, site=OWN), {}, (0, 1, 0)),
+    "not recorded": (with_call("all_reduce", 4000, site=PROGRAM, phase=Phase.FORWARD), {}, (0, 1, 4000)),
+    "evaluation": (with_call("all_gather", 72, phase=Phase.EVALUATION), {}, (0, 1, 72)),
     "the same bytes, split into different calls (another order)": (in_other_pieces, {}, (2, 2, 0)),
     "records missing from the log": (without_a_check, {"dropped": 1}, (1, 0, -1)),
 }
@@ -110,11 +102,25 @@ def payloads_of(rows: list[Records]) -> list[int]:
 def test_every_cause_has_an_example() -> None:
     tested_elsewhere = {
         "the log ends before this step, unlike the logs of other ranks",
-        "a call site in DeepSpeed's functions for full gradients or optimizer states (safe_get_full_*)",
-        "a call site in DeepSpeed's GatheredParameters",
         "gradients reduced several times: no_sync is not used",
     }
-    assert {*CAUSES} == {*DIFFERENT, *tested_elsewhere}
+    purposes = {"checkpoint saved", "the program's own", "not recorded", "evaluation"}
+    assert {*CAUSES} == {*DIFFERENT, *tested_elsewhere} - purposes
+
+
+def test_a_typical_step_has_no_checkpoint(tmp_path: Path) -> None:
+    """The step of the waterfall is one without activities, and no bytes of theirs are in it, if there is no other."""
+    plain = run_of(tmp_path / "plain", every_step(), ZERO_1).table("waterfall")
+    saved = [call(ExpectedCall("all_gather", 4000, ""), 2, site=SAVING)]
+    others = [call(ExpectedCall("all_gather", 4000, ""), step, site=SAVING) for step in (0, 1)]
+    one = run_of(tmp_path / "one", [*every_step(), *saved], ZERO_1).table("waterfall")
+    all_ = run_of(tmp_path / "all", [*every_step(), *others, *saved], ZERO_1).table("waterfall")
+    assert one["bytes"].tolist() == all_["bytes"].tolist() == plain["bytes"].tolist()
+    assert one["label"].iloc[-1] == "recorded, rank 0, step 1"
+    purposes = run_of(tmp_path / "one", [*every_step(), *saved], ZERO_1).table("volume_by_purpose")
+    checkpoint = purposes.loc[purposes["purpose"] == "checkpoint saved"]
+    assert checkpoint[["calls", "payload_bytes"]].to_numpy().tolist() == [[RANKS, 4000 * RANKS]]
+    assert checkpoint["calls_per_rank"].isna().all()
 
 
 @pytest.mark.parametrize("change", [cut, with_call("all_gather", 999), with_call("all_reduce", 6, site=0)])

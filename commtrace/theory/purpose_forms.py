@@ -1,0 +1,155 @@
+"""Closed forms of a training step by purpose: what one rank sends for each purpose, from the sizes in the job alone.
+
+FSDP2 and HSDP have a form for every unit, from shapes, placements, types and the passes of a step, whatever other
+parallel dimension the job has. Other jobs have the forms of their rules.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from commtrace.job_facts import UnknownFactError
+from commtrace.job_row import JobRow
+from commtrace.schema import Purpose
+
+from .expected_calls import ExpectedCall
+from .job import Job, NotPredictedError
+from .rules.schemes import predict
+from .rules.torch import fsdp
+
+_FORWARD: Final = (Purpose.PARAMETERS_FORWARD, Purpose.PARAMETERS_STAGE, Purpose.PARAMETERS_ON_REQUEST)
+"""Purposes before a forward pass: a pipeline stage, or the program, may call `unshard` before it."""
+_BACKWARD: Final = (Purpose.PARAMETERS_BACKWARD, Purpose.PARAMETERS_RECOMPUTATION)
+"""Purposes before a backward pass: with recomputed activations, a unit's own forward may gather its parameters."""
+
+ROOT: Final = "(root)"
+"""Place of a model itself, as reports show it."""
+
+_PURPOSES: Final[Mapping[str, tuple[Purpose, ...]]] = {
+    "gradients": (Purpose.GRADIENTS,),
+    "gradients of tied weights": (Purpose.GRADIENTS,),
+    "norm of the gradients": (Purpose.GRADIENT_NORM,),
+    "overflow check": (Purpose.GRADIENT_OVERFLOW,),
+    "small parameters": (Purpose.PARAMETERS_AFTER_OPTIMIZER,),
+    "buffers (broadcast_buffers)": (Purpose.BUFFERS,),
+    "parameters that were used (find_unused_parameters)": (Purpose.USED_PARAMETERS,),
+    "activations of tensor-parallel layers": (
+        Purpose.ACTIVATIONS,
+        Purpose.ACTIVATIONS_RECOMPUTED,
+        Purpose.ACTIVATION_GRADIENTS,
+    ),
+    "activations and their gradients": (Purpose.PIPELINE_ACTIVATIONS, Purpose.PIPELINE_GRADIENTS),
+}
+"""What rules say that calls are for -> the purposes that hooks record for them."""
+
+
+@dataclass(frozen=True)
+class PurposeForm:
+    """What one rank communicates in a training step for one purpose, or for several whose shares are not known.
+
+    Attributes:
+        purposes: The purposes, in the order in which they get their share of the calls.
+        role: Parallel dimension.
+        op: Operation.
+        place: Unit, as the hooks name it; "": the whole model.
+        calls: Calls per step.
+        payload_bytes: Their payload.
+        formula: The closed form, in a few words.
+        is_optional: Whether a program may do without these calls.
+    """
+
+    purposes: tuple[Purpose, ...]
+    role: str
+    op: str
+    place: str
+    calls: int
+    payload_bytes: int
+    formula: str
+    is_optional: bool = False
+
+
+def purpose_forms(row: Mapping[str, Any]) -> list[PurposeForm]:
+    """Return the closed forms of a job.
+
+    Args:
+        row: A row of the log's `job` table.
+
+    Raises:
+        NotPredictedError: With the missing fact, if the job has no sizes, or no rules.
+    """
+    job = Job(JobRow.read(row))
+    try:
+        if job.row.source == "fsdp":
+            return [*_of_units(job)]
+        if job.row.source == "dtensor":
+            return []  # the sizes of activations are not in the job
+        return [*_of_rules(job)]
+    except UnknownFactError as error:
+        raise NotPredictedError(str(error)) from error
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _of_units(job: Job) -> Iterator[PurposeForm]:
+    """Yield the forms of each unit of `fully_shard`."""
+    rows = [row for row in job.row.units if row.parameters]
+    try:
+        passes = fsdp.typical_passes(job)
+    except NotPredictedError:  # pipelines, and passes of parts of the model
+        passes = ((fsdp.Pass(), 1),)
+    for row, unit in zip(rows, fsdp.units_of(job), strict=True):
+        sums: dict[tuple[tuple[Purpose, ...], str], list[int]] = defaultdict(lambda: [0, 0])
+        for purposes, call in _calls_of_unit(unit, passes):
+            sums[purposes, call.op][0] += call.calls
+            sums[purposes, call.op][1] += call.bytes
+        for (purposes, op), (calls, size) in sums.items():
+            yield PurposeForm(purposes, "data", op, row.name or ROOT, calls, size, _FORMULAS[op])
+    if job.row.get(JobRow.tensor_parallel_size, 1) == 1:
+        size = len(job.trainable) * job.parameter_size
+        formula = "a norm of each trained parameter, once a step"
+        yield PurposeForm((Purpose.GRADIENT_NORM,), "data", "all_reduce", "", 1, size, formula, is_optional=True)
+
+
+def _calls_of_unit(unit: fsdp.FsdpUnit, passes: fsdp.StepPasses) -> Iterator[tuple[tuple[Purpose, ...], ExpectedCall]]:
+    """Yield the calls of a unit in a step that follows an equal one, with their purposes."""
+    gather = ExpectedCall("all_gather", fsdp.all_gather_bytes(unit), fsdp.PARAMETERS)
+    before = passes[-1][0]
+    for model_pass, times in passes:
+        for earlier, count in ((before, 1), (model_pass, times - 1)):
+            gathers = zip((_FORWARD, _BACKWARD), fsdp.gathered_over(unit, earlier, model_pass), strict=True)
+            yield from ((purposes, gather.times(count)) for purposes, ranks in gathers if ranks > 1 and count)
+        if unit.trained:
+            yield from (((Purpose.GRADIENTS,), call.times(times)) for call in fsdp.reductions(unit, model_pass))
+        before = model_pass
+
+
+_FORMULAS: Final = {
+    "all_gather": "parameters of the unit, padded to equal shards",
+    "reduce_scatter": "gradients of the unit, padded to equal shards",
+    "all_reduce": "this rank's shard of the unit's gradients, among replicas",
+}
+
+
+def _of_rules(job: Job) -> Iterator[PurposeForm]:
+    """Yield the forms that rules have for the calls of a step."""
+    prediction = predict(job.row)
+    sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for call in prediction.steps[-1]:
+        sums[call.cause, call.role, call.op][0] += call.calls
+        sums[call.cause, call.role, call.op][1] += call.bytes
+    for (cause, role, op), (calls, size) in sums.items():
+        if purposes := _purposes_of(job, cause):
+            yield PurposeForm(purposes, role, op, "", calls, size, f"{prediction.scheme}: {cause}")
+
+
+def _purposes_of(job: Job, cause: str) -> tuple[Purpose, ...]:
+    if cause == "parameters":
+        return (
+            (Purpose.PARAMETERS_FORWARD, *_BACKWARD)
+            if job.row.zero_stage == 3
+            else (Purpose.PARAMETERS_AFTER_OPTIMIZER,)
+        )
+    return _PURPOSES.get(cause, ())

@@ -1,0 +1,180 @@
+"""The typical step by purpose and place, beside the closed form, and what it says of changed steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+import pytest
+from factory import WORLD, LogFactory, record
+
+from commtrace.run import Run, open_run
+from commtrace.schema import Phase, Purpose
+
+RANKS: Final = 2
+STEPS: Final = 4
+GATHER, SCATTER, REDUCE = 2, 6, 1  # kinds
+FORWARD, BACKWARD, GRADIENTS = Purpose.PARAMETERS_FORWARD, Purpose.PARAMETERS_BACKWARD, Purpose.GRADIENTS
+
+
+class Made(NamedTuple):
+    """A call of each rank."""
+
+    kind: int
+    purpose: Purpose
+    module: str
+    payload: int
+
+
+def row_of(name: str, number: int, rows: int, *, reshards: bool) -> dict[str, Any]:
+    return {
+        "name": name, "parameters": [number], "shapes": [[rows, 8]], "dims": [0], "dtypes": ["float32"],
+        "reduce_dtype": None, "shards": RANKS, "copies": 1, "reshard_after_forward": reshards,
+        "unshard_in_backward": True,
+    }  # fmt: skip
+
+
+JOB: Final[dict[str, Any]] = {
+    "source": "fsdp", "engine": "fully_shard", "data_parallel_size": RANKS,
+    "reduce_grads": True, "all_reduce_grads": True, "reshard_after_backward": True,
+    "units": [
+        row_of("", 0, 4, reshards=False),
+        *(row_of(f"layers.{layer}", layer + 1, 3, reshards=True) for layer in range(2)),
+    ],
+    "parameters": [
+        {"name": name, "shape": [rows, 8], "dtype": "float32", "trainable": True}
+        for name, rows in (("w", 4), ("layers.0.w", 3), ("layers.1.w", 3))
+    ],
+    "buffers": [],
+}  # fmt: skip
+BYTES: Final = {"": 128, "layers.0": 128, "layers.1": 128}
+"""Bytes of each unit in float32: 4 rows of 8, and 3 rows of 8 that are padded to 4."""
+
+
+def step() -> list[Made]:
+    """Return the calls of a step as FSDP2 makes them."""
+    return [
+        *(Made(GATHER, FORWARD, name, BYTES[name]) for name in BYTES),
+        *(Made(GATHER, BACKWARD, name, BYTES[name]) for name in ("layers.1", "layers.0")),
+        *(Made(SCATTER, GRADIENTS, name, BYTES[name]) for name in BYTES),
+    ]
+
+
+def write(directory: Path, steps: Sequence[Sequence[Made]], job: dict[str, Any] | None = JOB) -> Run:
+    """Write a log with the calls of each step on every rank."""
+    log = LogFactory(directory)
+    for rank in range(RANKS):
+        process = log.process(rank, pid=rank + 1, world_size=RANKS)
+        process.known({WORLD: [*range(RANKS)]}, {WORLD: "data"})
+        sites: dict[tuple[Purpose, str], int] = {}
+        rows = []
+        for number, calls in enumerate(steps):
+            for call in calls:
+                key = call.purpose, call.module
+                if key not in sites:
+                    sites[key] = 100 + len(sites)
+                    facts = {"name": call.purpose.value, "module": call.module}
+                    file = "/opt/lib/site-packages/torch/distributed/fsdp/x.py"
+                    process.add("sites", id=sites[key], file=file, line=1, function="f", purpose=facts)
+                phase = Phase.FORWARD if call.purpose is FORWARD else Phase.BACKWARD
+                phase = Phase.OTHER if call.purpose is Purpose.CHECKPOINT_SAVED else phase
+                local = call.payload // RANKS if call.kind == GATHER else 0
+                rows.append(
+                    record(kind=call.kind, payload=call.payload, local=local, step=number, site=sites[key], phase=phase)
+                )
+        if job is not None:
+            process.add("job", id=1, **job)
+        process.write(rows).end()
+    return open_run(directory)
+
+
+def numbers(table: pd.DataFrame, *keys: str) -> dict[tuple[str, ...], tuple[float, ...]]:
+    columns = ["calls", "payload_bytes", "expected_calls", "expected_bytes"]
+    return {tuple(row[name] for name in keys): tuple(row[columns]) for _, row in table.iterrows()}
+
+
+def test_every_unit_is_as_its_closed_form(tmp_path: Path) -> None:
+    run = write(tmp_path, [step()] * STEPS)
+    places = run.table("step_by_place")
+    gathered = dict.fromkeys(("(root)", "layers.0", "layers.1"), (1, 128, 1, 128))
+    assert numbers(places, "purpose", "place") == {
+        **{(FORWARD.value, name): of for name, of in gathered.items()},
+        **{(BACKWARD.value, name): of for name, of in gathered.items() if name != "(root)"},
+        **{(GRADIENTS.value, name): of for name, of in gathered.items()},
+    }
+    assert (places["reason"] == "").all()
+    assert numbers(run.table("step_by_purpose"), "purpose") == {
+        (FORWARD.value,): (3, 384, 3, 384),
+        (BACKWARD.value,): (2, 256, 2, 256),
+        (GRADIENTS.value,): (3, 384, 3, 384),
+    }
+
+
+def test_steps_with_a_checkpoint_are_not_typical(tmp_path: Path) -> None:
+    saved = [*step(), Made(GATHER, Purpose.CHECKPOINT_SAVED, "", 4000)]
+    run = write(tmp_path, [step(), saved, saved, saved])
+    assert (run.table("step_by_purpose")["difference_bytes"] == 0).all()
+    assert Purpose.CHECKPOINT_SAVED.value not in set(run.table("step_by_purpose")["purpose"])
+
+
+Change = Callable[[list[Made]], list[Made]]
+
+
+def with_call(call: Made, times: int = 1) -> Change:
+    return lambda calls: [*calls, *[call] * times]
+
+
+def without(purpose: Purpose, module: str) -> Change:
+    return lambda calls: [call for call in calls if (call.purpose, call.module) != (purpose, module)]
+
+
+def resized(purpose: Purpose, module: str, payload: int) -> Change:
+    return lambda calls: [
+        call._replace(payload=payload) if (call.purpose, call.module) == (purpose, module) else call for call in calls
+    ]
+
+
+LAST: Final = "layers.1"
+FAULTS: Final[dict[str, tuple[Change, Purpose, str, float, float]]] = {
+    "gathered three times more": (with_call(Made(GATHER, FORWARD, LAST, 128), 3), FORWARD, LAST, 3, 384),
+    "reduced twice": (with_call(Made(SCATTER, GRADIENTS, LAST, 128)), GRADIENTS, LAST, 1, 128),
+    "root resharded": (with_call(Made(GATHER, BACKWARD, "", 128)), BACKWARD, "(root)", 1, 128),
+    "not resharded": (without(BACKWARD, LAST), BACKWARD, LAST, -1, -128),
+    "not reduced": (without(GRADIENTS, "layers.0"), GRADIENTS, "layers.0", -1, -128),
+    "gradients in 16 bits": (resized(GRADIENTS, LAST, 64), GRADIENTS, LAST, 0, -64),
+    "parameters in 64 bits": (resized(FORWARD, "", 256), FORWARD, "(root)", 0, 128),
+}
+"""Change of every step -> the purpose and the unit that differ, with extra calls and bytes."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_where_it_is(fault: str, tmp_path: Path) -> None:
+    change, purpose, place, calls, size = FAULTS[fault]
+    run = write(tmp_path, [change(step())] * STEPS)
+    for name, where in (("step_by_place", {"place": place}), ("step_by_purpose", {})):
+        table = run.table(name)
+        differs = (table["difference_bytes"] != 0) | (table["calls"] != table["expected_calls"])
+        (found,) = table.loc[differs & table["expected_calls"].notna()].to_dict("records")
+        expected = {"purpose": purpose.value, **where}
+        assert {key: found[key] for key in expected} == expected
+        assert (found["calls"] - found["expected_calls"], found["difference_bytes"]) == (calls, size)
+        assert found["reason"]
+
+
+def test_gathers_for_recomputation_take_the_place_of_those_for_backward(tmp_path: Path) -> None:
+    recomputed = Purpose.PARAMETERS_RECOMPUTATION
+    calls = [call._replace(purpose=recomputed) if call[1:3] == (BACKWARD, LAST) else call for call in step()]
+    table = write(tmp_path, [calls] * STEPS).table("step_by_purpose")
+    assert (table["difference_bytes"] == 0).all()
+    assert numbers(table, "purpose")[recomputed.value,] == (1, 128, 1, 128)
+
+
+def test_a_job_without_sizes_says_so(tmp_path: Path) -> None:
+    without_units = {name: value for name, value in JOB.items() if name != "units"}
+    for job, text in ((None, "no job was captured"), (without_units, "units")):
+        table = write(tmp_path / text.split()[0], [step()] * STEPS, job).table("step_by_purpose")
+        assert table["expected_calls"].isna().all()
+        assert table["reason"].str.startswith("no closed form: ").all()
+        assert table["reason"].str.contains(text).all()
