@@ -262,7 +262,7 @@ def _packed_records(part: RunPart, rows: list[dict[str, Any]]) -> Iterator[tuple
         left_out, slots, count, last_step = [np.zeros(0, np.int64)], [np.zeros(0, RECORD)], 0, -1
         damaged: Counter[str] = Counter()
         for records, suspects in _slots(segment, memory):
-            usable = usable_records(records, suspects, damaged)
+            usable = usable_records(records, suspects, damaged, segment)
             yield records if usable.all() else records[usable], process
             next_row += int(usable.sum())
             left_out.append(np.flatnonzero(~usable) + count)

@@ -32,7 +32,7 @@ from commtrace.statements import Statement, statement_fields, statement_of_field
 
 from .log_notes import Note, error_reason
 from .process_reader import Process, rank_of_stem
-from .segment_reader import BLOCK, Segment, Wanted, usable_records
+from .segment_reader import BLOCK, Segment, Wanted, median_time, usable_records
 from .table_reader import ProcessTables, parse_tables
 
 PACKED_VERSION: Final = 1
@@ -213,8 +213,14 @@ class PackedSegment(Segment):
     def _damaged_slots(self) -> Counter[str]:
         damaged: Counter[str] = Counter()
         if len(self.left_out_slots):
-            usable_records(self.left_out_slots, RECORD.names or (), damaged)
+            usable_records(self.left_out_slots, RECORD.names or (), damaged, self)
         return +damaged
+
+    def usual_time(self) -> int:
+        """Return a time on the process's clock near those of the first records, ns."""
+        for group, low, high in self.file.spans(self.offset, self.offset + self.count - len(self.left_out)):
+            return median_time(self.file.records(group)[low:high])
+        return median_time(self.left_out_slots)
 
     def last(self, count: int) -> Segment:
         """Return the last `count` slots as a segment, or all if there are fewer."""

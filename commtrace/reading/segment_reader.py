@@ -27,10 +27,14 @@ BLOCK: Final = 1 << 18
 Wanted: TypeAlias = Mapping[str, Sequence[int] | Sequence[str]]
 """Wanted values by column of the event table."""
 
-_MAX_TIME: Final = 1 << 58
+_TIMES: Final = ("t_begin", "t_return", "t_wait", "t_start", "t_end")
+_FAR: Final = 1 << 58
+"""A time may differ by at most this from the process's others, ns: nine years."""
+_MAX_TIME: Final = 1 << 62
+"""Largest time on any clock: differences of two fit in 64 bits."""
 _MAX_BYTES: Final = 1 << 50
 _HIGHEST: Final = {
-    **dict.fromkeys(("t_begin", "t_return", "t_wait", "t_start", "t_end"), _MAX_TIME),
+    **dict.fromkeys(_TIMES, _FAR),
     **dict.fromkeys(("payload", "local"), _MAX_BYTES),
     "phase": max(Phase),
     "clock": max(Clock),
@@ -87,7 +91,7 @@ class Segment:
         last_step, read_error = -1, ""
         try:
             for records, suspects in self.slots(size, memory):
-                usable = usable_records(records, suspects, damaged)
+                usable = usable_records(records, suspects, damaged, self)
                 last_step = max(last_step, int(records["step"].max(where=usable, initial=-1)))
                 yield records if usable.all() else records[usable]
         except OSError as error:
@@ -105,6 +109,17 @@ class Segment:
             for begin in range(0, self.count, size):
                 length = min(size, self.count - begin) * RECORD.itemsize
                 yield _read(file, memoryview(bytearray(length) if memory is None else memory)[:length])
+
+    def usual_time(self) -> int:
+        """Return a time on the process's clock near those of the first records, ns.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        with self._open() as file:
+            file.seek(self.offset)
+            records = np.frombuffer(file.read(min(self.count * RECORD.itemsize, _READ_AT_ONCE)), RECORD)
+            return median_time(records)
 
     def last(self, count: int) -> Segment:
         """Return the last `count` records as a segment, or all if there are fewer."""
@@ -127,6 +142,10 @@ class MemorySegment(Segment):
     def slots(self, size: int = BLOCK, memory: bytearray | None = None) -> Iterator[tuple[Records, set[str]]]:
         """Yield all records in one block."""
         yield self.records, {*(RECORD.names or ())}
+
+    def usual_time(self) -> int:
+        """Return a time on the process's clock near those of the records, ns."""
+        return median_time(self.records)
 
     def last(self, count: int) -> Segment:
         """Return all records: those of a ring are in no order."""
@@ -157,26 +176,43 @@ def _read(file: BufferedReader, block: memoryview) -> tuple[Records, set[str]]:
     return np.frombuffer(block, RECORD, filled // RECORD.itemsize), suspects
 
 
-def usable_records(records: Records, suspects: Container[str], damaged: Counter[str]) -> npt.NDArray[np.bool_]:
+def median_time(records: Records) -> int:
+    """Return the median begin of records, ns, 0 if none has one: most are not damaged."""
+    begins = records["t_begin"][(records["state"] != State.FREE) & (records["t_begin"] > 0)]
+    return min(int(np.partition(begins, len(begins) // 2)[len(begins) // 2]), _MAX_TIME) if len(begins) else 0
+
+
+def usable_records(
+    records: Records, suspects: Container[str], damaged: Counter[str], segment: Segment
+) -> npt.NDArray[np.bool_]:
     """Return a mask of the slots that hold a record without impossible values, shape (n,).
 
     Args:
         records: The slots, shape (n,).
         suspects: Fields that may have impossible values.
         damaged: Counts of records with impossible values by field, which are increased.
+        segment: The segment of the slots. What a time may be depends on its others: a clock may start anywhere.
     """
     usable = np.asarray(records["state"] != State.FREE)
-    for name, impossible in _impossible(records, suspects):
+    values = records.view(_UNSIGNED)
+    is_late = any(bool((values[name] > _FAR).any()) for name in _TIMES if name in suspects)
+    usual = segment.usual_time() if is_late else 0
+    for name, impossible in _impossible(records, suspects, usual):
         damaged[name] += int((usable & impossible).sum())
         usable &= ~impossible
     return usable
 
 
-def _impossible(records: Records, suspects: Container[str]) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
+def _impossible(
+    records: Records, suspects: Container[str], usual_time: int
+) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
     """Yield each of `suspects` with a mask of the records that have an impossible value in it, shape (n,)."""
     values = records.view(_UNSIGNED)
+    earliest, latest = max(usual_time - _FAR, 0), min(usual_time + _FAR, _MAX_TIME)
     for name in RECORD.names or ():
-        if name in suspects:
+        if name in _TIMES and name in suspects:
+            yield name, (values[name] > latest) | ((values[name] < earliest) & (values[name] > 0))
+        elif name in suspects:
             highest = values["payload"] if name == "local" else _HIGHEST.get(name, np.iinfo(RECORD[name]).max)
             yield name, (values[name] < _LOWEST.get(name, 0)) | (values[name] > highest)
 

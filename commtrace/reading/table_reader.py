@@ -184,8 +184,8 @@ class _RowType(NamedTuple):
 
 _MAX_ID: Final = 1 << 32
 _MAX_COUNTER: Final = 1 << 53
-_MAX_TIME: Final = 1 << 58
-_CLOCKS: Final = {"mono_ns": _MAX_TIME, "unix_ns": 1 << 62}
+_MAX_TIME: Final = 1 << 62
+_CLOCKS: Final = {"mono_ns": _MAX_TIME, "unix_ns": _MAX_TIME}
 
 
 def _natural(value: object, below: int = 1 << 62) -> int:

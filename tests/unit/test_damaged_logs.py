@@ -13,7 +13,7 @@ import numpy as np
 import processes
 import pytest
 import trainings
-from factory import RUN, LogFactory, record, training
+from factory import RUN, WORLD, LogFactory, record, training
 
 from commtrace.analyses.scaling.scaling_tables import shared_cores
 from commtrace.cli import main
@@ -76,6 +76,43 @@ def test_records_with_impossible_values_are_left_out_and_named(tmp_path: Path, f
     assert note.what == f"1 record with impossible values ({field})"
     assert run.processes[0].lost_records == 1
     assert note.what in run.table("notes")["what"].tolist()
+
+
+def test_records_of_a_clock_with_large_values_are_all_reported(tmp_path: Path) -> None:
+    """A clock may start anywhere: only the process's own other times show which ones are damaged."""
+    start = 1_800_000_000 * 10**9
+    folder = tmp_path / "log"
+    log = LogFactory(folder)
+    for rank, clock in enumerate((start, 10**9)):
+        rows = [
+            record(seq=number, step=number // 2, t_begin=at, t_return=at + 9_000, t_wait=0, t_end=at + 9_000)
+            for number, at in enumerate(range(clock, clock + 8 * 10**6, 10**6))
+        ]
+        host = f"node{rank}"
+        process = log.process(rank, pid=100 + rank, host=host, boot_id=host, world_size=2, mono_ns=clock)
+        process.known({WORLD: [0, 1]}).write(rows).end()
+    run = open_run(folder)
+    assert (len(run.events()), run.notes) == (16, ())
+    tables = run.tables()
+    assert tables["ranks"]["calls"].tolist() == [8, 8]
+    assert tables["waits_by_rank"][["calls", "calls_unknown"]].to_numpy().sum() == 16
+    assert tables["clocks"]["offset_ns"].abs().max() == pytest.approx(start - 10**9, abs=10**4)
+    for command in ("report", "check", "export"):
+        options = ["--out", str(tmp_path / "events.csv")] if command == "export" else []
+        assert main([command, str(folder), *options]) in (0, 3)
+    pytest.importorskip("pyarrow")
+    assert main(["pack", str(folder), "--out", str(tmp_path / "packed")]) == 0
+    assert len(open_run(tmp_path / "packed").events()) == 16
+
+
+@pytest.mark.parametrize("value", [1, 1 << 60, -1, (1 << 62) + 1])
+def test_damaged_times_of_a_clock_with_large_values_are_left_out(tmp_path: Path, value: int) -> None:
+    times = dict.fromkeys(("t_begin", "t_return", "t_end"), 1_800_000_000 * 10**9) | {"t_wait": 0}
+    process = LogFactory(tmp_path).process().known()
+    process.write([*(record(**times) for _ in range(3)), record(**times | {"t_end": value})]).stats()
+    run = open_run(tmp_path)
+    assert len(run.events()) == 3
+    assert [note.what for note in run.notes] == ["1 record with impossible values (t_end)"]
 
 
 def test_damage_that_worker_processes_find_is_named(tmp_path: Path) -> None:
