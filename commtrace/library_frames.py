@@ -25,6 +25,7 @@ _WRAPPERS: Final = (
     "functools.py",
     "lightning/fabric/utilities/distributed.py",
     "lightning_fabric/utilities/distributed.py",
+    "lightning_utilities/core/apply_func.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
     "mpi4py/util/",
     "torch/_dynamo/",

@@ -16,6 +16,7 @@ _CHECKPOINT_CALLBACK: Final = dict.fromkeys(
     ),
     Purpose.CHECKPOINT_SAVED,
 )
+_METRICS: Final = dict.fromkeys(("update", "compute"), Purpose.METRICS)
 _RESTORING: Final = dict.fromkeys(
     ("resume_start", "restore", "restore_datamodule", "restore_model", "restore_training_state"),
     Purpose.CHECKPOINT_LOADED,
@@ -25,7 +26,7 @@ _RESTORING: Final = dict.fromkeys(
 _TRAINER: Final = (
     ("trainer.trainer", "Trainer", {"save_checkpoint": Purpose.CHECKPOINT_SAVED}),
     (f"{_CONNECTORS}.checkpoint_connector", "_CheckpointConnector", _RESTORING),
-    (f"{_CONNECTORS}.logger_connector.result", "_Sync", {"__call__": Purpose.METRICS}),
+    (f"{_CONNECTORS}.logger_connector.result", "_ResultMetric", _METRICS),
     (f"{_CONNECTORS}.signal_connector", "_SignalConnector", {"_sigterm_notifier_fn": Purpose.FLAGS}),
     ("callbacks.model_checkpoint", "ModelCheckpoint", _CHECKPOINT_CALLBACK),
     ("callbacks.early_stopping", "EarlyStopping", {"_run_early_stopping_check": Purpose.FLAGS}),

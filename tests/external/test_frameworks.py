@@ -1,6 +1,6 @@
 """Training frameworks on CPU ranks, traced by environment variable: operators, steps, dimensions and `check`.
 
-    pip install transformers accelerate lightning megatron-core torchtitan
+    pip install -r tests/external/requirements.txt
     pytest -m external tests/external/test_frameworks.py
 
 FRAMEWORKS_RESULTS=FILE adds the results to a JSON file, the source of the table on the page about frameworks.
@@ -14,15 +14,21 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from framework_purposes import PURPOSES
+from writing_programs import tree_hash
 
 import commtrace
 
 LAUNCHER = Path(__file__).parent / "frameworks" / "launch.py"
+PACKAGES = {
+    "trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning",
+    "trl": "trl", "deepspeed": "deepspeed", "autotp": "deepspeed",
+}  # fmt: skip
 
 pytestmark = [pytest.mark.external, pytest.mark.timeout(2400)]
 
@@ -153,3 +159,28 @@ def test_a_dry_run(name: str, tmp_path: Path) -> None:
     run([*simulated, f"--out={dry}", sys.executable], row, tmp_path / "work")
     assert check(log, "--against", dry) == 0
     note(name, dry_run=0)
+
+
+@pytest.mark.parametrize("command", PURPOSES)
+def test_every_call_has_its_purpose(command: str, tmp_path: Path) -> None:
+    """Bits equal those of an untraced run; a dry run in the same folder predicts every call and changes no file."""
+    row = Row(PACKAGES[command.split("_")[0].split(".")[0]], command, 4 if "autotp" in command else 2, 0, "")
+    version_of(row.package)
+    if "autotp" in command and "DEEPSPEED_EXAMPLES" not in os.environ:
+        pytest.skip("DEEPSPEED_EXAMPLES does not name a checkout of DeepSpeedExamples")
+    log, work, dry = tmp_path / "log", tmp_path / "work", tmp_path / "dry"
+    bits = train(row, tmp_path / "untraced", FRAMEWORKS_BITS=1)
+    assert train(row, work, COMMTRACE=log, FRAMEWORKS_BITS=1) == bits
+    events = commtrace.open(log).events()
+    events = events.loc[events["rank"] == 0, ["purpose", "op"]].astype(str)
+    counts = events.value_counts().sort_index()
+    found: dict[str, list[str]] = defaultdict(list)
+    for (purpose, op), calls in counts.items():
+        found[purpose].append(f"{op} {calls}")
+    assert {purpose: ", ".join(calls) for purpose, calls in found.items()} == PURPOSES[command]
+
+    before = tree_hash(work)
+    options = ["--world-size", str(row.ranks), "--ranks", "all", "--out", str(dry)]
+    run(["-m", "commtrace.cli", "dryrun", *options, sys.executable], row, work)
+    assert tree_hash(work) == before
+    assert check(log, "--against", dry) == 0

@@ -1,4 +1,7 @@
-"""DeepSpeedExamples' AutoTP program, unedited but for its device: autotp.py STAGE. Four ranks; CHECKOUT names it."""
+"""DeepSpeedExamples' AutoTP program, unedited but for its device, on four ranks: autotp.py STAGE.
+
+DEEPSPEED_EXAMPLES names the checkout.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def main() -> None:
     folder = Path(f"llama-{os.environ['RANK']}")
     if not folder.exists():
         tiny_llama().save_pretrained(folder)
-    path = Path(os.environ["CHECKOUT"], EXAMPLE)
+    path = Path(os.environ["DEEPSPEED_EXAMPLES"], EXAMPLE)
     line = 'torch.device(f"cuda:{rank % torch.cuda.device_count()}")'
     source = path.read_text()
     assert line in source
