@@ -10,13 +10,13 @@ with the most tokens, and the others wait for it in the same calls.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 import pandas as pd
 
-from commtrace.formatting import is_known
 from commtrace.reading.labels import RunLabels
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.schema import Purpose
@@ -116,7 +116,7 @@ def _by_rank(sums: pd.DataFrame) -> pd.DataFrame:
 
 def _by_step(sums: pd.DataFrame) -> pd.DataFrame:
     worst = _largest(sums)
-    total = sums.groupby(["step", "group", "rank"], as_index=False)["bytes"].sum()
+    total = sums.groupby(["step", "group", "rank"], as_index=False)[["bytes"]].sum()
     mean = total.groupby(["step", "group"])["bytes"].transform("mean")
     total["load"] = total["bytes"] / mean.where(mean > 0)
     steps = _largest(total)[["step", "load", "rank"]].rename(columns={"load": "imbalance"})
@@ -132,10 +132,10 @@ def _largest(loads: pd.DataFrame) -> pd.DataFrame:
 
 def _findings(tables: Tables) -> Iterator[str]:
     steps = tables["expert_steps"]
-    median = steps["imbalance"].median() if len(steps) else None
-    if not is_known(median) or median < _NOTABLE:
+    median = float(steps["imbalance"].median()) if len(steps) else math.nan
+    if not median >= _NOTABLE:  # NaN: not known
         return
-    worst = steps.loc[steps["worst_imbalance"].idxmax()]
+    worst = steps.iloc[int(steps["worst_imbalance"].argmax())]
     yield (
         f"Experts: the rank with the most tokens has {median:.2f} times the mean of its group (median step). "
         f"Most uneven: layer {worst['layer'] or 'unknown'} in step {worst['step']}, {worst['worst_imbalance']:.2f} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from commtrace.formatting import format_duration, format_share, is_known
 
@@ -57,7 +57,7 @@ def _overlap(tables: Tables, operation: str) -> Measured:
 
 
 def _wait(tables: Tables, operation: str) -> Measured:
-    share = tables["waiting"]["wait_share"].iloc[0] if len(tables["waiting"]) else None
+    share: Any = tables["waiting"]["wait_share"].iloc[0] if len(tables["waiting"]) else None
     if not is_known(share):
         return None, "no wait is known: this needs the ends of calls on all ranks of their groups"
     return float(share), f"ranks wait for others for {format_share(share)} of the time in calls"

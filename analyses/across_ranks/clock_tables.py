@@ -98,7 +98,7 @@ def _findings(tables: Tables) -> Iterator[str]:
     if len(jumped):
         yield f"The clock of {_names(jumped)} jumped during the run (--sections clocks)."
     if len(changed):
-        most = changed.loc[changed["rate_change_ppm"].idxmax()]
+        most = changed.iloc[int(changed["rate_change_ppm"].argmax())]
         yield (
             f"The rate of the clock of {_names(changed)} changed during the run, that of {most['host']} by at least "
             f"{most['rate_change_ppm']:.0f} ppm (--sections clocks)."

@@ -106,7 +106,7 @@ def _returned_address(machine: int, address: int, code: bytes) -> int | None:
         match = re.match(rb"(?:\xf3\x0f\x1e\xfa)?\x48\x8d\x05(.{4})\xc3", code, re.DOTALL)  # lea offset(%rip), %rax
         return address + match.end() - 1 + int.from_bytes(match[1], "little", signed=True) if match else None
     if machine == _AARCH64:
-        words = [word for (word,) in struct.iter_unpack("<I", code[: len(code) // 4 * 4])]
+        words: list[int] = [word for (word,) in struct.iter_unpack("<I", code[: len(code) // 4 * 4])]
         skipped = words[:1] == [0xD503245F]  # bti c
         words, address = words[skipped:], address + 4 * skipped
         is_load = len(words) > 2 and words[0] & 0x9F00001F == 0x90000000 and words[1] & 0xFFC003FF == 0x91000000

@@ -86,7 +86,8 @@ def _process_end(process: Process, rows: Iterable[Row]) -> ProcessEnd:
     left_ns = integer_or_none(leaving.get("mono_ns")) or (integer_or_none((end or {}).get("mono_ns")) or 0)
     exception = leaving.get("exception")
     if left_ns and state != "stopped" and not (signal and exception is None):
-        earliest, latest = left_ns, left_ns
+        latest: int | None = left_ns
+        earliest = left_ns
     else:
         earliest = max(left_ns, _last_seen_ns(process))
         times = [row["mono_ns"] for row in rows if row["mono_ns"] >= earliest]

@@ -140,7 +140,7 @@ def _facts(tokens: torch.Tensor) -> dict[str, str | int]:
 def _nodes(result: Any, source: torch.Tensor) -> Iterator[Any]:
     """Yield the autograd nodes that lead from a result back to the tensor that it was made of."""
     end = source.grad_fn
-    nodes = [value.grad_fn for value in _tensors(result)]
+    nodes: list[Any] = [value.grad_fn for value in _tensors(result)]
     for _ in range(_MOST_NODES):
         nodes = [node for node in nodes if node is not None and node is not end and node.name() != _LEAF]
         if not nodes:

@@ -21,6 +21,7 @@ pytest.importorskip("torch")
 
 from commtrace.analyses.compare.recorded_calls import read_calls
 from commtrace.analyses.compare.two_runs import compare_calls
+from commtrace.analyses.grouping import rows_of
 from commtrace.run import open_run
 
 Differences = list[tuple[str, str, str]]
@@ -46,7 +47,7 @@ def differences(a: Path, b: Path) -> Differences:
     """Return name, difference (first value -> second) and ranks of the settings that differ between two logs."""
     verdict = compare_calls(*(read_calls(open_run(path)) for path in (a, b)))
     assert verdict.equal
-    return [(row.name, f"{row.a} -> {row.b}", row.ranks) for row in verdict.settings.itertuples()]
+    return [(row.name, f"{row.a} -> {row.b}", row.ranks) for row in rows_of(verdict.settings)]
 
 
 def library(folder: Path, name: str, source: str) -> str:

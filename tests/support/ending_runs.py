@@ -11,6 +11,7 @@ import processes
 from ports import free_port
 
 from commtrace.analyses.across_ranks.endings import find_endings
+from commtrace.analyses.grouping import rows_of
 from commtrace.run import open_run
 
 LAUNCHERS: Final = ("torchrun", "deepspeed", "openmpi", "mpich")
@@ -76,11 +77,11 @@ def verdict(kind: str, bad_rank: int, size: int, log: Path) -> str:
     endings = tables["endings"]
     if kind == "thread":
         threads = tables["thread_exceptions"]
-        is_right = [(row.rank, row.reason) for row in threads.itertuples()] == [(bad_rank, "ValueError")]
+        is_right = [(row.rank, row.reason) for row in rows_of(threads)] == [(bad_rank, "ValueError")]
         return "right" if is_right and not len(endings) else f"wrong: {threads.to_dict('records')} {len(endings)}"
     if not len(endings):
         return "wrong: no failure"
-    ends = {int(row.rank): f"{row.end} {row.reason}" for row in endings.itertuples()}
+    ends = {int(row.rank): f"{row.end} {row.reason}" for row in rows_of(endings)}
     first = {int(rank) for rank in endings.loc[endings["order"] == "first", "rank"]}
     if ends[bad_rank] not in EXPECTED[kind]:
         return f"wrong: {ends}"

@@ -16,9 +16,9 @@ pytest.importorskip("torch")
 
 from ranks import Nursery
 
-from commtrace.analyses.compare.call_differences import compare_calls
 from commtrace.analyses.compare.recorded_calls import read_calls
 from commtrace.analyses.compare.rules_verdict import check_by_rules
+from commtrace.analyses.compare.two_runs import compare_calls
 from commtrace.run import Run, open_run
 from commtrace.schema import Purpose
 

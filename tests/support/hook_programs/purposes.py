@@ -155,8 +155,8 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any
 @section
 def ring() -> None:
     cp = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    tokens: list[torch.Tensor] = [torch.ones(1, 1, 4, WIDTH) for _ in range(3)]
-    _templated_ring_attention(cp.get_group(), 2, attend, *tokens, is_causal=True)
+    query, key, value = (torch.ones(1, 1, 4, WIDTH) for _ in range(3))
+    _templated_ring_attention(cp.get_group(), 2, attend, query, key, value, is_causal=True)
 
 
 class Experts(torch.nn.Module):

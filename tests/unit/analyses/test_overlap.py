@@ -27,8 +27,8 @@ def test_exposed_communication_is_a_union_of_spans(tmp_path: Path) -> None:
     run = commtrace.open(trace.write(tmp_path / "a.json"))
     table = run.table("exposed_communication").set_index("step")
     columns = ["duration_ns", "computation_ns", "communication_ns", "hidden_ns", "exposed_ns", "idle_ns"]
-    assert table.loc["0", columns].tolist() == [100_000, 80_000, 40_000, 20_000, 20_000, 0]
-    assert table.loc["all", columns].tolist() == [250_000, 90_000, 90_000, 20_000, 70_000, 90_000]
+    assert [*table.loc["0", columns]] == [100_000, 80_000, 40_000, 20_000, 20_000, 0]
+    assert [*table.loc["all", columns]] == [250_000, 90_000, 90_000, 20_000, 70_000, 90_000]
     assert table.loc["0", "exposed_share"] == pytest.approx(0.2)
     operation = run.table("overlap_by_operation").iloc[0]
     assert (operation["op"], operation["calls"], operation["communication_ns"]) == ("all_reduce", 3, 90_000)

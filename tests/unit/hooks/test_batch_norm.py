@@ -22,7 +22,7 @@ def test_both_passes_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
 
         backward = forward
 
-    monkeypatch.setitem(sys.modules, batch_norm.MODULE, SimpleNamespace(SyncBatchNorm=SyncBatchNorm))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, batch_norm.MODULE, SimpleNamespace(SyncBatchNorm=SyncBatchNorm))
     batch_norm.install()
     name = Purpose.BATCH_STATISTICS.value
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import factory
@@ -33,10 +34,12 @@ def test_a_description_names_the_role(description: str, role: str | None) -> Non
 PURPOSES = (Purpose.GRADIENTS, Purpose.EXPERT_DISPATCH, Purpose.GRADIENT_NORM)
 
 
-def roles_of_calls(folder: Path, groups: dict[int, list[int]], dimensions: list[tuple[int, str]]) -> list[list[str]]:
+def roles_of_calls(
+    folder: Path, groups: Mapping[int, Sequence[int]], dimensions: list[tuple[int, str]]
+) -> list[list[str]]:
     """Return the roles of calls with PURPOSES, and of one without, in each group of a job of four ranks."""
     files = factory.LogFactory(folder).process(0, world_size=4)
-    files.known(groups, {2: "tensor"})
+    files.known({**groups}, {2: "tensor"})
     for number, role in dimensions:
         files.add("dimensions", id=number, group=number, role=role, source="test")
     for site, purpose in enumerate(PURPOSES, 10):
