@@ -35,8 +35,8 @@ pytestmark = [
 LAYERS = 6
 LOSS_CHUNKS = 8
 MICRO_BATCHES = 4
-UNITS = LAYERS + 3
-"""Units of FSDP2: embedding, layers, final norm, head. The last one stays gathered after forward."""
+UNITS = LAYERS + 2
+"""Units of FSDP2: embedding, layers, and the final norm with the head."""
 
 Calls = Mapping[tuple[str, str, str, Purpose], int]
 """Operation, dimension, phase and purpose -> calls of rank 0 in the second step."""
@@ -62,27 +62,32 @@ PIPELINE = (
 MEASURED: Calls = {(REDUCE, "data", "other", METRICS): 4}
 
 
-def sharded(units: int, backward: int) -> Calls:
-    """Return the calls of FSDP2 with this many units, of which so many are gathered again in backward."""
+def sharded(units: int, backward: int, *, head: int = 1) -> Calls:
+    """Return the calls of FSDP2 with this many units, of which so many are gathered again in backward.
+
+    The loss in chunks runs the head on its own, after the final norm: their unit is gathered again for it, and its
+    gradients are reduced twice (`head`).
+    """
     return {
-        (GATHER, "data", "forward", Purpose.PARAMETERS_FORWARD): units,
+        (GATHER, "data", "forward", Purpose.PARAMETERS_FORWARD): units + head,
         (GATHER, "data", "backward", Purpose.PARAMETERS_BACKWARD): backward,
-        (SCATTER, "data", "backward", GRADIENTS): units,
+        (SCATTER, "data", "backward", GRADIENTS): units + head,
         (REDUCE, "data", "other", GRADIENT_NORM): 1,
     }
 
 
-def with_tensors(recomputed: int) -> Calls:
-    """Return the calls of FSDP2 with tensor and sequence parallelism, and so many activations gathered again."""
+def with_tensors(gathered: int, scattered: int = 0) -> Calls:
+    """Return the calls of FSDP2 with tensor and sequence parallelism, and those that recompute activations."""
     return {
-        **sharded(UNITS, UNITS - 1),
+        **sharded(UNITS, UNITS),
         (SCATTER, "tensor", "forward", Purpose.ACTIVATIONS): 2 * LAYERS + 1,
         (GATHER, "tensor", "forward", Purpose.ACTIVATIONS): 2 * LAYERS,
         (GATHER, "tensor", "other", TENSORS): 1,  # before the chunks of the loss
         (REDUCE, "tensor", "forward", Purpose.LOSS): 3 * LOSS_CHUNKS,
         (GATHER, "tensor", "backward", Purpose.ACTIVATION_GRADIENTS): 2 * LAYERS + 1,
         (SCATTER, "tensor", "backward", Purpose.ACTIVATION_GRADIENTS): 2 * LAYERS,
-        (GATHER, "tensor", "backward", Purpose.ACTIVATIONS_RECOMPUTED): recomputed,
+        (GATHER, "tensor", "backward", Purpose.ACTIVATIONS_RECOMPUTED): gathered,
+        (SCATTER, "tensor", "backward", Purpose.ACTIVATIONS_RECOMPUTED): scattered,
         (REDUCE, "tensor", "backward", GRADIENTS): 2 * LAYERS + 1,  # of norms, whose inputs are sharded
         (REDUCE, "tensor", "other", GRADIENT_NORM): 1,
         (REDUCE, "data", "other", METRICS): 2,  # the loss is a DTensor that is not reduced
@@ -104,22 +109,24 @@ def staged(stages: int) -> Calls:
 STAGE = LAYERS // 2 + 1
 """Units of the first of two stages: the embedding and half of the layers."""
 PROGRAMS = {
-    "fsdp2": Program(2, LLAMA, {**sharded(UNITS, UNITS - 1), **MEASURED}),
+    "fsdp2": Program(2, LLAMA, {**sharded(UNITS, UNITS), **MEASURED}),
     "never resharded": Program(
         2,
         f"{LLAMA} --parallelism.fsdp_reshard_after_forward never",
-        {**sharded(UNITS, 0), **MEASURED},
+        {**sharded(UNITS, 1), **MEASURED},
     ),
     "hsdp": Program(
         4,
         f"{LLAMA} --parallelism.data_parallel_replicate_degree 2",
-        {**sharded(UNITS, UNITS - 1), **MEASURED, (REDUCE, "data", "backward", GRADIENTS): UNITS},
+        {**sharded(UNITS, UNITS), **MEASURED, (REDUCE, "data", "backward", GRADIENTS): UNITS + 1},
     ),
     "tensor, selective": Program(4, f"{TENSOR} selective", with_tensors(2 * LAYERS)),
+    "tensor, full": Program(4, f"{TENSOR} full", with_tensors(2 * LAYERS, 2 * LAYERS)),
+    "tensor, none": Program(4, f"{TENSOR} none", with_tensors(0)),
     "1F1B": Program(2, f"{PIPELINE} 1F1B", staged(2)),
     "interleaved": Program(2, f"{PIPELINE} Interleaved1F1B", staged(4)),
     "zero-bubble": Program(2, f"{PIPELINE} InterleavedZeroBubble --activation_checkpoint.mode none", staged(4)),
-    "1F1B, fsdp2": Program(4, f"{PIPELINE} 1F1B", {**sharded(STAGE, 0), **staged(2), **MEASURED}),
+    "1F1B, fsdp2": Program(4, f"{PIPELINE} 1F1B", {**sharded(STAGE, 0, head=0), **staged(2), **MEASURED}),
 }
 
 
