@@ -96,16 +96,24 @@ def rate(host: Host) -> float:
     return int(host[1].get("CLOCK_PPM", 0)) / 1e6
 
 
+def slewed_ns(host: Host, namespace_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return by how much a host's clock is ahead because its rate changes, at times of its namespace's clock."""
+    period, slew = int(host[1].get("CLOCK_SLEW_MS", 0)) * 1_000_000, int(host[1].get("CLOCK_SLEW_PPB", 0)) / 1e9
+    phase = namespace_ns % (2 * period) if period else np.zeros_like(namespace_ns)
+    return np.round(slew * np.minimum(phase, 2 * period - phase)).astype(np.int64)
+
+
 def at_machine_time(folder: Path, rank: int, host: Host, machine_ns: npt.NDArray[np.int64]) -> tuple[Any, Any]:
     """Return the smallest and largest value of a rank's clock at times of the machine's clock."""
     own, before, after = clock_of(folder, rank)
+    own = own - slewed_ns(host, before)  # which changes by less than a nanosecond until `after`
     base, ahead = before[0], host[0] * 10**9
     # own = machine's clock in its namespace, times 1 + rate, plus a constant that each pair bounds
     least = (own - after - rate(host) * (after - base)).max()
     most = (own - before - rate(host) * (before - base)).min()
     here = machine_ns + ahead
-    straight = here + np.round(rate(host) * (here - base)).astype(np.int64)
-    return straight + int(np.floor(least)), straight + int(np.ceil(most))
+    straight = here + np.round(rate(host) * (here - base)).astype(np.int64) + slewed_ns(host, here)
+    return straight + int(np.floor(least)) - 1, straight + int(np.ceil(most)) + 1
 
 
 def assert_bounds_hold(run: Run, folder: Path, hosts: list[Host]) -> None:
@@ -138,7 +146,13 @@ def random_hosts(seed: int, library: Path) -> tuple[str, list[Host]]:
     hosts = []
     for _ in range(chance.choice((1, 1, 2, 3))):
         ppm = chance.choice((0, chance.randint(-1000, 1000)))
-        hosts.append(host(library, chance.randint(1, 9), **({"CLOCK_PPM": ppm} if ppm else {})))
+        clock = {"CLOCK_PPM": ppm} if ppm else {}
+        if chance.random() < 0.5:  # rates that change by up to 5 ppm
+            clock |= {
+                "CLOCK_SLEW_PPB": chance.randint(500, 2500),
+                "CLOCK_SLEW_MS": chance.choice((50, 500, 1000, 2000)),
+            }
+        hosts.append(host(library, chance.randint(1, 9), **clock))
     return backend, hosts
 
 
