@@ -96,7 +96,7 @@ NOT_SELECTED: Final = "not_selected"
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
-    return table_by(block.distinct_calls_by_step, ("process", "state"), {})
+    return table_by(block.distinct_calls_by("process"), ("process", "state"), {})
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:

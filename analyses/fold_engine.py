@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import pandas as pd
 
@@ -27,7 +27,10 @@ from commtrace.summary_format import TIMES
 from .across_ranks.matching import BlockCalls, CallReader, Derived
 from .analysed_run import AnalysedRun
 from .grouping import Array
-from .record_blocks import EMPTY_BLOCK, READ_FIELDS, HistogramBlock, RecordBlock, read_blocks
+from .record_blocks import EMPTY_BLOCK, READ_FIELDS, ROWS_OF_BLOCK, HistogramBlock, RecordBlock, read_blocks
+
+_CALLS_PER_TASK: Final = ROWS_OF_BLOCK * 7 // 8
+"""Records of a part, all of whose calls are in memory until the table of calls has them: mostly one block."""
 
 NamedTables: TypeAlias = dict[str, pd.DataFrame]
 
@@ -155,7 +158,7 @@ def _read(run: AnalysedRun, folds: Mapping[str, _Fold]) -> NamedTables:
     read = functools.partial(_partials_and_calls, folds, table.reader, run.labels)
 
     def partials() -> Iterator[NamedTables]:
-        for tables, blocks in run.executor.map("fold", read, run.parts()):
+        for tables, blocks in run.executor.map("fold", read, run.parts(min_slots=_CALLS_PER_TASK)):
             for block in blocks:
                 table.append(block)
             yield tables
@@ -187,7 +190,9 @@ def _partials_and_calls(
             calls.append(reader.calls(block))
             yield {name: fold.partial(block) for name, fold in folds.items()}
 
-    return merge_tree(functools.partial(_merged, folds), partials()), calls
+    tables = [*partials()]
+    # The tables of a single block are merged with those of other parts.
+    return tables[0] if len(tables) == 1 else merge_tree(functools.partial(_merged, folds), tables), calls
 
 
 def _merged(folds: Mapping[str, _Fold], tables: Sequence[NamedTables]) -> NamedTables:

@@ -32,6 +32,17 @@ def group_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
     return first, numbers
 
 
+def sort_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
+    """Sort rows by columns of integers, each of shape (n,).
+
+    Returns:
+        The indices of the rows in their order, shape (n,), and where in it each group of equal rows begins.
+    """
+    joint = _joint_keys(columns, ordered=True)
+    order = np.argsort(joint, kind="stable")
+    return order, np.flatnonzero(np.diff(joint[order], prepend=-1))
+
+
 def positions_by_value(values: Array) -> dict[int, Array]:
     """Return the indices of each value in an integer array of shape (n,), both in ascending order."""
     order = np.argsort(values, kind="stable")
@@ -98,9 +109,7 @@ def merge_sums(*keys: str, **how: str) -> Callable[[Sequence[pd.DataFrame]], pd.
 def _merge_by(keys: Sequence[str], how: Mapping[str, str], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     table = concat_tables(tables)
     columns = {name: table[name].to_numpy() for name in table.columns}
-    joint = _joint_keys([columns[name] for name in keys], ordered=True)
-    order = np.argsort(joint, kind="stable")
-    begins = np.flatnonzero(np.diff(joint[order], prepend=-1))
+    order, begins = sort_rows([columns[name] for name in keys])
     merged = {name: columns.pop(name)[order[begins]] for name in keys}
     merged |= {name: _UFUNCS[how.get(name, "sum")].reduceat(column[order], begins) for name, column in columns.items()}
     return pd.DataFrame(merged, copy=False)

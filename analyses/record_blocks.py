@@ -28,13 +28,14 @@ READ_FIELDS: Final = (
     "batch", "kind", "phase", "clock", "flags", "state",
 )  # fmt: skip
 
+_GROUPS: Final = ("process", "step")
 _CALL_FIELDS: Final = ("kind", "group", "site", "phase", "state", "payload", "local")
 
 
 class RecordBlock:
     """Records as columns, a row per call.
 
-    A row of `distinct_calls` and `distinct_calls_by_step` stands for several equal calls.
+    A row of `distinct_calls` and `distinct_calls_by` stands for several equal calls.
 
     Besides the fields of the records there are "process", the index of the process in the log, and "rank".
 
@@ -58,6 +59,7 @@ class RecordBlock:
         self.labels = labels
         self.calls = np.ones(len(records), np.int64) if calls is None else calls
         self._given_distinct_calls = distinct_calls
+        self._grouped_by: dict[tuple[str, ...], RecordBlock] = {}
 
     def __getitem__(self, name: str) -> Array:
         """Return a field of the records, shape (n,)."""
@@ -92,11 +94,20 @@ class RecordBlock:
             return self.labels.wire_bytes(self)
         return self.distinct_calls._wire_bytes[self.call]
 
-    @cached_property
-    def distinct_calls_by_step(self) -> RecordBlock:
-        """The distinct calls of each process and step: a row per process, step and row of `distinct_calls`."""
-        first, groups = group_rows([self["process"], self["step"], self.call])
-        return self._grouped(first, groups, (self.distinct_calls, self.call[first]))
+    def distinct_calls_by(self, *keys: str) -> RecordBlock:
+        """Return the distinct calls of each process, of each step, or of each process and step.
+
+        Args:
+            keys: "process", "step", or both.
+
+        Returns:
+            A row per combination of keys and row of `distinct_calls`. Computed once.
+        """
+        if keys not in self._grouped_by:
+            rows = self if len(keys) == len(_GROUPS) else self.distinct_calls_by(*_GROUPS)  # which has fewer rows
+            first, groups = group_rows([*(rows[key] for key in keys), rows.call])
+            self._grouped_by[keys] = rows._grouped(first, groups, (rows.distinct_calls, rows.call[first]))
+        return self._grouped_by[keys]
 
     @property
     def distinct_calls(self) -> RecordBlock:

@@ -49,7 +49,8 @@ STEPS_BY_OPERATION: Final = TableSpec("steps_by_operation", "Volume and time of 
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
-    return table_by(block.distinct_calls_by_step, ("step", "op"), block.distinct_calls_by_step.volumes)
+    calls = block.distinct_calls_by("step")
+    return table_by(calls, ("step", "op"), calls.volumes)
 
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:

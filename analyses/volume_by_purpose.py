@@ -41,7 +41,7 @@ VOLUME_BY_PURPOSE: Final = TableSpec("volume_by_purpose", "Volume by purpose",
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
-    calls = block.distinct_calls_by_step
+    calls = block.distinct_calls_by("step")
     return table_by(calls, ("step", *_KEYS), calls.volumes)
 
 

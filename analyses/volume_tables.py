@@ -99,7 +99,7 @@ ANALYSES: Final = (BY_OPERATION, BY_ROLE, BY_ROLE_AND_OPERATION, BY_PHASE, BY_SI
 
 
 def _partial_by_rank(block: RecordBlock) -> pd.DataFrame:
-    rows = block.distinct_calls_by_step
+    rows = block.distinct_calls_by("process", "step")
     first, ranks = group_rows([rows["rank"]])
     training = ((steps_of(rows) >= 0) | (steps_of(rows) == MIXED)).astype(np.int64)
     values = {
@@ -129,7 +129,8 @@ BY_RANK: Final = Analysis("balance", _partial_by_rank, merge_sums("rank"), _fini
 
 
 def _partial_of_job(block: RecordBlock) -> pd.DataFrame:
-    table = table_by(block.distinct_calls_by_step, ("process", "step", "op"), block.distinct_calls_by_step.volumes)
+    rows = block.distinct_calls_by("process", "step")
+    table = table_by(rows, ("process", "step", "op"), rows.volumes)
     return table.assign(part=np.clip(table.pop("step"), EVALUATION, 0))
 
 

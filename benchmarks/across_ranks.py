@@ -56,8 +56,8 @@ def rows(options: argparse.Namespace) -> list[Row]:
         analyse = [sys.executable, "-c", ANALYSE]
         cases = {
             f"matching and clocks of {options.events:,} calls": [*analyse, str(large), "clock_tables"],
-            f"clocks and waits of {options.events:,} calls": [*analyse, str(large), "waits"],
-            f"clocks, critical paths, delays of {options.fewer:,} calls": [*analyse, str(small), "stragglers"],
+            f"clocks and waits of {options.events:,} calls": [*analyse, str(large), "wait_tables"],
+            f"clocks, critical paths, delays of {options.fewer:,} calls": [*analyse, str(small), "step_time_section"],
         }
         if find_spec("perfetto") is not None:
             export = [sys.executable, "-m", "commtrace.cli", "export", str(small), "--out", str(trace)]

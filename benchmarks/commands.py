@@ -32,10 +32,10 @@ print(time.perf_counter() - begun)
 GROUPINGS = """
 import sys, time
 import pyarrow.parquet
-from commtrace.analyses import host_times, coverage, message_sizes, steps, volume
+from commtrace.analyses import host_times, coverage, message_sizes, steps, volume_tables
 from commtrace.analyses.fold_engine import fold
 from commtrace.run import open_run
-analyses = *volume.ANALYSES, volume.BY_RANK, steps.ANALYSIS, message_sizes.ANALYSIS, coverage.ANALYSIS
+analyses = *volume_tables.ANALYSES, volume_tables.BY_RANK, steps.ANALYSIS, message_sizes.ANALYSIS, coverage.ANALYSIS
 begun = time.perf_counter()
 tables = fold(open_run(sys.argv[1]), (*analyses, host_times.ANALYSIS))
 print(time.perf_counter() - begun)

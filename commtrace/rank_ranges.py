@@ -117,14 +117,6 @@ def name_ranks(ranks: str, noun: str = "rank") -> str:
     return f"{noun}{'' if ranks.isdecimal() else 's'} {shorten_rank_list(ranks)}"
 
 
-def shorten_ranks(text: str) -> str:
-    """Shorten the lists of ranks in a text, as `format_ranks` writes them, that have more than 16 ranges."""
-    import re
-
-    many_ranges = rf"\b\d+(?:-\d+)?(?:,\d+(?:-\d+)?){{{_MAX_RANGES},}}"
-    return re.sub(many_ranges, lambda match: shorten_names(parse_ranks(match[0])), text)
-
-
 def parse_ranks(text: str) -> list[int]:
     """Parse ranges in any order, with or without strides: "8,0-3,16-32:8" -> [0, 1, 2, 3, 8, 16, 24, 32].
 

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any, Final
 
 from commtrace.formatting import MAX_SINGLE, format_plural
+from commtrace.rank_ranges import format_ranks, shorten_rank_list
 
 
 class _VaryingNumber(int):
@@ -37,6 +38,15 @@ class Quantity:
 
     def __str__(self) -> str:
         return format_plural(self.number, self.noun, self.plural)
+
+
+class RankList(str):
+    """Ranks as a value of a statement, which `shortened` abbreviates."""
+
+    @classmethod
+    def of(cls, ranks: Iterable[int]) -> RankList:
+        """Return ranks as `format_ranks` writes them."""
+        return cls(format_ranks(ranks))
 
 
 class Statement(str):
@@ -64,6 +74,14 @@ class Statement(str):
         """Return one statement of several texts, some of which may be statements."""
         parts = [text if isinstance(text, Statement) else cls("{}", text) for text in texts]
         return cls(separator.join(part.template for part in parts), *chain.from_iterable(part.values for part in parts))
+
+
+def shortened(text: str) -> str:
+    """Return the text of a statement in which rank lists of more than 16 ranges are abbreviated."""
+    if not isinstance(text, Statement):
+        return text
+    values = (shorten_rank_list(value) if isinstance(value, RankList) else value for value in text.values)
+    return Statement(text.template, *values)
 
 
 def statement_fields(text: str) -> Any:

@@ -6,14 +6,14 @@ They need far less memory than `recorded_calls`, and may come from summaries.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.grouping import concatenated_ranges, group_rows, merge_sums, rows_of
+from commtrace.analyses.grouping import Array, concatenated_ranges, group_rows, merge_sums, rows_of, sort_rows
 from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.reading.labels import RunLabels
 
@@ -44,7 +44,7 @@ def partial(block: RecordBlock) -> pd.DataFrame:
         (wire bytes times `ranks`) and `wire_unknown` since the step before. `ranks` is the size of the call's group.
         Wire bytes are multiples of 1/`ranks` byte, so sums of `wire_parts` are exact.
     """
-    distinct, rows = block.distinct_calls, block.distinct_calls_by_step
+    distinct, rows = block.distinct_calls, block.distinct_calls_by("process", "step")
     ranks = block.labels.group_sizes(distinct["group"])
     ids = {name: block.labels.ids(name, distinct) for name in _LABELS}
     call = {name: block.labels.codes(name, column) for name, column in ids.items()}
@@ -53,32 +53,27 @@ def partial(block: RecordBlock) -> pd.DataFrame:
     calls = pd.concat([pd.DataFrame(call), pd.DataFrame({**call, "payload": np.full(len(distinct), SUMMED)})])
     examples, numbers = group_rows([calls[name].to_numpy() for name in _CALL])
     has_payload = rows["step"] < DETAILED_STEPS
+    number = numbers[rows.call + np.where(has_payload, 0, len(distinct))]
+    order, begins = sort_rows([rows["process"], number, rows["step"]])
+    at = order[begins]
+    keys = {"process": rows["process"][at], "call": number[at], "step": rows["step"][at].astype(np.int64)}
     parts = np.rint(rows.volumes["wire_bytes"] * ranks[rows.call]).astype(np.int64)
-    columns = {
-        "process": rows["process"],
-        "call": numbers[rows.call + np.where(has_payload, 0, len(distinct))],
-        "step": rows["step"].astype(np.int64),
-        "calls": rows.calls,
-        "payload_bytes": rows.volumes["payload_bytes"],
-        "wire_parts": parts,
-        "wire_unknown": rows.volumes["wire_unknown"],
-    }
-    changes = _changes(merge_sums("process", "call", "step")([pd.DataFrame(columns, copy=False)]))
-    fields = calls.iloc[examples[changes.pop("call")]]
-    return merge([changes.assign(**{name: fields[name].to_numpy() for name in _CALL})])
+    values = (rows.calls, rows.volumes["payload_bytes"], parts, rows.volumes["wire_unknown"])
+    sums = {name: np.add.reduceat(value[order], begins) for name, value in zip(_SUMS, values, strict=True)}
+    changes = _changes(keys, sums)
+    example = examples[changes.pop("call")]
+    return merge([pd.DataFrame({**changes, **{name: calls[name].to_numpy()[example] for name in _CALL}}, copy=False)])
 
 
-def _changes(sums: pd.DataFrame) -> pd.DataFrame:
+def _changes(keys: Mapping[str, Array], sums: Mapping[str, Array]) -> dict[str, Array]:
     """Return sums by `process`, `call` and `step`, in this order, as differences from the step before."""
-    keys = {name: sums[name].to_numpy() for name in ("process", "call", "step")}
-    follows = np.zeros(len(sums) + 1, bool)  # the same call as in the row before, one step later
+    follows = np.zeros(len(keys["step"]) + 1, bool)  # the same call as in the row before, one step later
     follows[1:-1] = np.logical_and.reduce([np.diff(key) == (name == "step") for name, key in keys.items()])
-    ends = sums[~follows[1:]]
-    values = {name: sums[name].to_numpy() for name in _SUMS}
-    begun = {name: value - np.where(follows[:-1], np.append(0, value[:-1]), 0) for name, value in values.items()}
-    differs = np.any([*begun.values()], axis=0)
-    ended = ends.assign(step=ends["step"] + 1, **{name: -ends[name] for name in _SUMS})
-    return pd.concat([sums[["process", "call", "step"]].assign(**begun)[differs], ended], ignore_index=True)
+    begun = {name: value - np.where(follows[:-1], np.append(0, value[:-1]), 0) for name, value in sums.items()}
+    differs = np.flatnonzero(np.logical_or.reduce([difference != 0 for difference in begun.values()]))
+    ends = np.flatnonzero(~follows[1:])
+    changes = {name: np.append(key[differs], key[ends] + (name == "step")) for name, key in keys.items()}
+    return {**changes, **{name: np.append(begun[name][differs], -value[ends]) for name, value in sums.items()}}
 
 
 _merge_sums: Final = merge_sums("process", *_CALL, "step")

@@ -11,13 +11,13 @@ from typing import Any
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.fold_engine import merged_table
 from commtrace.formatting import MAX_SINGLE
-from commtrace.rank_ranges import format_missing, format_ranks
+from commtrace.rank_ranges import format_missing
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.statements import merge_texts
+from commtrace.statements import RankList, Statement, merge_texts
 
 from .rules_analysis import ANALYSIS, compare_with_rules
 from .rules_tables import RuleComparison
-from .verdict import Verdict, judge
+from .verdict import Verdict, judge, of_ranks
 
 
 def check_by_rules(
@@ -50,11 +50,11 @@ def check_by_rules(
 def describe_losses(losses: Sequence[tuple[int, str]], *, per_rank: bool = False) -> list[str]:
     """Return a sentence per rank on what it lost; for many ranks, unless `per_rank`, a sentence per loss."""
     if per_rank or len(losses) <= MAX_SINGLE:
-        return [f"rank {rank}: {loss}" for rank, loss in losses]
+        return [of_ranks([rank], loss) for rank, loss in losses]
     by_loss: dict[str, list[int]] = {}
     for rank, loss in losses:
         by_loss.setdefault(loss, []).append(rank)
-    return [f"rank {format_ranks(ranks)}: {loss}" for loss, ranks in merge_texts(by_loss).items()]
+    return [of_ranks(ranks, loss) for loss, ranks in merge_texts(by_loss).items()]
 
 
 def _not_compared(rules: RuleComparison, run: RecordedRun) -> Iterator[str]:
@@ -63,10 +63,10 @@ def _not_compared(rules: RuleComparison, run: RecordedRun) -> Iterator[str]:
         if isinstance(reason := row.get("not_predicted"), str):
             reasons[reason].append(int(str(row["rank"])))
     for reason, of_reason in merge_texts(reasons).items():
-        yield f"rank {format_ranks(of_reason)}: {reason}"
+        yield of_ranks(of_reason, reason)
     # Ranks that a dry run left out are not missing.
     world_size = None if run.simulated else run.world_size
     if missing := format_missing([*run.ranks, *run.ranks_not_selected], world_size or 0):
-        yield f"rank {missing} of {world_size}: no log"
+        yield Statement("rank {} of {}: no log", RankList(missing), world_size or 0)
     if not rules.theory:
         yield "no process of the run left a log"

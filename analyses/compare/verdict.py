@@ -24,7 +24,7 @@ import pandas as pd
 from commtrace.analyses.grouping import Array
 from commtrace.rank_ranges import format_ranks
 from commtrace.reading.labels import NOT_RECORDED
-from commtrace.statements import merge_texts
+from commtrace.statements import RankList, Statement, merge_texts
 
 from .call_keys import CallKey, CellKey
 from .causes import ENDS_WITHIN, SPLIT_DIFFERENTLY, purpose_label
@@ -73,6 +73,13 @@ class Verdict:
         return not (self.table["kind"] != "site").any()
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was compared: no step of any rank, or, where parts could not be compared, no call."""
+        ranks, steps = self.compared
+        calls = any(calls for calls, _ in self.volumes)
+        return self.equal and not (ranks and steps and (calls or not self.not_compared))
+
+    @property
     def agrees(self) -> bool:
         """Whether all calls of every rank were compared, and nothing differs."""
         return self.equal and not self.not_compared
@@ -109,7 +116,7 @@ def judge(
         (frozenset(rank for equal in comparison.ranks for rank in equal.ranks), frozenset(steps.tolist())),
         (frozenset(sums.differing[0]), frozenset(sums.differing[1])),
         ((sums.volumes[0], sums.volumes[1]), (sums.volumes[2], sums.volumes[3])),
-        (*not_compared, *(f"rank {format_ranks(ranks)}, {text}" for text, ranks in merge_texts(sums.gaps).items())),
+        (*not_compared, *_with_ranks(", ", sums.gaps)),
         {**measured.own, **sum_own_calls(sums.own)},
         **others,
     )
@@ -259,4 +266,13 @@ def sentences_of_ranks(ranks_by_text: Mapping[str, Sequence[int]], compared: Ite
     """Yield each sentence with its ranks, unless these are all compared ranks."""
     everyone = {*compared}
     for text, ranks in merge_texts(ranks_by_text).items():
-        yield text if {*ranks} == everyone and len(ranks) > 1 else f"rank {format_ranks(ranks)}: {text}"
+        yield text if {*ranks} == everyone and len(ranks) > 1 else of_ranks(ranks, text)
+
+
+def of_ranks(ranks: Iterable[int], text: str, separator: str = ": ") -> Statement:
+    """Return a sentence with its ranks before it."""
+    return Statement.joined(separator, (Statement("rank {}", RankList.of(ranks)), text))
+
+
+def _with_ranks(separator: str, ranks_by_text: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    return (of_ranks(ranks, text, separator) for text, ranks in merge_texts(ranks_by_text).items())

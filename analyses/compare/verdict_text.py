@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import MAX_SINGLE, format_bytes, format_plural
-from commtrace.rank_ranges import format_ranks, name_ranks, shorten_ranks
+from commtrace.rank_ranges import format_ranks, name_ranks, shorten_rank_list
 from commtrace.reading.labels import NOT_RECORDED
+from commtrace.statements import shortened
 
 from .call_keys import OBJECTS, SUMMED
 from .own_calls import OwnCalls, OwnKey
@@ -24,7 +25,14 @@ _INDENT: Final = " " * 4
 _MAX_RANGES: Final = 8
 
 
-def verdict_lines(verdict: Verdict, names: tuple[str, str], width: int, all_differences: str) -> Iterator[str]:
+def shows_all_ranks(ranks: Iterable[int], *, per_rank: bool) -> bool:
+    """Return whether lists of ranks are shown in full: with `per_rank`, or of up to MAX_SINGLE ranks."""
+    return per_rank or len({*ranks}) <= MAX_SINGLE
+
+
+def verdict_lines(
+    verdict: Verdict, names: tuple[str, str], width: int, all_differences: str, *, all_ranks: bool = True
+) -> Iterator[str]:
     """Yield what could not be compared, what was compared, and the differences.
 
     Args:
@@ -32,15 +40,16 @@ def verdict_lines(verdict: Verdict, names: tuple[str, str], width: int, all_diff
         names: Labels of the expected calls and of the run.
         width: Characters of the longest line.
         all_differences: Where all differences are, for the text after the first ones.
+        all_ranks: Whether lists of ranks are shown in full.
     """
     yield from _setting_lines(verdict, names, width)
     for text in verdict.not_compared:
-        yield from wrapped(f"not compared: {text}.", width)
+        yield from wrapped(f"not compared: {text if all_ranks else shortened(text)}.", width)
     yield from _compared_lines(verdict, width)
     yield from _difference_lines(verdict, names, width, all_differences)
     for text in verdict.notes:
-        yield from wrapped(f"note: {text}.", width)
-    yield from _own_lines(verdict.own, width)
+        yield from wrapped(f"note: {text if all_ranks else shortened(text)}.", width)
+    yield from _own_lines(verdict.own, width, all_ranks=all_ranks)
 
 
 def heading(verdict: Verdict, equal: str, different: str, nothing: str) -> str:
@@ -48,7 +57,7 @@ def heading(verdict: Verdict, equal: str, different: str, nothing: str) -> str:
 
     It begins with "partly compared" if that is so, and ends with the volume of the program's own calls.
     """
-    if verdict.equal and not verdict.compared[0]:
+    if verdict.is_empty:
         return nothing
     text = ("partly compared, " if verdict.not_compared else "") + (equal if verdict.equal else different)
     if verdict.own:
@@ -56,11 +65,6 @@ def heading(verdict: Verdict, equal: str, different: str, nothing: str) -> str:
         size = sum(own.payload_bytes for own in verdict.own.values())
         text += f"; in addition, {format_plural(calls, 'call')}, {format_plural(size, 'byte')} of the program itself"
     return text
-
-
-def shortened_lines(lines: Iterable[str], ranks: Iterable[int], *, per_rank: bool) -> Iterator[str]:
-    """Yield the lines. Above MAX_SINGLE ranks, shorten lists of ranks, unless `per_rank`."""
-    return iter(lines) if per_rank or len({*ranks}) <= MAX_SINGLE else map(shorten_ranks, lines)
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
@@ -169,7 +173,7 @@ def _group(row: Any) -> str:
     return f"{row.role} group of {format_plural(int(size[1]), 'rank')}{stride}"
 
 
-def _own_lines(own: Mapping[OwnKey, OwnCalls], width: int) -> Iterator[str]:
+def _own_lines(own: Mapping[OwnKey, OwnCalls], width: int, *, all_ranks: bool) -> Iterator[str]:
     """Yield lines that list the calls of the program itself and of its activities, by purpose."""
     if own:
         yield "calls of the program itself and of its activities, not compared:"
@@ -177,7 +181,9 @@ def _own_lines(own: Mapping[OwnKey, OwnCalls], width: int) -> Iterator[str]:
         yield f"  {'purpose ' * (purpose == NOT_RECORDED)}{purpose}"
         for (_, site, op), calls in of_purpose:
             volume = f"{format_plural(calls.calls, op, op)}, {format_plural(calls.payload_bytes, 'byte')}"
-            text = f"{site or 'call site not recorded'}: {volume}, rank {format_ranks(calls.ranks)}"
+            ranks = format_ranks(calls.ranks)
+            ranks = ranks if all_ranks else shorten_rank_list(ranks)
+            text = f"{site or 'call site not recorded'}: {volume}, rank {ranks}"
             yield from wrapped(text, width, _INDENT)
 
 

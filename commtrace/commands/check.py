@@ -228,13 +228,19 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
 
 def _print_verdict(verdict: Verdict, source: str, all_differences: str, run: Run, arguments: argparse.Namespace) -> int:
     """Print the verdict on a run, and return the exit status."""
-    from commtrace.analyses.compare.verdict_text import heading, shortened_lines, verdict_lines
+    from commtrace.analyses.compare.verdict_text import heading, shows_all_ranks, verdict_lines
 
     lines = [
         heading(verdict, f"matches {source}", f"differs from {source}", f"not compared with {source}"),
-        *verdict_lines(verdict, ("expected", "recorded"), arguments.width, all_differences),
+        *verdict_lines(
+            verdict,
+            ("expected", "recorded"),
+            arguments.width,
+            all_differences,
+            all_ranks=shows_all_ranks(run.ranks, per_rank=arguments.per_rank),
+        ),
     ]
-    print(*shortened_lines(lines, run.ranks, per_rank=arguments.per_rank), sep="\n")
+    print(*lines, sep="\n")
     return status_of(verdict)
 
 

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.analyses.across_ranks.endings_section import describe_endings
     from commtrace.analyses.compare.recorded_calls import read_calls
     from commtrace.analyses.compare.two_runs import compare_calls
-    from commtrace.analyses.compare.verdict_text import heading, shortened_lines, verdict_lines, wrapped
+    from commtrace.analyses.compare.verdict_text import heading, shows_all_ranks, verdict_lines, wrapped
     from commtrace.analyses.report.document import diff_to_json
     from commtrace.reading.executors import open_executor
     from commtrace.reading.log_notes import print_notes
@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(diff_to_json(verdict, per_rank=arguments.per_rank))
         return status_of(verdict)
     first = heading(verdict, "equal", "different", "not compared")
-    lines = verdict_lines(verdict, ("A", "B"), arguments.width, "the tables of `commtrace diff --json`")
-    print(first, *shortened_lines(lines, [*a.ranks, *b.ranks], per_rank=arguments.per_rank), sep="\n")
+    all_ranks = shows_all_ranks([*a.ranks, *b.ranks], per_rank=arguments.per_rank)
+    place = "the tables of `commtrace diff --json`"
+    print(first, *verdict_lines(verdict, ("A", "B"), arguments.width, place, all_ranks=all_ranks), sep="\n")
     return status_of(verdict)

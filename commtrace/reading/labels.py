@@ -33,6 +33,10 @@ NOT_RECORDED: Final = "not recorded"
 
 _UNKNOWN_SIZES: Final = (("payload",), ("payload", "own share"))
 """Values of `Kind.sizes` of calls whose payload, and whose own share, is not known."""
+
+_DENSE: Final = 1024
+"""Unused ids that a table for looking up ids may have, besides one for each used id."""
+
 _KIND_LABELS: Final = ("op", "variant", "api", "dtype", "reduce_op")
 # Columns of the event table that are text there and ids in records, with the record field of the id.
 LABEL_COLUMNS: Final = {
@@ -176,16 +180,23 @@ class ProcessIds:
     def __init__(self, number: int, process: Process, numbers: Mapping[str, Mapping[Any, int]]) -> None:
         self.number, self.rank = number, process.rank
         self._ids: dict[str, tuple[Array, Array]] = {}
+        self._by_id: dict[str, Array] = {}
         for field, rows in _rows_by_field(process.tables).items():
             ids = {id_: numbers[field][row] for id_, row in rows.items()}
             if field == "site":
                 ids.setdefault(0, 0)  # not recorded
             known = sorted(ids)
             unknown = len(numbers[field]) + 1
+            if known and known[0] >= 0 and known[-1] <= 2 * len(known) + _DENSE:  # as recorders number rows: look up
+                self._by_id[field] = np.full(known[-1] + 2, unknown, np.int64)
+                self._by_id[field][known] = [ids[id_] for id_ in known]
+                continue
             self._ids[field] = np.array(known, np.int64), np.array([*(ids[id_] for id_ in known), unknown], np.int64)
 
     def run_ids(self, field: str, ids: Array) -> Array:
         """Return the run's ids, int64, shape (n,), for those in the field "kind", "group" or "site" of records."""
+        if (by_id := self._by_id.get(field)) is not None:
+            return np.asarray(by_id[np.minimum(ids, len(by_id) - 1)])
         known, run_ids = self._ids[field]
         return np.asarray(run_ids[_positions(known, ids)])
 

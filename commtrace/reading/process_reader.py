@@ -133,9 +133,15 @@ class Process:
         """Number of oldest records that were removed to keep the log below its size limit."""
         return self._counter("removed")
 
-    @property
+    @cached_property
     def _unrecorded_calls(self) -> int:
         return sum(map(self._counter, WITHOUT_RECORD))
+
+    @cached_property
+    def _counted_calls(self) -> int:
+        """Number of calls with or without a record, in all steps."""
+        slots = sum(segment.count for segment in self.segments)
+        return slots + self._unrecorded_calls + self.not_selected + self._counter("summarized")
 
     @property
     def _damaged_records(self) -> int:
@@ -169,9 +175,7 @@ class Process:
 
         Beyond _ALWAYS_VISITED, there must be as many calls as steps, which bounds the work of visiting every step.
         """
-        calls = self._unrecorded_calls + self.not_selected + sum(segment.count for segment in self.segments)
-        calls += self._counter("summarized")
-        if last_step < max(calls, _ALWAYS_VISITED):
+        if last_step < _ALWAYS_VISITED or last_step < (calls := self._counted_calls):
             return None
         return Statement(
             "its records go up to step {:,}, but the number of calls is only {:,}: steps have no records, or are "

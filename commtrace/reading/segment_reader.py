@@ -219,8 +219,7 @@ def _impossible(
 
 def damage_notes(path: Path, segments: Sequence[Segment]) -> Iterator[Note]:
     """Yield notes on the records that were left out of the segments of a process."""
-    damaged = sum((Counter(segment.damaged) for segment in segments), Counter())
-    if damaged:
+    if damaged := sum((Counter(segment.damaged) for segment in segments if segment.damaged), Counter()):
         fields = ", ".join(name for name in RECORD.names or () if name in damaged)
         records = Quantity(damaged.total(), "record")
         yield Note("garbled", path, Statement("{} with impossible values ({})", records, fields), "left out")

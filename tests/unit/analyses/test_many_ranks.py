@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from commtrace.analyses import analyse
 from commtrace.analyses.analysis_catalog import SECTIONS, TABLE_GROUPS, TABLES
 from commtrace.analyses.compare.rules_verdict import describe_losses
-from commtrace.analyses.compare.verdict_text import shortened_lines
+from commtrace.analyses.compare.verdict import of_ranks
+from commtrace.analyses.compare.verdict_text import shows_all_ranks
 from commtrace.analyses.figures import delays
 from commtrace.analyses.fold_engine import NamedTables
 from commtrace.analyses.report import terminal
@@ -36,7 +37,7 @@ from commtrace.reading.log import recovery_note
 from commtrace.reading.log_notes import Note, merge_notes
 from commtrace.recording.recovery import Recovery
 from commtrace.run import Run, open_run
-from commtrace.statements import Quantity, Statement
+from commtrace.statements import Quantity, Statement, shortened
 from commtrace.text_tables import rendered_lines
 
 STEPS = 3
@@ -287,12 +288,14 @@ def test_losses_of_many_ranks_are_few_sentences() -> None:
     assert len(describe_losses(losses, per_rank=True)) == len(describe_losses(losses[:32]) + losses[32:]) == 40
 
 
-def test_long_lists_in_lines_are_shortened() -> None:
-    squares = ",".join(str(rank * rank) for rank in range(2, 40))
-    line = f"rank {squares}: equal calls"
-    assert [*shortened_lines([line], range(33), per_rank=False)] == ["rank 4,9,16,...,1521 (38 in all): equal calls"]
-    assert [*shortened_lines([line], range(32), per_rank=False)] == [line]
-    assert [*shortened_lines([line], range(33), per_rank=True)] == [line]
+def test_long_lists_of_ranks_in_sentences_are_shortened() -> None:
+    ranks = [rank * rank for rank in range(2, 40)]
+    text = of_ranks(ranks, "equal calls 1,3,5")
+    assert text == f"rank {','.join(map(str, ranks))}: equal calls 1,3,5"
+    assert shortened(text) == "rank 4,9,16,...,1521 (38 in all): equal calls 1,3,5"
+    assert shows_all_ranks(range(32), per_rank=False)
+    assert shows_all_ranks(range(33), per_rank=True)
+    assert not shows_all_ranks(range(33), per_rank=False)
 
 
 def test_a_heat_map_of_many_ranks_and_steps_is_bounded_and_names_the_latest() -> None:
