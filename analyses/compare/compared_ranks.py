@@ -56,8 +56,8 @@ class Comparison:
 
     @property
     def ranks(self) -> list[EqualRanks]:
-        """The ranks that were added."""
-        return [*self._ranks.values()]
+        """The ranks that were added, and not removed from their `EqualRanks` since."""
+        return [equal for equal in self._ranks.values() if equal.ranks]
 
     def add(self, rank: int, calls: tuple[RankCalls, RankCalls]) -> EqualRanks:
         """Add a rank with its expected and its recorded calls; return the ranks that are equal to it."""

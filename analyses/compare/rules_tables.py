@@ -14,12 +14,13 @@ from commtrace.analyses.fold_engine import NamedTables
 from commtrace.analyses.grouping import Array, concatenated_ranges
 from commtrace.analyses.table_specs.spec import TableSpec
 from commtrace.reading.process_reader import Process
+from commtrace.schema import Purpose
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction
 
 from .call_keys import CellKey
 from .causes import UNEXPLAINED
 from .compared_ranks import Comparison, EqualRanks
-from .own_calls import ACTIVITY_NAMES, is_activity, is_own
+from .own_calls import ACTIVITY_NAMES, EVALUATION, is_activity, is_own
 from .rules_run import ExpectedRun, ExpectedSteps, RuledStep, captured_job, other_versions, versions_of
 from .run_calls import RankCalls, RunCalls, StepCalls
 from .step_differences import ComparedStep
@@ -34,6 +35,12 @@ _NUMBERS: Final = ("expected_calls", "measured_calls", "expected_bytes", "measur
 _NEVER_MISSING: Final = {"rank": "int64", "step": "int64", "bytes": "int64", "matched_share": "float64"}
 
 _Row: TypeAlias = dict[str, object]
+
+_REPEATED: Final = (
+    "the modules of unit {units} run at different times of a pass, each time with an all_gather; such units have no "
+    "rules (the report's section purposes counts their calls); compare with a dry run (commtrace check DIR --dryrun "
+    "-- CMD)"
+)
 
 
 class RuleComparison:
@@ -76,12 +83,30 @@ class RuleComparison:
             self.theory.append({**summary, "not_predicted": text})
             return
         equal = self.comparison.add(process.rank, (expected.calls, calls))
+        if units := self._repeated_units(equal):
+            equal.ranks.remove(process.rank)
+            self.theory.append({**summary, "not_predicted": _REPEATED.format(units=", ".join(sorted(units)))})
+            return
         if equal not in self._theory_of:
             self._theory_of[equal] = self._theory_row(expected, equal)
             if self._waterfall is None:
                 self._waterfall = self._waterfall_of(process, expected.prediction, equal, calls.ended)
         self._ranks.append((process.rank, equal))
         self.theory.append({**summary, **self._theory_of[equal]})
+
+    def _repeated_units(self, equal: EqualRanks) -> set[str]:
+        """Return the units of FSDP2 that training gathers for forward more often than in each pass."""
+        explained = (
+            calls for index in {*equal.compared.tolist()} for _, calls in self.comparison.steps[index].explained
+        )
+        return {
+            calls.place
+            for calls in explained
+            if calls.calls > 0
+            and calls.place
+            and calls.purpose == Purpose.PARAMETERS_FORWARD.value
+            and calls.key.phase != EVALUATION
+        }
 
     def tables(self, *, include_matching_steps: bool) -> NamedTables:
         """Return the tables of the added processes.

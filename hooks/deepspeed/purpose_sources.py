@@ -64,7 +64,13 @@ _SOURCES: Final = MarkedSources(
             "_get_norm_groups": Purpose.GRADIENT_NORM,
             "_post_step": Purpose.PARAMETERS_AFTER_OPTIMIZER,
             "create_reduce_and_remove_grad_hooks": Purpose.PARAMETERS_AT_START,  # gathers each parameter
+            "_fp32_state_allgather": Purpose.PARAMETERS_ON_REQUEST,  # safe_get_full_grad and others
         },
+    ),
+    Source(
+        "deepspeed.utils.mixed_precision_linkage",
+        "",
+        dict.fromkeys(("get_full_hp_param", "get_full_hp_grad"), Purpose.PARAMETERS_ON_REQUEST),
     ),
     Source(
         f"{_RUNTIME}.zero.partition_parameters",

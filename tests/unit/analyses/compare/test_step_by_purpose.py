@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from factory import WORLD, LogFactory, record
 
+from commtrace.analyses.compare.rules_verdict import check_by_rules
 from commtrace.run import Run, open_run
 from commtrace.schema import Phase, Purpose
 
@@ -169,6 +170,16 @@ def test_gathers_for_recomputation_take_the_place_of_those_for_backward(tmp_path
     table = write(tmp_path, [calls] * STEPS).table("step_by_purpose")
     assert (table["difference_bytes"] == 0).all()
     assert numbers(table, "purpose")[recomputed.value,] == (1, 128, 1, 128)
+
+
+def test_units_whose_modules_run_at_different_times_have_no_rules(tmp_path: Path) -> None:
+    """A unit of the last norm and the head, as torchtitan has it, is gathered for each of them."""
+    regular = write(tmp_path / "regular", [step()] * STEPS)
+    assert check_by_rules(regular)[0].agrees
+    verdict, _ = check_by_rules(write(tmp_path / "more", [[*step(), Made(GATHER, FORWARD, LAST, 128)]] * STEPS))
+    assert verdict.equal
+    assert not verdict.compared[0]
+    assert LAST in " ".join(verdict.not_compared)
 
 
 def test_a_job_without_sizes_says_so(tmp_path: Path) -> None:
