@@ -159,6 +159,8 @@ def _only_role(tables: Tables) -> str:
 
 
 def _show_operations(report: Report) -> Iterator[Block]:
+    if not len(report.tables["volume_by_operation"]):
+        return
     role = _only_role(report.tables)
     title = "By operation, totals over the recorded ranks" + (f"; parallel dimension: {role}" if role else "")
     yield ShownTable(VOLUME_BY_OPERATION, report.rows(VOLUME_BY_OPERATION), title)
@@ -200,7 +202,12 @@ def _show_ranks(report: Report) -> Iterator[Block]:
 
 
 OPERATIONS_SECTION: Final = Section(
-    "operations", "By operation", (VOLUME_BY_OPERATION,), (BY_OPERATION,), blocks=_show_operations
+    "operations",
+    "By operation",
+    (VOLUME_BY_OPERATION,),
+    (BY_OPERATION,),
+    blocks=_show_operations,
+    absent="The log has no calls.",
 )
 WHOLE_JOB_SECTION: Final = Section(
     "whole-job",

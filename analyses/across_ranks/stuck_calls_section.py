@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import pandas as pd
@@ -10,12 +10,15 @@ import pandas as pd
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.sections import Section, Tables
 from commtrace.formatting import format_duration, format_moment, format_plural, is_known
-from commtrace.rank_ranges import format_ranks, name_ranks, shorten_rank_list
+from commtrace.rank_ranges import format_ranks, name_ranks, parse_ranks, shorten_rank_list
 
 from . import stalls, stuck_calls
+from .disagreements import ORDER
 from .stalls import STALLED_THREADS
 from .stuck_calls import STUCK_CALLS, STUCK_RANKS
 
+MAX_CIRCLE: Final = 4
+"""Calls of a circle that the diagnosis names."""
 MAX_STUCK_CALLS: Final = 3
 """Stuck calls that the diagnosis describes."""
 
@@ -23,11 +26,14 @@ MAX_STUCK_CALLS: Final = 3
 def diagnosis(tables: Tables) -> Iterator[str]:
     """Yield the diagnosis of a job that hangs or died: incomplete calls, the ranks in them, where the others are."""
     calls, ranks = tables["stuck_calls"], tables["stuck_ranks"]
-    for number, call in enumerate(rows_of(calls.head(MAX_STUCK_CALLS))):
+    in_circle = calls["disagreement"].str.startswith(f"{ORDER}:").to_numpy(bool)
+    if in_circle.sum() > 1:
+        yield _circle(calls.loc[in_circle])
+        calls = calls.loc[~in_circle]
+    for number, call in zip(calls.index[:MAX_STUCK_CALLS], rows_of(calls.head(MAX_STUCK_CALLS)), strict=True):
         at_call = ranks.loc[ranks["stuck_call"] == number]
-        failed = (at_call.loc[at_call["part"] == "waiting", "state"] == "failed").all()
-        name = call.op + (f" {call.seq:,}" if is_known(call.seq) else "")
-        yield f"{name} of ranks {shorten_rank_list(call.group_ranks)} {_stuck(call, failed=bool(failed))}."
+        waiting = at_call.loc[at_call["part"] == "waiting"]
+        yield f"{_name(call)} {_stuck(call, waiting.loc[waiting['state'] == 'failed', 'rank'].tolist())}."
         shown = at_call if call.disagreement else at_call.loc[at_call["part"] == "absent"]
         where = shown.fillna({"state": "", "call": ""}).groupby(["part", "call", "state", "site", "end"], sort=False)
         for (part, last, state, site, end), group in [*where][:MAX_STUCK_CALLS]:
@@ -50,17 +56,37 @@ def _stalls(tables: Tables, ranks: pd.Series | None) -> Iterator[str]:
         yield f"{who} made no progress for {format_duration(group['stalled_ns'].max())}: {activity}{where}."
 
 
-def _stuck(call: Any, *, failed: bool) -> str:
-    """Describe a stuck call; `failed`: it failed on all ranks that were in it."""
+def _name(call: Any) -> str:
+    number = f" {call.seq:,}" if is_known(call.seq) else ""
+    return f"{call.op}{number} of ranks {shorten_rank_list(call.group_ranks)}"
+
+
+def _circle(calls: pd.DataFrame) -> str:
+    """Describe calls whose ranks wait for each other in a circle."""
+    texts = [
+        f"{name_ranks(call.waiting_ranks)} {'is' if call.waiting_ranks.isdecimal() else 'are'} in {_name(call)} "
+        f"({call.site or 'call site not recorded'}), without {name_ranks(call.absent_ranks)}"
+        for call in rows_of(calls.head(MAX_CIRCLE))
+    ]
+    more = len(calls) - len(texts)
+    texts += [f"and {more:,} more"] if more else []
+    since, waited = format_moment(calls["since_ns"].min()), calls["waited_ns"].min()
+    duration = f", for at least {format_duration(waited)}" if waited else ""
+    return f"{len(calls):,} calls wait for each other in a circle since {since} UTC{duration}: {'; '.join(texts)}."
+
+
+def _stuck(call: Any, failed: Sequence[int]) -> str:
+    """Describe a stuck call, which failed on the ranks `failed`."""
     texts = []
     since, site = f"at {format_moment(call.since_ns)} UTC", call.site or "call site not recorded"
-    if call.waiting_ranks and failed:
-        texts.append(f"it failed on {name_ranks(call.waiting_ranks)} ({site})")
-    elif call.waiting_ranks:
-        waited = f"and stayed in it for at least {format_duration(call.waited_ns)}"
-        texts.append(f"{name_ranks(call.waiting_ranks)} entered it {since} {waited} ({site})")
+    if failed:
+        texts.append(f"it failed on {name_ranks(format_ranks(failed))} ({site})")
+    if in_call := format_ranks({*parse_ranks(call.waiting_ranks)} - {*failed}):
+        # If it failed on others, how long they waited says nothing about these.
+        waited = f" and stayed in it for at least {format_duration(call.waited_ns)}" * (not failed)
+        texts.append(f"{name_ranks(in_call)} entered it {since}{waited} ({site})")
     if call.absent_ranks:
-        texts.append(f"{name_ranks(call.absent_ranks)} did not enter it{', or ended in it' * failed}")
+        texts.append(f"{name_ranks(call.absent_ranks)} did not enter it{', or ended in it' * bool(failed)}")
     if call.disagreement:
         texts.append(f"the ranks disagree ({call.disagreement})")
     elif not call.absent_ranks:

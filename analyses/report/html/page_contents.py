@@ -56,6 +56,11 @@ def page_of_run(name: str, run: RecordedRun, tables: Tables, *, sites: int = MAX
     report = Report(tables, run, sites, MAX_ROWS, per_rank)
     alarms = [text for section in SECTIONS for text in section.alarms(tables)]
     warnings = [text for section in SECTIONS for text in section.warnings(run, tables)]
+    contents = {
+        section.name: [*_page_sections(section, report, figures.FIGURES)]
+        for section in SECTIONS
+        if section is not FINDINGS
+    }
     return render(
         Page(
             title=name,
@@ -63,12 +68,8 @@ def page_of_run(name: str, run: RecordedRun, tables: Tables, *, sites: int = MAX
             tiles=[*_tiles(tables)],
             findings=[text for section in SECTIONS for text in section.findings(tables)],
             warnings=[*alarms, *warnings],
-            sections=[
-                page_section
-                for section in SECTIONS
-                if section is not FINDINGS
-                for page_section in _page_sections(section, report, figures.FIGURES)
-            ],
+            sections=[page_section for shown in contents.values() for page_section in shown],
+            anchors={name: (shown[0].name, shown[0].title) for name, shown in contents.items() if shown},
         )
     )
 
@@ -82,6 +83,8 @@ def _page_sections(
         for name, figure in all_figures.items()
         if figure.table in _names(section) and section.view in ("", figure.view)
     }
+    # A figure without data is left out: an empty card says nothing.
+    drawn = {name: figure for name, figure in drawn.items() if _has_data(figure, report.tables)}
     tables = {figure.table for figure in drawn.values() if figure.view}
     blocks = [block for block in section.shown(report) if not (_is_table(block) and block.spec.name in tables)]
     if not drawn:
@@ -161,7 +164,8 @@ def page_of_runs(names: Sequence[str], tables: Tables, warnings: Sequence[str]) 
         "A training step of each run, per rank. Wire bytes are the fewest bytes that a rank can send for the payload."
     )
     overview = PageSection("runs", "The runs", text, tables=[("", _spec_table(RUNS, tables["runs"], "page"))])
-    sections = [_figure_section(name, figure, tables) for name, figure in figures.COMPARISONS.items()]
+    shown = {name: figure for name, figure in figures.COMPARISONS.items() if _has_data(figure, tables)}
+    sections = [_figure_section(name, figure, tables) for name, figure in shown.items()]
     facts = [(str(row.run), f"{row.path}, run {row.id}") for row in rows_of(tables["runs"])]
     return render(
         Page(
@@ -200,11 +204,14 @@ def _indented(text: str) -> str:
     return text if not text.startswith(" ") else "\N{NO-BREAK SPACE}" * (len(text) - len(text.lstrip())) + text.lstrip()
 
 
+def _has_data(figure: figures.Figure, tables: Tables) -> bool:
+    """Return whether a figure can be drawn."""
+    return figure.table in tables and figure.has_data(tables[figure.table])
+
+
 def _figure_section(name: str, figure: figures.Figure, tables: Tables) -> PageSection:
-    """Return the section of a figure, or the reason why it cannot be drawn."""
-    table = tables.get(figure.table)
-    if table is None or not figure.has_data(table):
-        return PageSection(name, figure.title, "", absent=figure.absent)
+    """Return the section of a figure."""
+    table = tables[figure.table]
     rows = figure.numbers(table)
     shown = rows.head(MAX_ROWS)
     title = figure.numbers_title + first_of(len(shown), len(rows))

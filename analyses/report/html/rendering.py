@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -14,6 +15,7 @@ from commtrace.errors import MissingLibraryError
 
 try:
     import jinja2
+    import markupsafe
     from plotly.offline import get_plotlyjs
 except ImportError as error:
     raise MissingLibraryError(f"--html: needs {error.name}; pip install 'commtrace[html]'") from None
@@ -87,6 +89,19 @@ class Page:
     tiles: Sequence[Tile] = ()
     findings: Sequence[str] = ()
     warnings: Sequence[str] = ()
+    anchors: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Anchor and heading on this page of the sections that texts refer to, by their name in `--sections`."""
+
+
+def linked(text: str, anchors: Mapping[str, tuple[str, str]]) -> markupsafe.Markup:
+    """Return a text with links to sections in place of the option by which a terminal shows them."""
+    result = markupsafe.Markup("")
+    for index, part in enumerate(re.split(r"--sections ([\w-]+)", text)):
+        if index % 2 and part in anchors:
+            result += markupsafe.Markup('<a href="#{}">{}</a>').format(*anchors[part])
+        else:
+            result += f"--sections {part}" if index % 2 else part
+    return result
 
 
 def drawing(name: str, figure: Any) -> Drawing:
@@ -104,6 +119,7 @@ def render(page: Page) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["linked"] = linked
     return environment.from_string(template).render(
         page=page,
         style=style,

@@ -135,6 +135,13 @@ def test_a_hang(kind: str, tmp_path: Path) -> None:
     assert (result["stuck_calls"]["waited_ns"] > 18 * SECOND).all()
 
 
+def test_a_circle_is_described_once(tmp_path: Path) -> None:
+    (text,) = diagnosis(tables(tmp_path, KINDS["order"][0]))
+    assert text.startswith("2 calls wait for each other in a circle since ")
+    assert "ranks 0,2 are in all_reduce 0 of ranks 0-2 (project/train.py:40 main), without rank 1" in text
+    assert "rank 1 is in all_reduce 0 of ranks 0-1 (project/train.py:40 main), without rank 0" in text
+
+
 def test_where_the_ranks_are(tmp_path: Path) -> None:
     result = tables(tmp_path, ABSENT)
     ranks = result["stuck_ranks"].set_index("rank")

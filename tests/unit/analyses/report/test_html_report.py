@@ -21,6 +21,7 @@ pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
 from commtrace.analyses import analyse, figures
 from commtrace.analyses.report.html.page_contents import page_of_run, page_of_runs
+from commtrace.analyses.report.html.rendering import linked
 from commtrace.analyses.report.several_runs_text import warnings_of_runs
 from commtrace.analyses.side_by_side import compare
 from commtrace.cli import main
@@ -100,7 +101,7 @@ def test_the_command_writes_one_file_and_says_where(tmp_path: Path, capsys: pyte
     text = page.read_text()
     assert text.startswith("<!DOCTYPE html>")
     assert text.count('class="figure"') == len(figures.FIGURES) - 3
-    assert text.count("There is no prediction for this run") == 2
+    assert "There is no prediction for this run" not in text
     assert sorted(tmp_path.iterdir()) == [tmp_path / "log", page]
 
 
@@ -141,6 +142,12 @@ def test_the_tiles_say_what_the_tables_say_and_a_page_that_is_made_again_is_the_
     assert tiles["training steps"] == "3"
     assert tiles["payload of a step"] == "6.00 KiB"
     assert tiles["sent in a step"] == "5.00 KiB"
+
+
+def test_findings_link_to_sections() -> None:
+    anchors = {"waiting": ("waiting", "Waiting & transfer")}
+    assert linked("<b> (--sections waiting)", anchors) == '&lt;b&gt; (<a href="#waiting">Waiting &amp; transfer</a>)'
+    assert linked("see --sections clocks", anchors) == "see --sections clocks"
 
 
 def test_a_run_without_a_call_has_a_page(tmp_path: Path) -> None:
