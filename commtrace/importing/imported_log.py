@@ -67,7 +67,7 @@ class _ChannelNumbers:
     """Numbers of the calls of one channel (a group's collectives, or messages with equal addresses) of a process."""
 
     def __init__(self) -> None:
-        self.last = 0
+        self.last = -1
         self.is_stated = True
         """Whether the source states all numbers, ascending: calls of a coalesced group may share one."""
         self.before_step: dict[int, int] = {}
@@ -77,7 +77,7 @@ class _ChannelNumbers:
         """Return the number of the next call, which is of a step."""
         self.is_stated &= stated is not None and stated > self.last
         if step >= 0:
-            self.before_step.setdefault(step, self.last)
+            self.before_step.setdefault(step, self.last + 1)
         self.last = stated if self.is_stated and stated is not None else self.last + 1
         return self.last
 

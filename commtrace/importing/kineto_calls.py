@@ -91,6 +91,7 @@ class KinetoCalls:
         )[0]
         self._launches = launches
         self._alone: list[int] = []
+        self._gloo = _by_tensor(trace.gloo)
         self._join()
 
     def calls(self) -> Iterator[ImportedCall]:
@@ -208,10 +209,27 @@ class KinetoCalls:
 
     def _size(self, call: HostCall, op: str, ranks: int, position: int) -> StatedSize:
         if call.comms is None:
-            return shape_size(op, call.operator.args, ranks, position) if call.operator is not None else StatedSize()
+            return self._size_of_operator(call, op, ranks, position)
         size = comms_size(op, call.comms.args, ranks, position)
         if size.payload is None and call.operator is not None:
-            return shape_size(op, call.operator.args, ranks, position)
+            return self._size_of_operator(call, op, ranks, position)
+        return size
+
+    def _size_of_operator(self, call: HostCall, op: str, ranks: int, position: int) -> StatedSize:
+        """Return the size by the shapes of an operator's tensors.
+
+        Kineto does not record the element type of a list of tensors. If gloo carries out the call, its annotation of an
+        equal tensor has it.
+        """
+        if call.operator is None:
+            return StatedSize()
+        args = call.operator.args
+        size = shape_size(op, args, ranks, position)
+        types, shapes = args.get("Input type"), args.get("Input Dims")
+        if size.payload is None and isinstance(types, list) and isinstance(shapes, list) and "TensorList" in types[:1]:
+            names = self._gloo.get((op, str(shapes[:1])), set())
+            if len(names) == 1:
+                return shape_size(op, {**args, "Input type": [*names, *types[1:]]}, ranks, position)
         return size
 
     def _kernel_alone(self, row: int) -> ImportedCall:
@@ -240,6 +258,16 @@ class KinetoCalls:
             site=self._context.site(begin, launch.thread, None) if launch is not None else None,
             **self._device_times([row]),
         )
+
+
+def _by_tensor(annotations: Sequence[HostEvent]) -> dict[tuple[str, str], set[str]]:
+    """Return the element types in gloo's annotations by operation and the shapes of the tensors, as a list's text."""
+    types: dict[tuple[str, str], set[str]] = {}
+    for event in annotations:
+        shapes, names = event.args.get("Input Dims"), event.args.get("Input type")
+        if isinstance(shapes, list) and isinstance(names, list) and names:
+            types.setdefault((operation_of(event.name), str([shapes])), set()).add(str(names[0]))
+    return types
 
 
 def _kernel_variant(kernel: Kernel) -> str:

@@ -27,6 +27,7 @@ _LONGEST_US: Final = 1e12
 """Time in us (11 days) by which an event may differ from most others."""
 _HOST_PREFIXES: Final = ("c10d::", "record", "symm_m")
 _ANNOTATED: Final = ("nccl:", "rccl:")
+_GLOO: Final = "gloo:"
 
 
 class HostEvent(NamedTuple):
@@ -79,6 +80,7 @@ class KinetoTrace:
     Attributes:
         malformed: Number of events that lack a field or have one of a wrong type.
         host: Host events of communication calls.
+        gloo: Annotations of gloo, whose threads carry out the calls.
         kernels: Communication kernels.
         launches: Launches by correlation.
         computation: Other kernels; names are correlations.
@@ -93,6 +95,7 @@ class KinetoTrace:
         self._source = JsonArray(path, "traceEvents")
         self.malformed = 0
         self.host: list[HostEvent] = []
+        self.gloo: list[HostEvent] = []
         self.kernels: list[Kernel] = []
         self.launches: dict[int, Launch] = {}
         self.computation, self.copies, self.frames = SpanArrays(), SpanArrays(), SpanArrays()
@@ -160,23 +163,25 @@ class KinetoTrace:
     def _add_operator(self, event: dict[str, Any]) -> None:
         name = event["name"]
         if name[:6] in _HOST_PREFIXES and (name == COMMS or "::" in name):
-            self._add_host(event)
+            self._add_host(event, self.host)
         elif name.startswith(BACKWARD):
             self.backward.add(
                 float(event["ts"]), float(event["dur"]), self._thread(event["pid"], event["tid"]), self._name(name)
             )
 
-    def _add_host(self, event: dict[str, Any]) -> None:
+    def _add_host(self, event: dict[str, Any], events: list[HostEvent]) -> None:
         thread = self._thread(event["pid"], event["tid"])
         args = event.get("args")
-        self.host.append(HostEvent(
+        events.append(HostEvent(
             float(event["ts"]), float(event["dur"]), thread, event["name"], args if isinstance(args, dict) else {}
         ))  # fmt: skip
 
     def _add_annotation(self, event: dict[str, Any]) -> None:
         name = event["name"]
         if name.startswith(_ANNOTATED):
-            self._add_host(event)
+            self._add_host(event, self.host)
+        elif name.startswith(_GLOO):
+            self._add_host(event, self.gloo)
         thread = self._thread(event["pid"], event["tid"])
         self.annotations.add(float(event["ts"]), float(event["dur"]), thread, self._name(name))
 

@@ -160,8 +160,8 @@ def test_ranks_whose_files_begin_at_different_steps_match(tmp_path: Path) -> Non
     early = KinetoFactory(0).step(1, 0, 100).call(10).call(60).step(2, 100, 100).call(110).call(160)
     late = KinetoFactory(1).step(2, 100, 100).call(110).call(160)
     events = imported(tmp_path, early, late).events()
-    assert events.loc[events["rank"] == 0, "seq"].tolist() == [1, 2, 3, 4]
-    assert events.loc[events["rank"] == 1, "seq"].tolist() == [3, 4]
+    assert events.loc[events["rank"] == 0, "seq"].tolist() == [0, 1, 2, 3]
+    assert events.loc[events["rank"] == 1, "seq"].tolist() == [2, 3]
 
 
 def test_several_windows_of_one_rank_are_one_process(tmp_path: Path) -> None:
