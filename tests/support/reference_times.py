@@ -9,74 +9,51 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from random_times import ROOTED, UNTIMED, RandomLog
+from random_times import MESSAGES, ROOTED, UNTIMED, RandomLog
 
 from commtrace.schema import Clock, Flag, Phase, State
 
 Call = dict[str, Any]
-Bounds = Callable[[int, int], tuple[int, int]]
-"""A host, and a time on its clock or the reference's: the earliest and latest time on the other."""
+Bounds = Callable[[int, int, int], tuple[int, int]]
+"""A host, a time on its clock, and another host: the earliest and latest time on the other host's clock."""
 
 
-def add_times(log: RandomLog, to_reference: Bounds, from_reference: Bounds) -> list[Call]:
+def add_times(log: RandomLog, on_host: Bounds) -> list[Call]:
     """Return the calls in the log, with `known`, `wait`, `transfer` and `release` on the clock of the call's host."""
     operations = defaultdict(list)
-    calls = [
-        call | {"rank": rank} for rank in range(len(log.calls)) if rank not in log.missing for call in log.calls[rank]
-    ]
+    unknown = {"known": False, "wait": 0, "transfer": 0, "release": -1}
+    present = [rank for rank in range(len(log.calls)) if rank not in log.missing]
+    calls = [{**call, "rank": rank, **unknown} for rank in present for call in log.calls[rank]]
     for call in calls:
         key: tuple[int, ...] = (call["group"], call["seq"])
-        if call["op"] in ("send", "recv"):
-            ends = (call["rank"], call["peer"])
-            key += (call["tag"], *(ends if call["op"] == "send" else ends[::-1]))
-        elif call["op"] in UNTIMED:
-            key += (call["rank"], id(call))
-        operations[key].append(call)
+        if call["op"] in MESSAGES:
+            key += (call["tag"], *(call[end] for end in ("rank", "peer")[:: 1 if call["op"] == "send" else -1]))
+        if call["op"] not in UNTIMED:
+            operations[key].append(call)
     for members in operations.values():
-        expected = 2 if members[0]["op"] in ("send", "recv") else len(log.groups[members[0]["group"]])
-        whole = len(members) == expected > 1 and all(call["state"] != State.FAILED for call in members)
-        uneven = any(call["flags"] & Flag.UNEVEN for call in members)
-        for call in members:
-            call |= {"known": False, "wait": 0, "transfer": 0, "release": -1}
-            ended = call["state"] == State.COMPLETE and call["t_end"] >= call["t_begin"]
-            if not whole or not ended or call["op"] in UNTIMED:
-                continue
-            low, high = _wait_bounds(log, call, _awaited(call, members), to_reference, from_reference)
-            low, duration = 0 if uneven else low, call["t_end"] - call["t_begin"]
-            if low or high < duration or not high:
-                wait = low + (high - low) // 2 if low else 0
-                call |= {"known": True, "wait": wait, "transfer": duration - wait, "release": call["t_begin"] + wait}
+        expected = 2 if members[0]["op"] in MESSAGES else len(log.groups[members[0]["group"]])
+        if len(members) == expected > 1 and all(call["state"] != State.FAILED for call in members):
+            for call in members:
+                _add_wait(log, call, members, on_host)
     return calls
 
 
-def _awaited(call: Call, members: list[Call]) -> list[Call]:
-    others = [other for other in members if other is not call]
-    if call["op"] in ROOTED:
-        is_root = call["rank"] == call["peer"]
-        waits = is_root == (call["op"] in ("reduce", "gather"))
-        return [other for other in others if waits and (is_root or other["rank"] == call["peer"])]
-    return others
-
-
-def _wait_bounds(
-    log: RandomLog, call: Call, awaited: list[Call], to_reference: Bounds, from_reference: Bounds
-) -> tuple[int, int]:
-    """Return the shortest and longest wait for the arrival of the last of other calls."""
-    here = log.host_of[call["rank"]]
-    near = [other["t_begin"] for other in awaited if log.host_of[other["rank"]] == here]
-    far = [
-        to_reference(log.host_of[other["rank"]], other["t_begin"])
-        for other in awaited
-        if log.host_of[other["rank"]] != here
-    ]
-    first = last = max(near, default=0)
-    if far:
-        low, high = max(bounds[0] for bounds in far), max(bounds[1] for bounds in far)
-        first, last = max(first, from_reference(here, low)[0]), max(last, from_reference(here, high)[1])
-    begin, end = call["t_begin"], call["t_end"]
-    if call["op"] == "send" and first > end:  # buffered: it had ended before its receive arrived
-        return 0, 0
-    return min(max(first, begin), end) - begin, min(max(last, begin), end) - begin
+def _add_wait(log: RandomLog, call: Call, members: list[Call], on_host: Bounds) -> None:
+    """Add the times of one call of an operation whose other calls are known."""
+    begin, end, here = call["t_begin"], call["t_end"], log.host_of[call["rank"]]
+    awaited = [other for other in members if other is not call]
+    if call["op"] in ROOTED:  # the root waits for all or for none, and the others for it or for none
+        waits = (call["rank"] == call["peer"]) == (call["op"] in ("reduce", "gather"))
+        awaited = [other for other in awaited if waits and call["peer"] in (call["rank"], other["rank"])]
+    arrivals = [on_host(log.host_of[other["rank"]], other["t_begin"], here) for other in awaited]
+    if call["op"] == "send" and arrivals[0][0] > end:  # buffered: it had ended before its receive arrived
+        arrivals = []
+    low, high = (min(max(moments), end) - begin for moments in zip((begin, begin), *arrivals, strict=True))
+    if any(member["flags"] & Flag.UNEVEN for member in members):
+        low = 0
+    if call["state"] == State.COMPLETE and end >= begin and (low or high < end - begin or not high):
+        wait = low + (high - low) // 2 if low else 0
+        call |= {"known": True, "wait": wait, "transfer": end - begin - wait, "release": begin + wait}
 
 
 def blocked_pieces(calls: list[Call], clock: Callable[[int, int], int]) -> dict[int, list[tuple[int, int, int, Call]]]:

@@ -30,7 +30,7 @@ class Reference:
 
     def __init__(self, log: RandomLog, run: Run) -> None:
         self._run = run
-        self.calls = add_times(log, self._to_reference(log), self._from_reference(log))
+        self.calls = add_times(log, self._on_host(log))
         self.pieces = blocked_pieces(self.calls, self.on_one_clock)
         self.ranks = len(run.processes)
         self.timed = [call for call in self.calls if call["op"] not in UNTIMED]
@@ -42,21 +42,15 @@ class Reference:
         number = [process.rank for process in self._run.processes].index(rank)
         return self._run.clocks.aligned[self._run.clocks.host_of_process[number]]
 
-    def _to_reference(self, log: RandomLog) -> Any:
-        def bounds(host: int, time: int) -> tuple[int, int]:
-            clock = self._clock(log, host)
-            if clock is None:
+    def _on_host(self, log: RandomLog) -> Any:
+        def bounds(host: int, time: int, other: int) -> tuple[int, int]:
+            clock, other_clock = self._clock(log, host), self._clock(log, other)
+            if host == other:
+                return time, time
+            if clock is None or other_clock is None:
                 return -(1 << 62), 1 << 62
-            return tuple(int(values[0]) for values in clock.to_reference(np.array([time])))  # type: ignore[return-value]
-
-        return bounds
-
-    def _from_reference(self, log: RandomLog) -> Any:
-        def bounds(host: int, time: int) -> tuple[int, int]:
-            clock = self._clock(log, host)
-            if clock is None or abs(time) == 1 << 62:
-                return -(1 << 62), 1 << 62
-            return tuple(int(values[0]) for values in clock.from_reference(np.array([time]), np.array([time])))  # type: ignore[return-value]
+            (low, high) = other_clock.from_reference(*clock.to_reference(np.array([time])))
+            return int(low[0]), int(high[0])
 
         return bounds
 
