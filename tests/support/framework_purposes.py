@@ -46,6 +46,33 @@ PURPOSES: Final[dict[str, dict[str, str]]] = {
         "parameters gathered after the optimizer": "all_gather 4",
         "checkpoint saved": _ZERO_CHECKPOINTS,
     },
+    "trainer.py fsdp": {
+        **_TRAINER,
+        # Four units in two micro-batches of four steps, and in evaluations of two batches, of which the second one
+        # finds the last unit as the first one left it.
+        "parameters gathered for forward": "all_gather 46",
+        # The last unit, the root's, is kept. After an evaluation, the unit that ran last in it is prefetched once.
+        "parameters gathered for backward": "all_gather 25",
+        "gradients reduced": "reduce_scatter 16",  # of units, in the last micro-batch of a step
+        "gradient norm": "all_reduce 4",
+        # Of the model and the optimizer: plans and results are exchanged as pickled objects (sizes and contents).
+        "checkpoint saved": "all_gather 8, broadcast 12, gather 8, scatter 8",
+    },
+    "trainer.py zero3": {
+        **_TRAINER,
+        "barriers of libraries": "barrier 3",  # while the optimizer is built
+        # One for each parameter: partitioned, gathered to find its node in autograd's graph, and broadcast.
+        "parameters distributed at start": "all_gather 21, broadcast 42",
+        # Small parameters and, once gathered, the largest one are kept from the first step on.
+        "parameters gathered for forward": "all_gather 22",
+        "parameters gathered for backward": "all_gather 21",
+        "model compared between ranks": "broadcast 8",  # numbers and order of modules and parameters
+        "gradients reduced": "reduce_scatter 8",
+        "gradient norm": "all_reduce 4",
+        "parameters gathered after the optimizer": "all_gather 84",  # those that are kept
+        # Twice in each of two checkpoints: kept parameters, the tag, barriers.
+        "checkpoint saved": "all_gather 84, all_reduce 8, barrier 8",
+    },
     "trl_sft.py ddp": {
         **_DDP_BUILT,
         "barriers of libraries": "barrier 4",  # around the preparation of the data sets, by rank 0 first
