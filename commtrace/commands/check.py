@@ -176,6 +176,7 @@ def _check_limits(limits: Sequence[Limit], run: Run, arguments: argparse.Namespa
 def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.compare.rules_verdict import check_by_rules
 
+    run.require_payloads()
     options = {name: getattr(arguments, name) for name in ("tolerance", "strict", "per_rank")}
     verdict, comparison = check_by_rules(run, _jobs(run, arguments), arguments.own, **options)
     for versions in dict.fromkeys(row["other_versions"] for row in comparison.theory if row["other_versions"]):
@@ -208,6 +209,7 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.compare.two_runs import compare_calls
     from commtrace.run import open_run
 
+    run.require_payloads()
     own = [*arguments.own]
     if arguments.baseline:
         baseline = read_baseline(arguments.baseline, own)
@@ -248,6 +250,7 @@ def _update_baseline(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.compare.baseline import read_baseline, to_text
     from commtrace.analyses.compare.recorded_calls import read_calls
 
+    run.require_payloads()
     path: Path = arguments.update_baseline
     own = [*arguments.own, *(read_baseline(path).own if path.exists() else ())]
     text = to_text(read_calls(run, own), own)

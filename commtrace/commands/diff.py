@@ -45,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     with open_executor(arguments.dask) as executor:
         runs = [open_run(path, recover=True, executor=executor) for path in (arguments.a, arguments.b)]
+        for run in runs:
+            run.require_payloads()
         a, b = (read_calls(run, arguments.own) for run in runs)
     print_notes((note for run in runs for note in run.notes), per_rank=arguments.per_rank)
     verdict = compare_calls(a, b)

@@ -179,6 +179,15 @@ class RecordedRun:
         sources = [process.tables.source for process in self.log.processes if process.tables.source]
         return f"{sources[0].get('tool')} ({sources[0].get('format')})" if sources else ""
 
+    def require_payloads(self) -> None:
+        """Raise LogError if the source of an imported run does not state the payload of some calls."""
+        kinds = {kind for process in self.processes for kind in process.tables.kinds.values()}
+        if unknown := sorted({kind.op for kind in kinds if kind.sizes == "payload"}):
+            raise LogError(
+                f"{self.log.path}: its calls cannot be compared: the files that it was imported from do not state the "
+                f"payload of some calls ({', '.join(unknown)}); record with commtrace, or with record_shapes=True"
+            )
+
     @property
     def simulated(self) -> bool:
         """Whether this is a dry run: it has the calls of the job, but nothing was sent and there are no times."""

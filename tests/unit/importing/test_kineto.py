@@ -11,6 +11,7 @@ import pytest
 from kineto_traces import BASE_NS, SEND_RECV_KERNEL, KinetoFactory
 
 import commtrace
+from commtrace.cli import main
 from commtrace.errors import ImportFileError
 from commtrace.importing.import_run import import_files
 from commtrace.reading.device_work import Work, read_work, spans_of
@@ -208,6 +209,13 @@ def test_events_of_wrong_types_are_left_out_and_counted(tmp_path: Path) -> None:
     run = imported(tmp_path, trace)
     assert len(run.events()) == 1
     assert any("4 events" in note.text for note in run.notes)
+
+
+def test_calls_of_unknown_payload_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = KinetoFactory().event("cpu_op", "c10d::allreduce_", 100, 50).write(tmp_path / "a.json")
+    assert main(["check", str(trace)]) == 2
+    assert main(["diff", str(trace), str(trace)]) == 2
+    assert "all_reduce" in capsys.readouterr().err
 
 
 def test_a_trace_is_opened_as_a_run(tmp_path: Path) -> None:
