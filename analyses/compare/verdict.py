@@ -74,10 +74,9 @@ class Verdict:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was compared: no step of any rank, or, where parts could not be compared, no call."""
+        """Whether nothing was compared: no step of any rank, or no recorded call where parts could not be compared."""
         ranks, steps = self.compared
-        calls = any(calls for calls, _ in self.volumes)
-        return self.equal and not (ranks and steps and (calls or not self.not_compared))
+        return self.equal and not (ranks and steps and (self.volumes[1][0] or not self.not_compared))
 
     @property
     def agrees(self) -> bool:

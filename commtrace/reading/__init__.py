@@ -1,1 +1,16 @@
-"""Readers of log directories: runs and their event tables. Damaged logs are read as far as possible."""
+"""Readers of log directories: runs and their event tables. Damaged logs are read as far as possible.
+
+In the order of the work:
+
+log, process_reader             which runs and processes a directory has, and the files of each process
+process_ends                    how each process ended
+table_reader, segment_reader    lines of tables, and files of records, checked value by value
+summary_reader, device_work     what a process wrote beside its records
+log_notes                       what is damaged or missing
+labels, roles_by_name           what the numbers in records mean, on every rank alike
+recorded_run                    a run: its processes, its event table, and how it is split into parts
+run_parts, executors            parts that are read one after the other, or in several processes; dask_executor
+record_columns                  records of several processes as columns
+pack, packed_log, stored_tables    a log as one Parquet data set, with tables that were computed before
+export                          the event table as a file
+"""

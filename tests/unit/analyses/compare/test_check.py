@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from expected_runs import (
     CHECKPOINT,
@@ -28,6 +29,8 @@ from expected_runs import (
 )
 from factory import ALONE
 
+from commtrace.analyses.compare import verdict
+from commtrace.analyses.compare.verdict_text import heading
 from commtrace.cli import main
 from commtrace.schema import Phase, Records
 from commtrace.theory import ExpectedCall
@@ -200,6 +203,16 @@ def test_a_tolerance_that_is_no_share(share: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["check", str(tmp_path), f"--tolerance={share}"])
     assert exit_.value.code == 2
+
+
+def test_expected_calls_that_an_incomplete_log_lacks_are_not_a_match() -> None:
+    """A log that begins after start-up, and has no call of it, was not compared; one with nothing to record was."""
+    ranks_and_steps, nothing = (frozenset({0}), frozenset({-1})), (frozenset[int](), frozenset[int]())
+    table, volumes = pd.DataFrame(columns=[*verdict.COLUMNS]), ((16, 64), (0, 0))
+    lost = verdict.Verdict(table, ranks_and_steps, nothing, volumes, ("rank 0: the log begins after start-up",), {})
+    assert heading(lost, "equal", "different", "not compared") == "not compared"
+    complete = verdict.Verdict(table, ranks_and_steps, nothing, ((0, 0), (0, 0)), (), {})
+    assert heading(complete, "equal", "different", "not compared") == "equal"
 
 
 def test_without_a_theory(tmp_path: Path, capsys: Captured) -> None:
