@@ -66,7 +66,14 @@ def run(
         command = [str(scripts / "torchrun"), "--standalone", "--nproc-per-node", str(size)]
     else:
         variables |= {"DS_ACCELERATOR": "cpu", "PATH": f"{scripts}:/usr/bin:/bin"}
-        command = [str(scripts / "deepspeed"), "--num_gpus", str(size), "--master_port", str(free_port())]
+        command = [
+            str(scripts / "deepspeed"),
+            "--no_local_rank",
+            "--num_gpus",
+            str(size),
+            "--master_port",
+            str(free_port()),
+        ]
     return processes.run([*command, program, *map(str, arguments)], limit=limit, **variables)
 
 
