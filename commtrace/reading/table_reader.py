@@ -302,12 +302,17 @@ def _keep_stands_for(tables: ProcessTables, row: Row) -> None:
         raise ValueError(row["count"])
 
 
+def _time(row: Row) -> int | None:
+    """Return the time of a row; None: it is of a dry run, whose log has no times."""
+    return _natural(row["mono_ns"]) if "mono_ns" in row else None
+
+
 def _keep_leaving(tables: ProcessTables, row: Row) -> None:
-    tables.leaving = {**row, "mono_ns": _natural(row["mono_ns"]), "exception": _exception(row)}
+    tables.leaving = {**row, "mono_ns": _time(row), "exception": _exception(row)}
 
 
 def _keep_thread_exception(tables: ProcessTables, row: Row) -> None:
-    tables.thread_exceptions.append({**row, "mono_ns": _natural(row["mono_ns"]), "exception": _exception(row)})
+    tables.thread_exceptions.append({**row, "mono_ns": _time(row), "exception": _exception(row)})
 
 
 def _keep_peer_end(tables: ProcessTables, row: Row) -> None:

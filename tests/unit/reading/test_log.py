@@ -339,3 +339,12 @@ def test_a_header_that_promises_less_than_is_there(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     assert len(read(log)) == 2
     assert kinds(log) == ["cut"]
+
+
+def test_rows_of_a_dry_run_have_no_times(tmp_path: Path) -> None:
+    LogFactory(tmp_path).process(0).add("leaving", step=3, status=None, exception=None).write(record())
+    log = open_log(tmp_path)
+    leaving = log.processes[0].tables.leaving
+    assert leaving is not None
+    assert (leaving["mono_ns"], leaving["step"]) == (None, 3)
+    assert not [note for note in log.notes if "cannot be read" in note]
