@@ -47,7 +47,7 @@ def applies(kind: str, launcher: str) -> bool:
 
 def run(
     launcher: str, kind: str, bad_rank: int, seed: int, size: int, log: Path | None, *, recorder: str = "python",
-    report: Path | None = None, limit: float = 120,
+    report: Path | None = None, limit: float = 240,
 ) -> processes.Result:  # fmt: skip
     """Run a kind under a launcher, with `size` ranks."""
     program = processes.PROGRAMS / "ending_kinds.py"

@@ -32,7 +32,7 @@ def test_the_first_end_of_a_job(launcher: str, kind: str, tmp_path: Path, capsys
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("recorder", ["python", "native"])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
