@@ -94,7 +94,8 @@ _NO_STEP_TIMES: Final = (
 FIGURES: Final[dict[str, Figure]] = {
     "volume": Figure("Volume by operation and parallel dimension", "volume_by_role_and_operation", volume,
         "The operation with the longest bar moves the most data. The thin grey bar shows the wire bytes: where it is "
-        "longer, the operation sends more bytes than its buffers hold.", view="page"),
+        "longer, the operation sends more bytes than its buffers hold.", view="page",
+        has_data=lambda table: bool(table["payload_bytes"].notna().any())),
     "waterfall": Figure("From the closed form to the recorded bytes", "waterfall", waterfall,
         "Each bar between the first and the last is a cause of this run sending more (or less) than the closed form "
         "predicts. A hatched bar has no known cause: look there.", _NO_THEORY, view="page"),

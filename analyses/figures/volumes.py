@@ -31,7 +31,10 @@ _TIMES: Final = {
 
 def volume(table: pd.DataFrame) -> go.Figure:
     """Draw payload, share and wire bytes by operation and by dimension, from `volume_by_role_and_operation`."""
-    operations = _by_operation(table)
+    # What is not known of an imported run is not drawn: neither as 0, nor as a sum that lacks a part.
+    unknown = table[table["payload_bytes"].isna()]
+    operations = _by_operation(table[~table["op"].isin(unknown["op"])])
+    table = table[~table["role"].isin(unknown["role"])]
     roles = table.groupby("role")["payload_bytes"].sum().sort_values(ascending=False)
     scale = bytes_scale([*operations["payload_bytes"], *operations["wire_bytes"], *roles])
     rows = [max(len(operations), 1), max(len(roles), 1)]

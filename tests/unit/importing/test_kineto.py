@@ -218,6 +218,15 @@ def test_calls_of_unknown_payload_are_not_compared(tmp_path: Path, capsys: pytes
     assert "all_reduce" in capsys.readouterr().err
 
 
+def test_figures_leave_out_operations_of_unknown_payload(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    trace = KinetoFactory().call(100).event("cpu_op", "c10d::broadcast_", 200, 50)
+    figure = commtrace.open(trace.write(tmp_path / "a.json")).figure("volume")
+    texts = [text for bars in figure.data for text in (bars.text or ())]
+    assert any("3.91 KiB" in text for text in texts)
+    assert not any("0 B" in text for text in texts)
+
+
 def test_a_trace_is_opened_as_a_run(tmp_path: Path) -> None:
     path = KinetoFactory().call(100).write(tmp_path / "trace.json")
     assert len(commtrace.open(path).events()) == 1
