@@ -91,7 +91,8 @@ def without_times(records: Records) -> Records:
 def _rows(path: Path, device: str, failure: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of the tables, without clocks, groups of other ranks, and the cost of recording."""
     # topology: the groups of the whole job, which the dry run has read. A log without an end is incomplete.
-    left_out = ("clock", "topology", "end") if failure else ("clock", "topology")
+    # stacks: where a rank paused, which says nothing about the job.
+    left_out = ("clock", "stacks", "topology", "end") if failure else ("clock", "stacks", "topology")
     for line in path.read_text().splitlines():
         try:
             row = json.loads(line)
