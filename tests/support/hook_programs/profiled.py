@@ -19,7 +19,10 @@ def main(kind: str, folder: str) -> None:
     torch.manual_seed(0)
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 16))
     with profile(activities=[ProfilerActivity.CPU], with_stack=True, record_shapes=True) as profiler:
-        model = torch.nn.parallel.DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
+        if kind == "ddp":
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(STEPS):
             optimizer.zero_grad()

@@ -347,4 +347,4 @@ def test_rows_of_a_dry_run_have_no_times(tmp_path: Path) -> None:
     leaving = log.processes[0].tables.leaving
     assert leaving is not None
     assert (leaving["mono_ns"], leaving["step"]) == (None, 3)
-    assert not [note for note in log.notes if "cannot be read" in note]
+    assert not [note for note in log.notes if "cannot be read" in note.text]
