@@ -5,6 +5,25 @@ combines such tables into one, and `finish` returns the final tables. Logs may t
 processes or a cluster can share the work. To add an analysis, write a module with a `TableSpec`, an `Analysis` and a
 `Section` (`sections`), and append the section to `analysis_catalog.SECTIONS`.
 
+    analysis_catalog        all sections, and from them all analyses and tables
+    analysed_run            a run, and the results that several analyses use
+    fold_engine, record_blocks, grouping    one pass over the records; sums of integer columns
+    sections                what a section shows: blocks, findings, warnings, and how many rows of a table
+    volume_tables, volume_by_purpose        bytes and calls by operation, dimension, phase, site, rank; by purpose
+    steps, message_sizes    training steps; sizes of messages
+    host_times              durations of calls, and bandwidths (algbw, busbw)
+    network_efficiency      measured times beside those that a network should take
+    overlap, limits         computation beside communication; limits on it (`check --max-exposed`)
+    expert_load             tokens of experts
+    across_ranks/           clocks, waits, critical paths, stuck calls, ends of processes
+    compare/                recorded calls and those that were expected
+    scaling/, side_by_side  several runs
+    process_settings, setup_section         settings of one process; ranks and runs whose settings differ
+    coverage, log_section, tracing_cost     what the log holds and lacks, and what recording cost
+    job_summary, dry_run_effects            the job in a line; what a dry run did not do
+    timeline, perfetto, protobuf_columns    calls in the order of time, also for ui.perfetto.dev
+    report/, figures/, table_specs/         text, JSON and pages; figures; types of descriptions
+
 Definitions that hold in every table:
 
 * Counts and bytes are sums over the recorded ranks (those that left a log), unless the column says "per rank".

@@ -14,6 +14,18 @@ In Python and Jupyter:
 
 A program may mark what commtrace cannot detect: `commtrace.step()` where a training step begins, and
 `with commtrace.phase("forward"):` around a phase of it. Both do nothing while tracing is off.
+
+Shared modules, beside the folders that docs/explanation/architecture.md lists:
+
+    run, cli                    the public interface, and the command line
+    startup, hook_table, patching, settings     switching tracing on
+    schema, operations, volume  the record of a call; what is known of each operation; bytes
+    current_step, identity, launchers           step, rank and launcher of this process
+    library_frames, reduce_ops  frames that are no call sites; the reduction of a running call
+    job_row, job_facts          the captured training job
+    durations, summary_format   times from records; files of the summary mode
+    rank_ranges, formatting, text_tables, statements    ranks, numbers, tables and notes as text
+    output_files, errors        files that appear complete; errors and warnings
 """
 
 from __future__ import annotations

@@ -1,5 +1,13 @@
 """Hooks, which record the calls of a library. There is one package per library.
 
+Shared modules:
+
+    recorder_setup          starts the recorder at the first call; `guard` counts errors (`recording.counters`)
+    call_context            call site, phase (forward, backward ...) and step of each call
+    call_site               the line that made a call, and properties of the frames above it
+    groups, group_creation  rows of process groups, sequence numbers; times to create groups
+    purposes, marked_sources    why a library calls: marks of threads; a hook made of tables of functions
+
 A hook is a module with a reversible pair of functions. `commtrace.startup` imports the module and
 calls `install` as soon as the program has imported the library, and `uninstall` when tracing stops:
 

@@ -10,6 +10,7 @@
     endings                        how each process ended, and which one ended first
     last_calls, stuck_calls, disagreements    hung and dead jobs
     stalls                         what ranks that make no progress are doing
+    step_time_section, step_time_specs, stuck_calls_section, endings_section    what reports show of these subjects
 
-Modules named `..._section` and `..._specs` show and describe the tables of these subjects.
+The parts are listed in the order of the work.
 """

@@ -14,5 +14,6 @@ verdict, verdict_text           the result of every comparison, and its text
 two_runs                        two runs of recorded calls (a dry run, an accepted run, a baseline, another run)
 rules_analysis, rules_tables    a recorded run and the calls that rules expect: the analysis and its tables
 rules_verdict                   the verdict on it
+step_by_purpose                 the typical step by purpose and place, beside closed forms
 waterfall, theory_specs, theory_section    from the closed form to the recorded bytes; what a report shows
 """

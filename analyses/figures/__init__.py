@@ -15,6 +15,9 @@ A figure of several runs:
     tables = compare({"ddp": run, "zero3": other})
     figures.operation_shares(tables["runs_by_operation"])
 
+`volumes`, `sizes`, `step_timeline`, `delays_and_paths` and `expected_and_recorded` draw one run,
+`run_comparison` several; `style` has colours, units and traces.
+
 `FIGURES`, `COMPARISONS` and `SCALING` list all figures, with the table of each and what to look for in it. To
 add a figure, add a function to a module of this package and an entry to `FIGURES`.
 """

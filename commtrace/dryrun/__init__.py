@@ -9,8 +9,10 @@ docs/how-to/dry-run.md.
     rank_processes, rank_messages  processes of simulated ranks, and small values that they exchange
     isolation/                     what the program writes does not reach the user's files
     simulation                     this process becomes a rank: installs the modules below
-    dispatch_mode, operators, untouched_memory, storage_set    tensors without numbers and memory
-    collectives, process_groups    collectives that send nothing, in groups of one process
+    dispatch_mode                  what each operator does, and values that the program reads (`.item()`)
+    operators                      kinds of operators, from their schemas
+    untouched_memory, storage_set  tensors without memory
+    collectives, fake_groups       collectives that send nothing, in groups of one process
     simulated_cuda, cuda_autocast  devices
     torch_functions, checkpoint_patches, deepspeed_patches, inert    functions of libraries that are no operators
     notices                        lines of the program that need what a dry run does not have

@@ -3,14 +3,15 @@
 commtrace bench --nproc 2              measure this machine, print the tables, and write network.json
 commtrace bench --show network.json    print the tables and the fits again
 
-operations        the measured operations, with nccl-tests' sizes
+bench_operations  the measured operations, with nccl-tests' sizes
 bench_plan        what to measure
-bench_ranks       the processes of a measurement
+bench_ranks       the processes of a measurement; mpiexec starts those of MPI, process_exit ends them cleanly
 measuring         the measurement of one operation and size; the interface of bench_torch and bench_mpi
 bench_results     the results and their JSON file
 bench_text        the results as nccl-tests and the OSU micro-benchmarks print them
 fit               latency and bandwidth of each operation, with held-out errors
 algorithms        latency and bandwidth as functions of the number of ranks and hosts
+call_probe        two traced ranks that run every operation, for `commtrace doctor`
 networks          a measured or described network, which predicts the time of a call
 """
 

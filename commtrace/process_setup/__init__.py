@@ -3,6 +3,7 @@
 Everything is read from /proc, /sys and files that are mapped into the process: no library is called, loaded or
 initialized, and a value that cannot be read is missing.
 
+system_files         small files of the kernel as text
 variables            environment variables of the communication libraries, without secrets
 mapped_libraries     communication libraries that are loaded, and their versions
 elf_files            version strings, symbols and build identifiers of shared libraries

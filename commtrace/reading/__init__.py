@@ -4,7 +4,8 @@ In the order of the work:
 
 log, process_reader             which runs and processes a directory has, and the files of each process
 process_ends                    how each process ended
-table_reader, segment_reader    lines of tables, and files of records, checked value by value
+table_reader, segment_reader    lines of tables (newer formats are refused), and files of records,
+                                checked value by value
 summary_reader, device_work     what a process wrote beside its records
 log_notes                       what is damaged or missing
 labels, roles_by_name           what the numbers in records mean, on every rank alike

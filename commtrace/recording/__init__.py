@@ -1,7 +1,7 @@
 """Recording: from a hooked call to records in the log directory. Imported by every traced process.
 
 session                        whether this process is traced, and by which recorder
-recorder                       what the hooks call for each call (in C++: hooks/native/recording.h)
+recorder                       what the hooks call for each call (in C++: hooks/native/recording.h); names the files
 ring, slots                    memory that outlives the process; its slots, and what happens if they are too few
 drain                          thread that moves finished records from the ring to the log
 log_writer                     the files of one process; tolerates failures of the file system

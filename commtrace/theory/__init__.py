@@ -6,6 +6,8 @@
 `closed_forms` has the volume formulas of the literature. `rules` has exact predictions, one sub-package per library;
 each rule is one small function that mirrors one function of the library. `configs` converts configuration files
 (GPT-NeoX, DeepSpeed, Hugging Face) to job rows, and `forecast` their predictions to tables and text.
+`job` is a captured job, `expected_calls` what rules expect of it, `model_shapes` a model from its configuration, and
+`purpose_forms` the closed forms of a step by purpose.
 """
 
 from .expected_calls import ExpectedCall, Prediction

@@ -1,1 +1,7 @@
-"""Hooks of DeepSpeed: `hook` has `install` and `uninstall`; the other modules read its engines."""
+"""Hooks of DeepSpeed.
+
+hook                        steps, micro-batches and phases of engines; installation
+engine_job, pipeline_job    the job row of an engine
+roles_by_registry           parallel dimensions of groups
+purpose_sources             purposes of calls
+"""

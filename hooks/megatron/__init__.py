@@ -1,1 +1,6 @@
-"""Hooks of Megatron-LM, Megatron-Core and GPT-NeoX: roles of their groups, their steps, and Megatron-Core's job."""
+"""Hooks of Megatron-LM, Megatron-Core and GPT-NeoX.
+
+core_groups, gpt_neox_groups        roles of their groups
+core_schedules, core_optimizer      steps, phases and micro-batches of Megatron-Core, and its job
+gpt_neox_training                   steps and evaluations of GPT-NeoX
+"""

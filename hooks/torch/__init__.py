@@ -6,9 +6,10 @@ backend_methods                       direct calls of backend objects
 works, call_ends                      ends of calls
 process_groups, group_registry,       groups and their roles
   mesh_roles
-training, dtensor, fsdp2,             steps, phases, and hooks for torch's parallel libraries
-  pipelining
-captured_jobs, *_job, model_facts     rows of the job table: settings that determine communication
+training, dtensor, fsdp2,             steps and marked phases (others: `hooks.call_context`), and hooks for
+  pipelining                          torch's parallel libraries
+captured_jobs, ddp_job, fsdp_job,     rows of the job table: settings that determine communication
+  dtensor_job, model_facts
 recomputation, redistribution,        purposes of calls (training, fsdp2, pipelining: those of DDP, FSDP2 and pipelines)
   fsdp1, batch_norm, expert_dispatch,
   entry_points

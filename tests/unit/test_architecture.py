@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -170,3 +171,18 @@ def test_a_module_name_is_used_once() -> None:
             names[name.rpartition(".")[2]].append(name)
     twice = {name for name, where in names.items() if len(where) > 1}
     assert twice == ROLES
+
+
+FOLDERS_WITHOUT_LIST: Final = ("commtrace.commands",)
+"""Folders whose modules need no list: a command is a module of its name."""
+
+
+@pytest.mark.parametrize(
+    "package",
+    sorted(name for name, path in modules().items() if path.name == "__init__.py" and name not in FOLDERS_WITHOUT_LIST),
+)
+def test_a_folder_lists_its_modules(package: str) -> None:
+    """The docstring of a folder names every module in it, so that a reader finds them there first."""
+    docstring = ast.get_docstring(tree(package)) or ""
+    names = {path.stem for path in modules()[package].parent.glob("*.py")} - {"__init__"}
+    assert {name for name in names if not re.search(rf"\b{name}\b", docstring)} == set()
