@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -35,7 +36,7 @@ VOLUME_BY_PURPOSE: Final = TableSpec("volume_by_purpose", "Volume by purpose",
         "activities and without training steps."),
     bytes_column("payload_bytes_per_rank", "payload/step", "Their payload, likewise."),
     bytes_column("wire_bytes_per_rank", "wire (min)/step", "Their wire bytes, likewise."),
-    *shared.VOLUME,
+    shared.CALLS, shared.PAYLOAD, shared.WIRE, replace(shared.PAYLOAD_SHARE, optional=True),
 ), {"terminal": "purpose role op calls_per_rank payload_bytes_per_rank payload_share"},
 )  # fmt: skip
 

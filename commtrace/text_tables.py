@@ -70,9 +70,11 @@ def text_table(
         box=None, padding=(0, gap, 0, 0), pad_edge=False, collapse_padding=False, show_edge=False, header_style="bold"
     )
     spare = width - sum(widest[index] for index in shown if not columns[index].shortenable) - gap * (len(shown) - 1)
+    shortenable = sorted((index for index in shown if columns[index].shortenable), key=widest.__getitem__)
+    for position, index in enumerate(shortenable):  # the narrowest first, so that others get what it does not need
+        widest[index] = min(widest[index], max(spare // (len(shortenable) - position), 1))
+        spare -= widest[index]
     for index in shown:
-        if columns[index].shortenable:
-            widest[index] = min(widest[index], max(spare, 1))
         justify: Literal["left", "right"] = "right" if columns[index].number else "left"
         table.add_column(
             Text(columns[index].head), justify=justify, no_wrap=True, min_width=widest[index], max_width=widest[index]
@@ -86,10 +88,12 @@ def shorten_call_site(text: str, width: int, ellipsis: str) -> str:
     """Shorten "folder/file.py:40 Class.function" to `width` characters.
 
     The class is removed first, with folders from the left; then the end of the function. The file distinguishes call
-    sites, so it is cut last.
+    sites, so it is cut last. Of a phrase, such as a purpose, the end is removed.
     """
     if len(text) <= width:
         return text
+    if " " in text and not _has_place(text):
+        return text[: max(width - len(ellipsis), 0)] + ellipsis
     location, space, function = text.partition(" ")
     function = function.rpartition(".")[2]
     slashes = [index for index, character in enumerate(location) if character == "/"]
@@ -102,6 +106,11 @@ def shorten_call_site(text: str, width: int, ellipsis: str) -> str:
     if room > 0:
         return file + space + function[:room] + ellipsis
     return ellipsis + file[len(file) - max(width - len(ellipsis), 0) :]
+
+
+def _has_place(text: str) -> bool:
+    """Return whether a text begins with a file, and is no phrase."""
+    return any(mark in text.partition(" ")[0] for mark in "/:")
 
 
 def paragraph(text: str, width: int, *, first: str = "", style: str = "") -> Text:

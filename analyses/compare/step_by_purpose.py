@@ -29,15 +29,15 @@ from .own_calls import is_activity
 from .run_calls import RankCalls, StepCalls
 
 _NUMBERS: Final = (
-    count("calls", "calls/step", "Calls of a rank in its typical step."),
-    bytes_column("payload_bytes", "payload/step", "Their payload."),
-    count("expected_calls", "closed form", "Calls by the closed form; missing without one."),
-    bytes_column("expected_bytes", "payload", "Payload by the closed form; missing without one."),
+    count("calls", "calls", "Calls of a rank in its typical step."),
+    bytes_column("payload_bytes", "payload", "Their payload."),
+    count("expected_calls", "closed form", "Calls by the closed form; missing without one.", optional=True),
+    bytes_column("expected_bytes", "payload of the form", "Payload by the closed form; missing without one."),
     column("bytes", lambda value: format_signed(value, format_bytes) if is_known(value) else "-", "difference_bytes",
         "difference", "payload_bytes - expected_bytes; missing without a closed form."),
     text_column("formula", "formula", "The closed form."),
     text_column("reason", "reason", "Why the step differs from the closed form, or why there is none.",
-        shortenable=True),
+        shortenable=True, optional=True),
 )  # fmt: skip
 _PURPOSE: Final = text_column("purpose", "purpose", "Why the library made the calls, as recorded.", shortenable=True)
 _PLACE: Final = text_column("place", "place", "Module or unit, with placements; bucket; stage.", shortenable=True)

@@ -327,6 +327,11 @@ def test_long_paths_are_shortened_from_the_left() -> None:
     )
 
 
+def test_phrases_are_shortened_from_the_right() -> None:
+    assert shorten_call_site("parameters gathered for forward", 20, "…") == "parameters gathered…"
+    assert shorten_call_site("the program's own", 2, "...") == "..."
+
+
 def test_columns_that_may_go_go_before_words_become_unreadable() -> None:
     columns = [left_column("line", shortenable=True), TextColumn("calls"), TextColumn("extra", optional=True)]
     rows = [["x/" * 40 + "file.py:1 f", "1,234,567", "1.00 KiB"]]
