@@ -52,6 +52,10 @@ class Leaving:
         except RuntimeError:
             pass  # the interpreter is already shutting down; `end` calls `leave`
 
+    def end(self) -> None:
+        """Add no more rows: the log is being closed."""
+        self._is_over = True
+
     def leave(self) -> None:
         """Add the row `leaving`, unless it was added. Never raises."""
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

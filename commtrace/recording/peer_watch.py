@@ -109,7 +109,10 @@ class PeerWatch:
         os.write(self._pipe[1], b"x")
         thread.join(STOP_SECONDS)
         if not thread.is_alive():
-            for fd in (*self._pipe, *self._peers):
+            with self._lock:  # a later `check` must not find descriptors that are other files' by then
+                fds = (*self._pipe, *self._peers)
+                self._peers.clear()
+            for fd in fds:
                 os.close(fd)
 
     def _watch(self) -> None:

@@ -237,6 +237,7 @@ class Recorder:
 
     def close(self, reason: str) -> None:
         """Write everything and end the log; `reason` is "exit" or "stop". Waits at most `exit_seconds`."""
+        self.leaving.end()
         self._drain.close(reason)
 
     def close_at_exit(self) -> None:

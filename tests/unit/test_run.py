@@ -205,7 +205,7 @@ def test_tables_by_name(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     assert set(run.table("volume_by_operation")["op"]) == {"all_reduce", "all_gather", "barrier"}
     assert run.tables()["states"].equals(run.table("states"))
-    with pytest.raises(NoSuchTableError, match="'nonsense'; choose from stuck_calls, "):
+    with pytest.raises(NoSuchTableError, match="'nonsense'; choose from endings, "):
         run.table("nonsense")
 
 

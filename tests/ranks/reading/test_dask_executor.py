@@ -293,7 +293,7 @@ def test_workers_that_die_again_and_again_are_an_error(tmp_path: Path, killed_cl
     killed_cluster.run_on_scheduler(allow_failures, allowed)
     assert status == 2
     assert re.fullmatch(
-        r"commtrace: commtrace-fold-\w+: 1 worker died while reading it, the last on tcp://[\d.:]+, "
+        r"commtrace: commtrace-(?:fold|match)-\w+: 1 worker died while reading it, the last on tcp://[\d.:]+, "
         r"probably because memory ran out; give workers more memory\n", str(error),
     )  # fmt: skip
 

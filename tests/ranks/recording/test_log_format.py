@@ -127,8 +127,8 @@ def test_states_clocks_phases_and_flags() -> None:
 def test_the_names_of_files(log: Path) -> None:
     shown = re.findall(r"^ +(rank\d\S+)", PAGE, re.MULTILINE)
     pattern = r"rank\d{5}-\d+\.(jsonl|\d{5}\.npy(\.open)?|salvaged\.npy)"
-    kept = r"rank\d{5}-\d+-(kept(-\d)?|cells)\.npy"
-    assert len(shown) == 7
+    kept = r"rank\d{5}-\d+-(kept(-\d)?|device|cells)\.npy"
+    assert len(shown) == 8
     assert all(re.fullmatch(f"{pattern}|{kept}", name) for name in shown)
     for path in log.glob("*/*/*"):
         assert re.fullmatch(pattern, path.name)

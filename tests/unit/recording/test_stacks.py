@@ -84,15 +84,17 @@ def test_the_threads_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = threading.Thread(target=deep, args=(100,), name="deep")
     thread.start()
     inside.wait()
+    deadline = time.monotonic() + 30
     try:
-        main, *others = stacks._threads(stacks._processor_times())
+        while True:
+            rows = {row["name"]: row for row in stacks._threads(stacks._processor_times())}
+            sampled = rows["deep"]
+            if sampled["state"] == "S" or time.monotonic() > deadline:  # it has yet to begin to wait
+                break
     finally:
         waits.set()
         thread.join()
-    # The sampling thread, here the main one, is not a row of the sample.
-    rows = {row["name"]: row for row in (main, *others)}
-    assert "MainThread" not in rows
-    sampled = rows["deep"]
+    assert "MainThread" not in rows  # the sampling thread
     assert not sampled["main"]
     assert len(sampled["frames"]) == MAX_FRAMES
     assert sampled["frames"][0][2].endswith("wait")
