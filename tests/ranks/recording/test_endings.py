@@ -25,10 +25,12 @@ def draw(*values: object) -> random.Random:
 def test_the_first_end_of_a_job(launcher: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mpi_launch.needs(launcher)
     run(launcher, kind, 1, 0, 3, tmp_path / "log")
-    assert verdict(kind, 1, 3, tmp_path / "log").partition(":")[0] in ("right", "not known")
+    found = verdict(kind, 1, 3, tmp_path / "log").partition(":")[0]
+    assert found in ("right", "not known")  # on a busy machine, ends may be too close to each other
     if kind == "one":
         assert main(["check", str(tmp_path / "log")]) == 5
-        assert capsys.readouterr().out.startswith("Rank 1 ended first, by RuntimeError at ")
+        first = "Rank 1 ended first, by RuntimeError at " if found == "right" else "Which process ended first is not "
+        assert capsys.readouterr().out.startswith(first)
 
 
 @pytest.mark.exhaustive
