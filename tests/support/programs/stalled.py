@@ -55,7 +55,7 @@ def stall() -> None:
             subprocess.run(["sleep", "600"], check=True)  # here: process
         case "compute":
             count = 0
-            while True:
+            while True:  # here: compute
                 count += 1  # here: compute
         case "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
