@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from commtrace.launchers import launcher_value
+from commtrace.process_setup.system_files import read_stat, read_text
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,11 @@ def mpi_starter() -> str:
     time, in kernel ticks, distinguishes the process from others that had the same PID.
     """
     pid = os.getppid()
-    try:
-        while pid > 1:
-            name, parent, start_ticks = _process(pid)
-            if name in _STARTERS:
-                return f"{boot_id()[:8] or host()}-{pid}-{start_ticks:x}"
-            pid = parent
-    except (OSError, ValueError, IndexError):
-        pass  # no /proc, or no permission
+    while pid > 1 and (stat := read_stat(f"/proc/{pid}")) is not None:
+        if stat.name in _STARTERS:
+            return f"{boot_id()[:8] or host()}-{pid}-{stat.start_ticks:x}"
+        pid = stat.parent
     return ""
-
-
-def _process(pid: int) -> tuple[str, int, int]:
-    """Return (name, PID of the parent, start time in ticks since boot) of a process."""
-    head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-    fields = tail.split()
-    return head.partition("(")[2], int(fields[1]), int(fields[19])
 
 
 _recordings = 0
@@ -109,14 +98,7 @@ def _file_name(text: str) -> str:
 
 def boot_id() -> str:
     """Return an identifier that changes when the host restarts; "" if the system has none."""
-    return _read("/proc/sys/kernel/random/boot_id").strip()
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
+    return read_text("/proc/sys/kernel/random/boot_id")
 
 
 def versions() -> dict[str, str]:

@@ -1,16 +1,19 @@
-"""Frames of libraries that pass a communication call on: they are not call sites.
+"""Files and frames of libraries: what belongs to the program, and which frames only pass a communication call on.
 
-Hooks classify the frames of the program by these rules, and importers those that another tool has recorded.
+Hooks classify the frames of the program by these rules, importers those that another tool has recorded, and reports
+the files that a log names, which may be those of another machine.
 """
 
 from __future__ import annotations
+
+import re
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Final
 
-PACKAGE_ROOTS: Final = ("/site-packages/", "/dist-packages/")
-"""Folders of installed packages."""
+_BELOW_PACKAGES: Final = re.compile(r"(?:.*/)?(?:site|dist)-packages/(.*)", re.DOTALL)
+_OF_PYTHON: Final = re.compile(r"/lib(?:64)?/python3[^/]*/")
 
 # Path prefixes of wrappers, relative to the packages' root.
 _WRAPPERS: Final = (
@@ -93,9 +96,12 @@ def is_wrapper(path: str, function: str) -> bool:
     return passes_on or path.startswith(_WRAPPERS) or (path, function) in _WRAPPER_FUNCTIONS
 
 
-def path_below_packages(path: str) -> str:
-    """Return the part of a recorded path below the packages' root; the path itself if it is not below one."""
-    for root in PACKAGE_ROOTS:
-        if root in path:
-            return path.rpartition(root)[2]
-    return path
+def path_below_packages(path: str) -> str | None:
+    """Return the part of a path below the folder of installed packages; None if it is not below one."""
+    match = _BELOW_PACKAGES.match(path)
+    return match and match[1]
+
+
+def is_library(path: str) -> bool:
+    """Return whether a file belongs to an installed package or to Python, or is no file, as `<frozen os>`."""
+    return path.startswith("<") or path_below_packages(path) is not None or _OF_PYTHON.search(path) is not None

@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 import commtrace
-from commtrace.library_frames import PACKAGE_ROOTS, is_wrapper
+from commtrace.library_frames import is_wrapper, path_below_packages
 from commtrace.recording.table_lines import TableLines
 from commtrace.schema import Purpose
 
@@ -243,7 +243,6 @@ def _below_packages(path: str) -> str:
         package = os.path.dirname(getattr(sys.modules.get(name), "__file__", None) or "")
         if package and path.startswith(package + "/"):
             return f"{name}/" + path[len(package) + 1 :]
-    for root in PACKAGE_ROOTS:
-        if root in path:
-            return path.rpartition(root)[2]
+    if (in_packages := path_below_packages(path)) is not None:
+        return in_packages
     return path[len(_STANDARD) :] if path.startswith(_STANDARD) else ""

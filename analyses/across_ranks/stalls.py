@@ -7,10 +7,7 @@ turns is stopped, or one of its threads keeps the interpreter's lock: the kernel
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
@@ -19,6 +16,8 @@ from commtrace.analyses.fold_engine import NamedTables, RunAnalysis
 from commtrace.analyses.table_specs import shared_columns as shared
 from commtrace.analyses.table_specs.spec import TableSpec, column, duration, flag, share, text_column, word_column
 from commtrace.formatting import format_moment
+from commtrace.library_frames import is_library
+from commtrace.process_setup.system_files import read_stat
 from commtrace.reading.labels import short_paths
 from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
@@ -68,7 +67,14 @@ _ACTIVITIES: Final = {
     **dict.fromkeys(("fsync", "fdatasync", "flock", "open", "openat"), _STORAGE),
 }  # fmt: skip
 """System call -> activity of a thread that is blocked in it."""
-_LIBRARY: Final = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
+_ACTIVITIES_OF_STATES: Final = {
+    "T": STOPPED,
+    "t": STOPPED,  # by a debugger
+    "R": _LOCK + COMPUTING,
+    "S": _LOCK + WAITING,
+    "D": _STORAGE,
+}
+"""State of a process that takes no turns -> activity."""
 
 
 def find_stalls(run: RecordedRun) -> NamedTables:
@@ -129,12 +135,8 @@ def _activity(thread: ThreadStack, window_ns: int) -> dict[str, object]:
 
 def _process_activity(pid: int) -> str | None:
     """Return what a live process on this host does that takes no turns; None if that cannot be read."""
-    with suppress(OSError, IndexError):
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-        if state in "Tt":
-            return STOPPED
-        return {"R": _LOCK + COMPUTING, "D": _STORAGE, "S": _LOCK + WAITING}.get(state)
-    return None
+    stat = read_stat(f"/proc/{pid}")
+    return None if stat is None else _ACTIVITIES_OF_STATES.get(stat.state)
 
 
 def _place(frames: Sequence[tuple[str, int, str]], short: Mapping[str, str]) -> dict[str, str | None]:
@@ -142,7 +144,7 @@ def _place(frames: Sequence[tuple[str, int, str]], short: Mapping[str, str]) -> 
     if not frames:
         return {}
     texts = [f"{short[file]}:{line} {function}" for file, line, function in frames]
-    own = next((at for at, (file, _, _) in enumerate(frames) if not _LIBRARY.search(file)), None)
+    own = next((at for at, (file, _, _) in enumerate(frames) if not is_library(file)), None)
     if own is None:
         return {"function": texts[0], "line": None, "innermost": texts[0], "stack": " < ".join(texts)}
     called = texts[max(0, own - 1)]

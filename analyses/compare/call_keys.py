@@ -7,6 +7,7 @@ import itertools
 from hashlib import blake2b
 from typing import Final, NamedTuple, TypeAlias
 
+from commtrace.library_frames import path_below_packages
 from commtrace.operations import OPERATIONS
 from commtrace.reading.table_reader import RecordedGroup, Site
 
@@ -47,8 +48,7 @@ class CallKey(NamedTuple):
 def site_name(site: Site) -> str:
     """Return a call site without line number and without folders that differ between checkouts."""
     file = site.file.replace("\\", "/")
-    below = [file.rpartition(mark)[2] for mark in ("/site-packages/", "/dist-packages/") if mark in file]
-    return f"{(below or [file.rpartition('/')[2]])[0]} {site.function}".rstrip()
+    return f"{path_below_packages(file) or file.rpartition('/')[2]} {site.function}".rstrip()
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final, TypeAlias
 
+from commtrace.library_frames import path_below_packages
 from commtrace.schema import ACTIVITIES, OWN_PURPOSES
 
 ACTIVITY_NAMES: Final = frozenset(purpose.value for purpose in ACTIVITIES)
@@ -63,7 +64,8 @@ def is_declared(patterns: Iterable[str], phase: str, *names: str) -> bool:
 
 def path_in_packages(site: str) -> str:
     """Return a call site without its site-packages prefix, which may differ between ranks."""
-    return site.partition(" < ")[0].rpartition("-packages/")[2]
+    inner = site.partition(" < ")[0]
+    return path_below_packages(inner) or inner
 
 
 def sum_own_calls(rows: Iterable[OwnRow]) -> dict[OwnKey, OwnCalls]:

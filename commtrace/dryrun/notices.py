@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from commtrace.errors import warn
 from commtrace.hook_table import PACKAGE
+from commtrace.library_frames import path_below_packages
 from commtrace.recording.session import session
 
 _STDLIB: Final = sysconfig.get_paths()["stdlib"] + os.sep
@@ -21,7 +22,6 @@ _STDLIB: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _OWN: Final = tuple(
     os.path.dirname(file or "") + os.sep for file in (os.path.dirname(__file__), sys.modules[PACKAGE].__file__)
 )
-_SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 
 # Files of torch that read values for their caller; the rest of torch reads them for itself.
 _FORWARDING_FILES: Final = (
@@ -80,7 +80,7 @@ def _calling_frame(also_libraries: bool) -> FrameType | None:
 
 
 def _is_stdlib(file: str) -> bool:
-    return file.startswith(_STDLIB) and not any(folder in file for folder in _SITE_PACKAGES)
+    return file.startswith(_STDLIB) and path_below_packages(file) is None
 
 
 def _folder(library: str) -> str:

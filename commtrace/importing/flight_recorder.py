@@ -183,7 +183,7 @@ def _site(frames: Any) -> ImportedSite | None:
     for frame in frames if isinstance(frames, list) else ():
         if isinstance(frame, dict) and str(frame.get("filename", "")).endswith(".py"):
             file, function = str(frame["filename"]), str(frame.get("name") or "")
-            if not is_wrapper(path_below_packages(file), function):
+            if not is_wrapper(path_below_packages(file) or file, function):
                 return ImportedSite(file, _natural(frame.get("line")) or 0, function)
     return None
 

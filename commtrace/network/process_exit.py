@@ -6,6 +6,8 @@ import threading
 import time
 from pathlib import Path
 
+from commtrace.process_setup.system_files import read_stat
+
 
 def wait_for_threads(timeout_s: float = 5.0) -> None:
     """Wait until every other thread of this process sleeps, at most `timeout_s` seconds.
@@ -25,8 +27,5 @@ def wait_for_threads(timeout_s: float = 5.0) -> None:
 
 def _is_running(task: Path) -> bool:
     """Return whether a thread other than this one is running or runnable (state R)."""
-    try:
-        stat = (task / "stat").read_text()
-    except OSError:
-        return False  # the thread has ended
-    return task.name != str(threading.get_native_id()) and stat.rpartition(")")[2].split()[0] == "R"
+    stat = read_stat(task)  # None: the thread has ended
+    return stat is not None and stat.state == "R" and task.name != str(threading.get_native_id())

@@ -5,9 +5,32 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 _LARGEST: Final = 1 << 16
+
+
+class Stat(NamedTuple):
+    """What the kernel says of a process or thread: proc_pid_stat(5)."""
+
+    name: str
+    state: str
+    """Such as "R" (runs), "S" (sleeps), "D" (waits for a device), "T" (is stopped), "Z" (has ended)."""
+    parent: int
+    start_ticks: int
+    """Start, in ticks since boot: distinguishes a process from others that had the same PID."""
+    exit_status: int
+    """As `os.waitpid` has it; 0 unless the process has ended."""
+
+
+def read_stat(folder: str | Path) -> Stat | None:
+    """Return what the kernel says of a process (/proc/PID) or thread (/proc/PID/task/TID); None if it is not known."""
+    head, _, tail = read_text(folder, "stat").rpartition(")")  # a name may contain ")"
+    fields = tail.split()
+    try:
+        return Stat(head.partition("(")[2], fields[0], int(fields[1]), int(fields[19]), int(fields[49]))
+    except (ValueError, IndexError):
+        return None
 
 
 def read_text(*parts: str | Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from commtrace.library_frames import path_below_packages
 from commtrace.operations import MESSAGES
 from commtrace.rank_ranges import format_rank_list
 from commtrace.schema import ROLES, Fields, Phase, State, flags_label
@@ -287,8 +287,7 @@ def short_paths(files: Iterable[str]) -> dict[str, str]:
     short = {}
     for file in files:
         path = file.replace("\\", "/")
-        package = re.fullmatch(r"(?:.*/)?(?:site|dist)-packages/(.+)", path)
-        short[file] = package[1] if package else "/".join(path.split("/")[-2:])
+        short[file] = path_below_packages(path) or "/".join(path.split("/")[-2:])
     count = Counter(short.values())
     return {file: name if count[name] == 1 else file for file, name in short.items()}
 

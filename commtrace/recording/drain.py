@@ -177,9 +177,9 @@ class Drain:
             self._move(slots)
         if self._summary:
             self._summary.turn()
+        is_stalled = self._stacks.turn(self._moved + self._slots.taken + self._ring.dropped)
         if self._dumps:
-            self._dumps.turn()
-        self._stacks.turn(self._moved + self._slots.taken + self._ring.dropped)
+            self._dumps.turn(is_stalled=is_stalled)
         self._cpu_ns = time.thread_time_ns()
         self._count()
 

@@ -14,13 +14,13 @@ import dis
 import functools
 import os
 import re
-import sysconfig
 import traceback
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Final
 
 import commtrace
+from commtrace.library_frames import is_library
 
 from .interrupts import signal_of_handler
 
@@ -54,7 +54,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     lines = [(frame, line) for frame, line in trace if not frame.f_code.co_filename.startswith(_PACKAGES)][::-1]
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
-    own = (at for at, (frame, _) in enumerate(lines) if not _is_installed(frame.f_code.co_filename))
+    own = (at for at, (frame, _) in enumerate(lines) if not is_library(frame.f_code.co_filename))
     at = next(own, 0)
     kept = lines[:MAX_LINES] if at < MAX_LINES else [*lines[: MAX_LINES - 1], lines[at]]
     facts: dict[str, Any] = {
@@ -147,20 +147,10 @@ def _joined(text: str) -> str:
     return text if re.search(r"[A-Za-z]{2}", text) else ""
 
 
-@functools.lru_cache(1024)
-def _is_installed(file: str) -> bool:
-    """Return whether a file belongs to Python or an installed package, or is no file."""
-    path = os.path.realpath(file)
-    return file.startswith("<") or "site-packages" in path or "dist-packages" in path or path.startswith(_LIBRARIES)
-
-
 _PACKAGES: Final = tuple(
     prefix + os.sep
     for folder in (Path(commtrace.__file__).parent, Path(commtrace.__file__).parent / "hooks")
     for prefix in (str(folder), str(folder.resolve()))
-)
-_LIBRARIES: Final = tuple(
-    os.path.realpath(path) + os.sep for name in ("stdlib", "platstdlib") if (path := sysconfig.get_paths().get(name))
 )
 
 _TRACEBACK_LINE: Final = re.compile(r'  File "([^"\n]+)", line (\d+), in (\S+)')
@@ -173,6 +163,6 @@ def _worker(frame: FrameType) -> dict[str, Any] | None:
         return None
     kind, text = getattr(wrapper, "exc_type", None), str(getattr(wrapper, "exc_msg", ""))
     places = [(file, int(line), function) for file, line, function in _TRACEBACK_LINE.findall(text)][::-1]
-    place = next((place for place in places if not _is_installed(place[0])), next(iter(places), None))
+    place = next((place for place in places if not is_library(place[0])), next(iter(places), None))
     facts: dict[str, Any] = {"type": _printable(getattr(kind, "__qualname__", ""))}
     return facts if place is None else {**facts, **dict(zip(("file", "line", "function"), place, strict=True))}

@@ -26,8 +26,6 @@ from .segment_writer import write_segment
 REQUEST_FILE: Final = "keep"
 """File in the log directory. When it is created or touched, every process writes its kept records."""
 CHECK_SECONDS: Final = 1.0
-HANG_SECONDS: Final = 60.0
-"""Time without the end of any call, while one is in flight, after which a process writes its kept records."""
 MAX_DUMPS: Final = 4
 """Maximum number of these files per process; the next one replaces the oldest."""
 KEPT_AT_EXIT: Final = 1024
@@ -63,26 +61,26 @@ class KeptDumps:
         self._ring, self._write = ring, write
         self._check_at = 0.0
         self._requested_ns = self._modified_ns()
-        self._count, self._changed_at = -1, 0.0
-        self._has_dumped = False
         self._dumps = 0
 
-    def turn(self) -> None:
-        """Write a dump if calls hang or one was requested, which is checked once a second."""
-        now = time.monotonic()
-        if now < self._check_at:
-            return
-        self._check_at = now + CHECK_SECONDS
-        if self._ring.kept_count != self._count:
-            self._count, self._changed_at, self._has_dumped = self._ring.kept_count, now, False
-        taken = self._ring.records[self._ring.records["state"] != State.FREE]
-        is_hung = len(taken) > 0 and now - self._changed_at >= HANG_SECONDS and not self._has_dumped
-        requested_ns = self._modified_ns()
-        if is_hung or requested_ns > self._requested_ns:
-            self._has_dumped |= is_hung
-            self._requested_ns = requested_ns
-            number = self._dumps % MAX_DUMPS + 1
-            self._dumps += self._write(np.concatenate([self._ring.kept(), taken]), number)
+    def turn(self, *, is_stalled: bool) -> None:
+        """Write a dump if the process has made no progress, or one was requested, which is checked once a second.
+
+        Args:
+            is_stalled: Whether the stacks of the process were written in this turn: see `recording.stacks`.
+        """
+        is_requested = self._is_requested()
+        if is_stalled or is_requested:
+            taken = self._ring.records[self._ring.records["state"] != State.FREE]
+            if is_requested or len(taken):
+                self._dumps += self._write(np.concatenate([self._ring.kept(), taken]), self._dumps % MAX_DUMPS + 1)
+
+    def _is_requested(self) -> bool:
+        now, before = time.monotonic(), self._requested_ns
+        if now >= self._check_at:
+            self._check_at = now + CHECK_SECONDS
+            self._requested_ns = max(before, self._modified_ns())
+        return self._requested_ns > before
 
     def _modified_ns(self) -> int:
         with suppress(OSError):

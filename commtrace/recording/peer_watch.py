@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from commtrace.process_setup.system_files import read_stat, read_text
+
 from . import ring
 from .table_lines import TableLines
 
@@ -155,7 +157,8 @@ class PeerWatch:
         # The pid is the peer's, not that of a later process or in another container, if it holds the lock of the ring.
         owner = ring.owner_of(path)
         if owner == pid and fd >= 0:
-            peer = _Peer(path, stem, rank, pid, fd, _start_ticks(pid), _counter_of(pid))
+            stat = read_stat(f"/proc/{pid}")
+            peer = _Peer(path, stem, rank, pid, fd, -1 if stat is None else stat.start_ticks, _counter_of(pid))
             with self._lock:
                 self._peers[fd] = peer
             self._poll.register(fd, select.POLLIN)
@@ -207,10 +210,9 @@ def _rank_of(identity: dict[str, Any]) -> int:
 
 def _exit_status(peer: _Peer) -> int | None:
     """Return the status of a process that has ended, as `os.waitpid` has it; None if it is not known."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()
-        if fields[0] in "ZX" and int(fields[19]) == peer.start_ticks:
-            return int(fields[49])
+    stat = read_stat(f"/proc/{peer.pid}")
+    if stat is not None and stat.state in "ZX" and stat.start_ticks == peer.start_ticks:
+        return stat.exit_status
     with contextlib.suppress(OSError):  # the parent was faster: newer kernels keep the status with the descriptor
         buffer = bytearray(_INFO.pack(_EXIT_INFO, *[0] * 13))
         fcntl.ioctl(peer.fd, _GET_INFO, buffer)
@@ -220,21 +222,9 @@ def _exit_status(peer: _Peer) -> int | None:
     return None
 
 
-def _start_ticks(pid: int) -> int:
-    """Return when a process started, in ticks since boot; -1 if it has ended."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return -1
-
-
 def _counter_of(pid: int) -> Path | None:
     """Return the file in which a cgroup of a process counts the processes that were ended for lack of memory."""
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
+    for line in read_text(f"/proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
             folder, name = Path("/sys/fs/cgroup/memory"), "memory.oom_control"
@@ -250,8 +240,8 @@ def _counter_of(pid: int) -> Path | None:
 
 def _kills(path: Path) -> int:
     """Return the number of processes of a cgroup that were ended for lack of memory; -1 if it cannot be read."""
+    words = read_text(path).split()
     try:
-        words = path.read_text().split()
         return int(words[words.index("oom_kill") + 1])
-    except (OSError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return -1

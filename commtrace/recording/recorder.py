@@ -73,15 +73,17 @@ class Recorder:
         """
         self.pid = os.getpid()
         run, host = identity.agree_on_run(rank_identity), identity.host()
-        process = {"directory": settings.directory, "run": run, "host": host, "pid": self.pid}
         stem = f"rank{rank_identity.rank:05d}-{self.pid}"
+        identity_of_ring = {
+            "directory": settings.directory, "run": run, "host": host, "pid": self.pid, "stem": stem,
+            "steps": settings.steps, "mode": settings.mode,
+        }  # fmt: skip
         name = f"{os.getuid()}-{self.pid}-{os.urandom(4).hex()}"
         self.rank_identity = rank_identity
         self.sites = settings.sites
         self.counters = Counters()
         self._threads = itertools.count(1)
         self._thread = threading.local()
-        identity_of_ring = {**process, "stem": stem, "steps": settings.steps, "mode": settings.mode}
         self.ring = ring.make_ring(settings.ring_records, settings.shm, name, identity_of_ring, settings.kept_records)
         try:
             self._buffer: Any = self.ring.buffer
@@ -89,14 +91,7 @@ class Recorder:
             self._free, self._pending = self.slots.free, self.slots.pending
             self._half = self.ring.capacity // 2
             self.tables = TableLines(self.ring)
-            self.tables.add(
-                "process", format=FORMAT, version=VERSION, run=run, rank=rank_identity.rank,
-                world_size=rank_identity.world_size, local_rank=launchers.launcher_value("local_rank"), host=host,
-                pid=self.pid, boot_id=identity.boot_id(), cores=core_list(), recorder=self.slots.recorder,
-                versions=identity.versions(), environment=read_variables(),
-                launcher=identity.launcher_run_name(), settings=settings.as_dict(), **identity.clock_readings(),
-                simulated=False, blind_spots=blind_spots,
-            )  # fmt: skip
+            self._add_process(settings, run, host, blind_spots)
             directory = Path(settings.directory) / run / host
             writer = LogWriter(
                 directory, stem, settings, lambda stem: self.ring.describe({**identity_of_ring, "stem": stem})
@@ -114,6 +109,17 @@ class Recorder:
         except BaseException:
             self.ring.remove()
             raise
+
+    def _add_process(self, settings: Settings, run: str, host: str, blind_spots: list[str]) -> None:
+        """Add the row of the table `process`."""
+        self.tables.add(
+            "process", format=FORMAT, version=VERSION, run=run, rank=self.rank_identity.rank,
+            world_size=self.rank_identity.world_size, local_rank=launchers.launcher_value("local_rank"), host=host,
+            pid=self.pid, boot_id=identity.boot_id(), cores=core_list(), recorder=self.slots.recorder,
+            versions=identity.versions(), environment=read_variables(),
+            launcher=identity.launcher_run_name(), settings=settings.as_dict(), **identity.clock_readings(),
+            simulated=False, blind_spots=blind_spots,
+        )  # fmt: skip
 
     def thread(self) -> int:
         """Return the number of the calling thread, from 1."""

@@ -19,6 +19,7 @@ from itertools import islice
 from types import FrameType
 from typing import Any, Final
 
+from commtrace.process_setup.system_files import list_folder, read_stat, read_text
 from commtrace.schema import State
 from commtrace.settings import Settings
 
@@ -75,11 +76,14 @@ class StackSampler:
         self._usage_at_ns = 0
         self._begin_pause(self._since_ns)
 
-    def turn(self, calls: int) -> None:
+    def turn(self, calls: int) -> bool:
         """Take a sample if one is due.
 
         Args:
             calls: Number of calls begun so far.
+
+        Returns:
+            Whether a sample was taken.
         """
         now = time.monotonic_ns()
         pause = now - self._since_ns
@@ -93,6 +97,8 @@ class StackSampler:
             else:
                 self._write(now, pause)
                 self._usage, self._due_ns = None, 2 * pause
+                return True
+        return False
 
     def _begin_pause(self, now: int) -> None:
         self._since_ns, self._usage, self._is_in_call = now, None, False
@@ -130,7 +136,7 @@ def _threads(usage: dict[int, int]) -> Iterator[dict[str, Any]]:
         yield {
             "name": "" if thread is None else thread.name,
             "main": ident == main,
-            "state": _thread_state(native),
+            "state": "" if (stat := read_stat(f"/proc/self/task/{native}")) is None else stat.state,
             "system_call": _system_call(native),
             "cpu_ns": None if before is None else _processor_time(native) - before,
             "frames": [*islice(_frames(frames[ident]), MAX_FRAMES)],
@@ -148,33 +154,20 @@ def _frames(frame: FrameType | None) -> Iterator[list[str | int]]:
 
 def _processor_times() -> dict[int, int]:
     """Return the processor time of each thread of the process, ns; see `_processor_time`."""
-    with suppress(OSError):
-        return {int(thread): _processor_time(int(thread)) for thread in os.listdir("/proc/self/task")}
-    return {}
+    return {int(thread): _processor_time(int(thread)) for thread in list_folder("/proc/self/task")}
 
 
 def _processor_time(thread: int) -> int:
     """Return the time for which a thread was on a processor, or ready for one that was busy, ns."""
-    with suppress(OSError, ValueError):
-        running, ready, _ = _read(thread, "schedstat").split()
+    with suppress(ValueError):
+        running, ready, _ = read_text(f"/proc/self/task/{thread}/schedstat").split()
         return int(running) + int(ready)
     return 0
 
 
-def _thread_state(thread: int) -> str:
-    """Return the state of a thread as the kernel names it, such as "S" (sleeps) or "D" (waits for a device)."""
-    with suppress(OSError, IndexError):
-        return _read(thread, "stat").rpartition(")")[2].split()[0]
-    return ""
-
-
 def _system_call(thread: int) -> str:
     """Return the name of the system call that a thread is in; "" if it is in none, or that is not known."""
-    with suppress(OSError, ValueError, IndexError):
-        return _SYSTEM_CALLS.get(platform.machine(), {}).get(int(_read(thread, "syscall").split()[0]), "")
+    with suppress(ValueError, IndexError):
+        number = int(read_text(f"/proc/self/task/{thread}/syscall").split()[0])
+        return _SYSTEM_CALLS.get(platform.machine(), {}).get(number, "")
     return ""
-
-
-def _read(thread: int, name: str) -> str:
-    with open(f"/proc/self/task/{thread}/{name}", encoding="utf-8", errors="replace") as file:
-        return file.read()

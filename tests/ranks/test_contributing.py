@@ -149,7 +149,10 @@ def test_a_recipe_for_an_analysis(copy: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("library", "program", "payload"),
-    [pytest.param("torch", TORCH, 4000, id="torch"), pytest.param("mpi4py", MPI, 4000, id="mpi4py")],
+    [
+        pytest.param("torch", TORCH, 4000, id="torch"),
+        pytest.param("mpi4py", MPI, 4000, id="mpi4py", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_recipe_for_a_collective(library: str, program: str, payload: int, copy: Path, tmp_path: Path) -> None:
     if find_spec(library) is None:

@@ -81,7 +81,7 @@ def hang(nursery: Nursery, log: Path, kind: str, size: int) -> tuple[Ranks, pd.D
     return ranks, wait_for_stuck_calls(log)
 
 
-SIZES = {"absent": 4, "cycle": 3, "killed": 3}
+SIZES = {"absent": 4, "cycle": 3}
 """Kind in the default tier -> number of ranks."""
 
 

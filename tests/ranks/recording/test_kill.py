@@ -19,7 +19,7 @@ from commtrace.recording import log_writer, ring, slots
 from commtrace.recording import segment_writer as segments
 from commtrace.schema import Records, State
 
-KILLS = 25  # with each recorder
+DEFAULT_KILLS, KILLS = 10, 25  # with each recorder
 
 
 def counters(path: Path) -> list[int]:
@@ -36,7 +36,10 @@ def assert_counted(left: Left, finished: int) -> None:
     assert left.stats["dropped"] == left.stats["removed"] == left.stats["lost"] == 0
 
 
-@pytest.mark.parametrize("seed", range(KILLS))
+@pytest.mark.parametrize(
+    "seed",
+    [*range(DEFAULT_KILLS), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(DEFAULT_KILLS, KILLS))],
+)
 def test_killed_at_a_random_moment(seed: int, nursery: Nursery, tmp_path: Path) -> None:
     choose = random.Random(seed)
     finished = tmp_path / "finished"

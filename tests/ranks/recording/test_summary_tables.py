@@ -59,7 +59,7 @@ WANTED: Final[dict[int, dict[str, dict[str, Any]]]] = {
     8: pipelines.EIGHT,
 }
 """Number of ranks -> trainings; those on eight ranks are parallel in three dimensions."""
-REPRESENTATIVES: Final = ("pp2tp2", "fsdp-tp-bf16")
+REPRESENTATIVES: Final = ("pp2tp2",)
 
 
 def _mode_of(name: str, mode: str) -> str:

@@ -19,8 +19,8 @@ from hook_programs.runs import ENGINES, Log, null_work, ran, training
 from commtrace.schema import RECORD, Clock, State
 
 PROGRAMS = ("operators", "mixture", "plain", "purposes", "train", "pipeline", "gpt_neox", "null_work")
-DEFAULT = ("operators", "purposes", "gpt_neox")
-"""Every operator, every purpose, and training by DDP and ZeRO."""
+DEFAULT = ("operators", "purposes")
+"""Every operator and every purpose."""
 
 
 def marked(programs: Sequence[str]) -> list[Any]:

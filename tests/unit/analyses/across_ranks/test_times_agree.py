@@ -22,7 +22,11 @@ from commtrace.formatting import format_duration
 from commtrace.run import Run, open_run
 from commtrace.schema import Clock, Phase, State
 
-SEEDS = [*range(100), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(100, 1000))]
+DEFAULT_SEEDS = 25
+SEEDS = [
+    *range(DEFAULT_SEEDS),
+    *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(DEFAULT_SEEDS, 1000)),
+]
 
 
 class Reference:
