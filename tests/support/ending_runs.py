@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ import processes
 from ports import free_port
 
 from commtrace.analyses.across_ranks.endings import find_endings
+from commtrace.analyses.fold_engine import NamedTables
 from commtrace.analyses.grouping import rows_of
 from commtrace.run import open_run
 
@@ -79,8 +81,7 @@ def run(
 
 def verdict(kind: str, bad_rank: int, size: int, log: Path) -> str:
     """Return "right", "not known" or "wrong", and why, of the diagnosis of a run."""
-    run_ = open_run(log, recover=True)
-    tables = find_endings(run_)
+    tables = _endings(log)
     endings = tables["endings"]
     if kind == "thread":
         threads = tables["thread_exceptions"]
@@ -104,3 +105,13 @@ def verdict(kind: str, bad_rank: int, size: int, log: Path) -> str:
     if first not in (set(), {bad_rank}):
         return f"wrong: first {first}, {ends}"
     return "right" if first and ends[bad_rank] == EXPECTED[kind][0] else f"not known: first {first}, {ends}"
+
+
+def _endings(log: Path) -> NamedTables:
+    """Return the tables of the ends of a run when all its processes have ended: some launchers end before them."""
+    deadline = time.monotonic() + 30
+    while True:
+        tables = find_endings(open_run(log, recover=True))
+        if "runs" not in set(tables["endings"]["end"]) or time.monotonic() > deadline:
+            return tables
+        time.sleep(0.1)
