@@ -12,11 +12,13 @@ The mode runs below autograd, DDP's reducer and DTensor, and receives only plain
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 import torch
+from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -100,6 +102,8 @@ class DryRunMode(TorchDispatchMode):
         tensors = [*tensors_in(args), *tensors_in([*kwargs.values()])]
         if _is_meta_or_sparse(tensors, kwargs):
             return func(*args, **kwargs)
+        if self._devices is not None and plan.draws and kwargs.get("generator") is None:
+            kwargs = {**kwargs, "generator": self._devices.generator_of(tensors)}
         if self._devices is None or plan.kind in (OperatorKind.WRITE, OperatorKind.NUMBER):
             return self._handlers[plan.kind](func, plan, tensors, args, kwargs)
         on_cpu, device = self._devices.redirect(kwargs, tensors)
@@ -221,6 +225,16 @@ class DryRunMode(TorchDispatchMode):
                 else torch.clone(args[0], memory_format=torch.contiguous_format)
             )
         return getattr(functional, name).default(copies, *args[1:], **kwargs)
+
+
+def _draw(mode: DryRunMode, start: int, end: int, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Draw random numbers for a shard of a DTensor. Where in the sequence of numbers it begins and ends is ignored."""
+    with mode:
+        return operator(*args, **kwargs)
+
+
+with contextlib.suppress(AttributeError):  # older versions of torch have no such operator
+    rng_prims.run_dtensor_rng_op.py_impl(DryRunMode)(_draw)
 
 
 def _fake_mode() -> Any:

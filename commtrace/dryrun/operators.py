@@ -31,6 +31,7 @@ class OperatorPlan(NamedTuple):
     pointwise: bool = False  # whether the operator is elementwise
     fills: bool = False  # whether it overwrites its first argument completely
     leaves_empty: bool = False  # whether it makes a tensor without initial values
+    draws: bool = False  # whether it draws random numbers into an argument, from a generator that a caller may give
 
 
 # Operators that write metadata: the storage of a tensor, its length, its strides.
@@ -59,7 +60,8 @@ def operator_plan(operator: Any) -> OperatorPlan:
     )
     # An operator that writes and also makes new tensors (batch norm) is NEW.
     if writes and all(result.alias_info is not None for result in schema.returns):
-        return OperatorPlan(OperatorKind.WRITE, writes, len(schema.returns), fills=name in _FILLS)
+        draws = any(argument.name == "generator" for argument in schema.arguments)
+        return OperatorPlan(OperatorKind.WRITE, writes, len(schema.returns), fills=name in _FILLS, draws=draws)
     if torch.Tag.data_dependent_output in operator.tags:
         return OperatorPlan(OperatorKind.NUMBER)
     if operator is torch.ops.aten.cat.default:

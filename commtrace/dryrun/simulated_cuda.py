@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -58,6 +59,11 @@ _MODULES: Final = (
     getattr(torch.accelerator, "memory", torch.accelerator), torch._C,  # torch.accelerator.memory: torch 2.9
 )  # fmt: skip
 _DTYPES: Final = ("Byte", "Char", "Short", "Int", "Long", "Half", "BFloat16", "Float", "Double", "Bool")
+_STATES: Final = 1 << 64
+"""Number of seeds, and of offsets."""
+_SPREAD: Final = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: equal sums of seed and offset stay apart
+_OFFSET_OF_DRAW: Final = 4
+"""The least by which a draw moves the offset of CUDA's generator."""
 _LIKE: Final = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 
 
@@ -92,6 +98,45 @@ class SimulatedStreamOrEvent(Inert):
 
     def __exit__(self, *_: object) -> None:
         """Leave the stream."""
+
+
+class SimulatedGenerator(torch.Generator):
+    """CPU generator with the state of a CUDA generator: seed and offset, 16 bytes, which DTensor reads and changes.
+
+    The same state gives the same numbers. The offset grows when the state is read, if numbers were drawn since it was
+    last set or read.
+    """
+
+    def __init__(self) -> None:
+        self.manual_seed(super().initial_seed())
+
+    def manual_seed(self, seed: int, offset: int = 0) -> SimulatedGenerator:
+        """Set seed and offset, uint64 each."""
+        self._seed, self._offset = seed % _STATES, offset % _STATES
+        super().manual_seed((self._seed + _SPREAD * self._offset) % _STATES)
+        self._numbers = super().get_state()
+        return self
+
+    def seed(self) -> int:
+        """Set a random seed, and return it."""
+        self.manual_seed(super().seed())
+        return self._seed
+
+    def initial_seed(self) -> int:
+        """Return the seed."""
+        return self._seed
+
+    def get_state(self) -> torch.Tensor:
+        """Return seed and offset, uint8 of shape (16,)."""
+        if not torch.equal(self._numbers, super().get_state()):
+            self.manual_seed(self._seed, self._offset + _OFFSET_OF_DRAW)
+        state = b"".join(value.to_bytes(8, sys.byteorder) for value in (self._seed, self._offset))
+        return torch.tensor(list(state), dtype=torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> SimulatedGenerator:
+        """Set seed and offset from `get_state`."""
+        seed, offset = (int.from_bytes(bytes(half), sys.byteorder) for half in (state[:8].tolist(), state[8:].tolist()))
+        return self.manual_seed(seed, offset)
 
 
 class _TensorType(type):
@@ -139,7 +184,7 @@ class DeviceTensors:
     def place(self, tensors: Any, device: torch.device) -> Any:
         """Register the device of new tensors, and return them."""
         change = self._storages.add if device.type == "cuda" else self._storages.discard
-        change(tensor for tensor in tensors_in(tensors) if has_storage(tensor))
+        change(tensor for tensor in map(_local, tensors_in(tensors)) if has_storage(tensor))
         return tensors
 
     def redirect(self, kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> tuple[dict[str, Any], torch.device]:
@@ -149,9 +194,14 @@ class DeviceTensors:
         on_cpu = {"device": _CPU, "pin_memory": False}
         return {name: on_cpu.get(name, value) for name, value in kwargs.items()}, kwargs["device"]
 
+    def generator_of(self, tensors: Sequence[torch.Tensor]) -> torch.Generator | None:
+        """Return the default generator of the first tensor's device; None for the CPU's, which operators use anyway."""
+        on_device = tensors and self._storages.any(tensors[:1])
+        return torch.cuda.default_generators[torch.cuda.current_device()] if on_device else None
+
     def _device(self, tensor: torch.Tensor) -> torch.device:
         device: torch.device = self._device_of(tensor)
-        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        local = _local(tensor)
         if device == _CPU and has_storage(local) and local in self._storages:
             return torch.device("cuda", torch.cuda.current_device())
         return device
@@ -213,7 +263,7 @@ def install(devices: int) -> DeviceTensors:
         current = index if index >= 0 else previous
         return previous
 
-    generators = tuple(torch.Generator() for _ in range(devices))
+    generators = tuple(SimulatedGenerator() for _ in range(devices))
     functions: dict[str, Callable[..., Any]] = {
         name: functools.partial(_return_constant, value) for value, names in _CONSTANT_RESULTS for name in names
     }
@@ -234,8 +284,8 @@ def install(devices: int) -> DeviceTensors:
         "memory_snapshot": lambda mempool_id=None: [],
         "cudart": Inert,
         "stream": contextlib.nullcontext,
-        "get_rng_state": lambda device=None: generators[_index_of(device)].get_state(),
-        "set_rng_state": lambda state, device=None: generators[_index_of(device)].set_state(state) and None,
+        "get_rng_state": lambda device="cuda": generators[_index_of(device)].get_state(),
+        "set_rng_state": lambda state, device="cuda": generators[_index_of(device)].set_state(state) and None,
         "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
         "initial_seed": lambda: generators[current].initial_seed(),
     }
@@ -254,6 +304,11 @@ def install(devices: int) -> DeviceTensors:
     tensors.install()
     cuda.autocast_kernels = cuda_autocast.install()
     return tensors
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the shard of a DTensor, or the tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _index_of(device: Any) -> int:

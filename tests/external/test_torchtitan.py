@@ -161,3 +161,26 @@ def test_a_program(name: str, tmp_path: Path) -> None:
     second = events[(events["rank"] == 0) & (events["step"] == 1)]
     found = Counter(zip(*(second[column].astype(str) for column in ("op", "role", "phase", "purpose")), strict=True))
     assert found == Counter({(*call, purpose.value): number for (*call, purpose), number in program.calls.items()})
+
+
+def test_a_dry_run_of_llama3_8b_on_256_ranks(tmp_path: Path) -> None:
+    """Rank 0 of the program for GPUs as it is: the calls of its second step, and their bytes."""
+    model = f"--module llama3 --config llama3_8b --hf_assets_path {CHECKOUT / 'tests/assets/tokenizer'}"
+    trained = f"-m torchtitan.train {model} --training.steps 2 --dataloader.dataset c4_test".split()
+    simulated = f"dryrun --world-size 256 --ranks 0 --out {tmp_path} --timeout 300".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "commtrace.cli", *simulated, sys.executable, *trained],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, cwd=CHECKOUT, capture_output=True, text=True, timeout=320,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    events = commtrace.open(tmp_path).events()
+    second = events[events["step"] == 1]
+    units, parameters, head = 32 + 2, 8_030_261_248, 128_256 * 4096 + 4096
+    found = Counter(zip(*(second[column].astype(str) for column in ("op", "role", "phase", "purpose")), strict=True))
+    expected = sharded(units, units)
+    assert {key: found[(*key[:3], key[3].value)] for key in expected} == expected
+    payloads = second.groupby("purpose", observed=True)["payload_bytes"].sum()
+    assert payloads[Purpose.PARAMETERS_FORWARD.value] == 2 * (parameters + head)  # in bfloat16
+    assert payloads[Purpose.PARAMETERS_BACKWARD.value] == 2 * parameters
+    assert payloads[GRADIENTS.value] == 4 * parameters  # in float32, the head apart from the norm

@@ -7,6 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 assert torch.cuda.is_available(), "This script requires CUDA."
@@ -20,7 +22,12 @@ half = dist.new_group([*range(dist.get_world_size() // 2)], backend="nccl")
 torch.cuda.manual_seed(7)
 state = torch.cuda.get_rng_state()
 assert state.device.type == "cpu"
+assert state.numel() == 16  # seed and offset
+assert torch.cuda.initial_seed() == 7
+drawn = torch.empty(8, device=here).uniform_()
+assert not torch.equal(drawn, torch.empty(8, device=here).uniform_())
 torch.cuda.set_rng_state(state)
+assert torch.equal(drawn, torch.empty(8, device=here).uniform_())
 
 
 class Block(nn.Module):
@@ -72,6 +79,12 @@ for _ in range(2):
     dist.all_reduce(total)
     dist.all_reduce(torch.zeros(5, device="cuda", dtype=torch.bfloat16))
     torch.cuda.nvtx.range_pop()
+mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+sharded = distribute_tensor(torch.zeros(64, 8, device=here), mesh, [Shard(0)])
+drawn, again = (sharded.clone().uniform_().to_local() for _ in range(2))  # type: ignore[attr-defined]
+assert not torch.equal(drawn, again)  # DTensor restores the CPU's generator after each
+empty = torch.empty_like(sharded, device="cuda")
+nn.init.trunc_normal_(empty, std=0.02, a=-0.04, b=0.04)  # draws until all numbers are within the bounds
 if dist.get_rank() < dist.get_world_size() // 2:
     dist.broadcast(torch.ones(2, device=here), src=0, group=half)
 dist.barrier(device_ids=[here])
