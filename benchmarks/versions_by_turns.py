@@ -8,6 +8,7 @@ prints for each version the median processor time, the median wall time and the 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import commands
 import numpy as np
@@ -23,7 +24,9 @@ def main() -> None:
     runs: dict[str, list[commands.Taken]] = {python: [] for python in options.pythons}
     for _ in range(options.pairs):
         for python in options.pythons:
-            runs[python].append(commands.measured([python, "-m", "commtrace.cli", *options.command]))
+            # Not `python -m`, which imports what is in the current folder, whichever Python it is.
+            command = str(Path(python).with_name("commtrace"))
+            runs[python].append(commands.measured([command, *options.command]))
     medians = []
     for python, own in runs.items():
         processor, seconds = (

@@ -73,12 +73,16 @@ def format_rank_list(ranks: Sequence[int]) -> str:
 
 def range_items(ranks: Sequence[int], longest_stride: int = MAX_RANKS) -> Iterator[str]:
     """Yield ranks as numbers, ranges, and ranges of three or more with a stride."""
+    from itertools import count, takewhile  # both modules are built in: nothing is read
+    from operator import eq
+
     begin = 0
     while begin < len(ranks):
         stride = ranks[begin + 1] - ranks[begin] if begin + 1 < len(ranks) else 0
         end = begin + 1
-        while 0 < stride <= longest_stride and end < len(ranks) and ranks[end] - ranks[end - 1] == stride:
-            end += 1
+        if 0 < stride <= longest_stride:
+            following = map(ranks.__getitem__, range(end, len(ranks)))
+            end += sum(takewhile(bool, map(eq, following, count(ranks[end], stride))))
         if end - begin < 3 and stride != 1:  # two ranks are shorter without a stride, and the second may begin a range
             end = begin + 1
         last = f"-{ranks[end - 1]}" if end > begin + 1 else ""
@@ -101,8 +105,9 @@ def shorten_names(names: Sequence[Any], most: int = 8) -> str:
 
     Of more than `most` items, it shows the first three and the last: "0,3,7,...,998 (400 in all)".
     """
-    items = [str(name) if isinstance(name, str) or name >= 0 else "-" for name in names]
-    if not any(isinstance(name, str) or name < 0 for name in names):
+    if any(isinstance(name, str) or name < 0 for name in names):
+        items = [str(name) if isinstance(name, str) or name >= 0 else "-" for name in names]
+    else:
         items = [*range_items(names)]
     return ",".join(items) if len(items) <= most else f"{','.join(items[:3])},...,{items[-1]} ({len(names):,} in all)"
 

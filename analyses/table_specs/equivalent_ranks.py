@@ -118,6 +118,12 @@ def _members(names: pd.Series[Any], *, lists: bool) -> list[Any]:
     return sorted({rank for text in distinct for rank in parse_ranks(text)} if lists else distinct)
 
 
+def _codes(values: pd.Series[Any]) -> _Array:
+    """Return integers that are equal where values are. Integers are their own: they need no hashing."""
+    is_integer = isinstance(values.dtype, np.dtype) and values.dtype.kind in "iu"
+    return values.to_numpy() if is_integer else pd.factorize(values)[0]
+
+
 def _numbered(columns: Sequence[_Array]) -> _Array:
     """Return a number for each row, the same for rows that are equal in all columns."""
     return pd.DataFrame(dict(enumerate(columns))).groupby([*range(len(columns))], sort=False).ngroup().to_numpy()
@@ -132,7 +138,7 @@ def _classes(spec: TableSpec, table: pd.DataFrame, max_classes: int) -> _Array:
     columns = [column for column in spec.columns if column.name != spec.merge_by and not column.ranks]
     for column in sorted(columns, key=lambda column: (column.is_measured, column.kind == "number")):
         values = table[column.name].isna() if column.is_measured else table[column.name]
-        finer = _numbered([numbers, pd.factorize(values)[0]])
+        finer = _numbered([numbers, _codes(values)])
         numbers = finer if finer.max() < max_classes else numbers
     return numbers
 
@@ -167,7 +173,7 @@ def _cells(
     column: ColumnSpec, values: pd.Series[Any], names: pd.Series[Any], parts: Sequence[_Array], first: pd.Series[Any]
 ) -> pd.Series[Any]:
     """Return the cells of a column, given the row indices of each class and the values of the first rows."""
-    codes = pd.factorize(values)[0]
+    codes = _codes(values)
     differing = [at for at, part in enumerate(parts) if np.ptp(codes[part])]
     if not differing:
         return first

@@ -311,9 +311,9 @@ def roles_of(log: Log) -> dict[RecordedGroup, str]:
         known = {roles[other] for other in by_members[group.members] if other in roles}
         return known.pop() if len(known) == 1 else UNKNOWN
 
-    by_members: dict[object, list[RecordedGroup]] = {}
+    by_members: dict[str, set[RecordedGroup]] = {}  # sets: each rank records the same groups
     for _, _, group in groups:
-        by_members.setdefault(group.members, []).append(group)
+        by_members.setdefault(group.members, set()).add(group)
     sources: tuple[Callable[[ProcessTables, int, RecordedGroup], str | None], ...] = (
         lambda tables, number, group: "self" if len(group.ranks) == 1 else tables.roles.get(number),
         lambda tables, number, group: role_from_description(tables.descriptions.get(number, "")),
