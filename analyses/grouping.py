@@ -26,7 +26,7 @@ def group_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
     Returns:
         The index of one row of each group, shape (groups,), and the number of each row's group, shape (n,).
     """
-    numbers, groups = _grouped(*_joint_keys(columns))
+    numbers, groups = _dense_codes(_joint_keys(columns))
     first = np.zeros(groups, np.int64)
     first[numbers] = np.arange(len(numbers))
     return first, numbers
@@ -38,7 +38,7 @@ def sort_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
     Returns:
         The indices of the rows in their order, shape (n,), and where in it each group of equal rows begins.
     """
-    joint, _ = _joint_keys(columns, ordered=True)
+    joint = _joint_keys(columns, ordered=True)
     order = np.argsort(joint, kind="stable")
     return order, np.flatnonzero(np.diff(joint[order], prepend=-1))
 
@@ -51,25 +51,15 @@ def positions_by_value(values: Array) -> dict[int, Array]:
     return dict(zip(ordered[firsts].tolist(), np.split(order, firsts[1:]), strict=False))
 
 
-def _joint_keys(columns: Sequence[Array], *, ordered: bool = False) -> tuple[Array, int]:
-    """Return a key per row, from 0, equal for equal rows, and their bound. With `ordered`, keys sort as the rows do."""
+def _joint_keys(columns: Sequence[Array], *, ordered: bool = False) -> Array:
+    """Return an integer key per row, equal for equal rows. With `ordered`, keys sort as the rows do."""
     keys, span = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
         codes, count = _codes(column, ordered=ordered)
         if span * count > _MAX_KEY:
             keys, span = _dense_codes(keys, ordered=ordered)
         keys, span = keys * count + codes, span * count
-    return keys, span
-
-
-def _grouped(keys: Array, span: int) -> tuple[Array, int]:
-    """Return keys, which are below `span`, as codes from 0 without gaps, and their number."""
-    if span > 4 * len(keys):
-        return _dense_codes(keys)
-    present = np.zeros(span, bool)
-    present[keys] = True
-    codes = np.cumsum(present) - 1
-    return codes[keys], int(codes[-1]) + 1 if len(codes) else 0
+    return keys
 
 
 def _codes(column: Array, *, ordered: bool) -> tuple[Array, int]:

@@ -13,7 +13,6 @@ observed on a device do not block the host: runs with such ends have no paths.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,7 +29,7 @@ from .blocked_time import FIELDS, BlockedTime, StepsOfProcesses, Timeline, cover
 from .call_times import COLUMNS as TIME_COLUMNS
 from .clocks import Clocks
 from .matching import MatchedCalls, match_calls
-from .step_time_specs import CRITICAL_PATH, STEP_TIME_PARTS
+from .step_time_specs import CRITICAL_PATH, STEP_TIME_PARTS, STEP_TIMES
 
 MAX_STEPS: Final = 500
 """Number of steps that are examined: the last ones of the run."""
@@ -139,6 +138,18 @@ class StepPaths:
         return np.diff(self.ends.max(axis=0))
 
     @cached_property
+    def parts(self) -> dict[tuple[str, str], Array]:
+        """Mean over the ranks of each part of each step by part and dimension, ns, float64, shape (steps,)."""
+        begins, ends = self.ends.max(axis=0)[:-1], self.ends.max(axis=0)[1:]
+        sums: dict[tuple[str, str], Array] = {}
+        for line in self.blocked.timelines.values():
+            for key, ns in _parts(self.blocked, line, begins, ends):
+                sums[key] = sums.get(key, 0) + ns
+        means = {key: ns / len(self.processes) for key, ns in sums.items()}
+        outside = (ends - begins) - sum(ns for (part, _), ns in means.items() if part != HIDDEN)
+        return {(COMPUTATION, ""): outside, **means}
+
+    @cached_property
     def on_path(self) -> Array:
         """Part of each gap that lies on the critical path of a step, ns, shape (gaps,)."""
         result = [0] * len(self.gaps.begin)
@@ -185,8 +196,8 @@ class StepPaths:
             process, moment = owner, begin
 
 
-def read_step_paths(run: RecordedRun, clocks: Clocks) -> StepPaths | None:
-    """Return the paths of the last steps of a run; None if there are none.
+def read_step_paths(run: RecordedRun, clocks: Clocks, most_calls: int = MAX_CALLS) -> StepPaths | None:
+    """Return the paths of the last steps of a run, among its last `most_calls` calls; None if there are none.
 
     There are none for dry runs, and for runs without three training steps among the calls that are
     examined, with a rank that left no log, with ends on a device's clock, with a host whose clock
@@ -195,7 +206,7 @@ def read_step_paths(run: RecordedRun, clocks: Clocks) -> StepPaths | None:
     ranks = {process.rank for process in run.processes}
     if run.simulated or not ranks or len(ranks) != (run.world_size or len(ranks)) or not clocks.are_useful:
         return None
-    count = max(MAX_CALLS // len(run.processes), _MIN_CALLS_OF_PROCESS)
+    count = max(most_calls // len(run.processes), _MIN_CALLS_OF_PROCESS)
     calls = match_calls(run, COLUMNS, derived=TIME_COLUMNS, last=count)
     steps, regular = measured_steps(_recorded_steps(run, calls, count), len(run.processes))
     if len(steps) < 2:
@@ -276,37 +287,43 @@ def _path_table(run: RecordedRun, paths: StepPaths, which: str, step: int) -> pd
 
 def step_time_parts(paths: StepPaths) -> pd.DataFrame:
     """Return the table `step_time_parts`."""
-    rows = []
-    lines = paths.blocked.timelines.values()
+    rows, step_ns = [], paths.step_ns()
     for which, step in chosen_steps(paths).items():
-        begin, end = (int(moments.max()) for moments in (paths.ends[:, step], paths.ends[:, step + 1]))
-        parts: Counter[tuple[str, str]] = Counter()
-        for line in lines:
-            parts.update(_parts(paths.blocked, line, begin, end))
-        means = {key: ns / len(lines) for key, ns in parts.items()}
-        computing = (end - begin) - sum(ns for (part, _), ns in means.items() if part != HIDDEN)
-        for (part, role), ns in [((COMPUTATION, ""), computing), *sorted(means.items())]:
-            share = ns / (end - begin) if end > begin else 0.0
-            rows.append((which, int(paths.steps[step]), part, role, ns, share))
+        parts = {key: float(ns[step]) for key, ns in paths.parts.items() if ns[step] or key == (COMPUTATION, "")}
+        for (part, role), ns in sorted(parts.items(), key=lambda item: (item[0][0] != COMPUTATION, item[0])):
+            rows.append((which, int(paths.steps[step]), part, role, ns, ns / float(step_ns[step])))
     return pd.DataFrame(rows, columns=STEP_TIME_PARTS.column_names)
 
 
-def _parts(blocked: BlockedTime, line: Timeline, begin: int, end: int) -> Counter[tuple[str, str]]:
-    """Return a process's time in an interval, except computation: ns by part and dimension."""
+def step_times(run: RecordedRun, paths: StepPaths, delays: Array) -> pd.DataFrame:
+    """Return the table `step_times`.
+
+    Args:
+        run: The run.
+        paths: The paths of its steps.
+        delays: Computation of each process beyond the median of the others, ns, shape (processes, steps).
+    """
+    parts = {name: np.zeros(len(paths.steps)) for name in (COMPUTATION, WAITING, EXPOSED, HIDDEN)}
+    for (part, _), ns in paths.parts.items():
+        parts[part] = parts[part] + ns
+    latest = delays.argmax(axis=0)
+    ranks = np.array([run.processes[process].rank for process in paths.processes])
+    columns = (
+        paths.steps, paths.step_ns(), *parts.values(), ranks[latest], delays[latest, np.arange(len(paths.steps))],
+    )  # fmt: skip
+    return pd.DataFrame(dict(zip(STEP_TIMES.column_names, columns, strict=True)))
+
+
+def _parts(blocked: BlockedTime, line: Timeline, begins: Array, ends: Array) -> Iterator[tuple[tuple[str, str], Array]]:
+    """Yield a process's time in intervals, except computation, by part and dimension, ns, shape (intervals,)."""
     begun, ended = (blocked.times[name][line.call] for name in ("arrival", "t_end"))
     flights = np.stack([begun, np.maximum(ended, begun)], axis=1)
-    # Intervals outside the step add nothing, and are most of the timeline.
-    at = np.flatnonzero(((line.begin < end) & (line.end > begin)) | ((begun < end) & (flights[:, 1] > begin)))
-    roles = blocked.calls["role"][line.call[at]]
-    window = np.array([begin]), np.array([end])
-    pieces = line.blocked[at]
-    result: Counter[tuple[str, str]] = Counter()
+    roles = blocked.calls["role"][line.call]
+    covered = covered_ns(line.blocked, begins, ends)
     for code in np.unique(roles).tolist():
         own = roles == code
         role = str(blocked.calls.categories["role"][code])
-        waiting = int(covered_ns(line.waiting[at][own], *window)[0])
-        result[WAITING, role] = waiting
-        result[EXPOSED, role] = int(covered_ns(pieces[own], *window)[0]) - waiting
-        both = np.concatenate([flights[at][own], pieces])
-        result[HIDDEN, role] = int(covered_ns(both, *window)[0] - covered_ns(pieces, *window)[0])
-    return +result
+        waiting = covered_ns(line.waiting[own], begins, ends)
+        yield (WAITING, role), waiting
+        yield (EXPOSED, role), covered_ns(line.blocked[own], begins, ends) - waiting
+        yield (HIDDEN, role), covered_ns(np.concatenate([flights[own], line.blocked]), begins, ends) - covered

@@ -17,8 +17,16 @@ from commtrace.formatting import MAX_SINGLE, format_duration, format_plural, for
 from commtrace.rank_ranges import shorten_names
 
 from . import stragglers
-from .critical_paths import StepPaths, critical_path, step_time_parts
-from .step_time_specs import CRITICAL_PATH, DELAY_BY_RANK_AND_STEP, DELAYS, STEP_TIME_PARTS, STRAGGLERS, TABLES
+from .critical_paths import StepPaths, critical_path, step_time_parts, step_times
+from .step_time_specs import (
+    CRITICAL_PATH,
+    DELAY_BY_RANK_AND_STEP,
+    DELAYS,
+    STEP_TIME_PARTS,
+    STEP_TIMES,
+    STRAGGLERS,
+    TABLES,
+)
 
 MAX_DELAYS: Final = 3
 MAX_STEPS_NAMED: Final = 6
@@ -79,14 +87,18 @@ def _step_time_parts(run: AnalysedRun, paths: StepPaths, parts: list[stragglers.
     return step_time_parts(paths)
 
 
+def _step_times(run: AnalysedRun, paths: StepPaths, parts: list[stragglers.Computation]) -> pd.DataFrame:
+    return step_times(run, paths, stragglers.total_computation(paths, parts).excess)
+
+
 def _critical_path(run: AnalysedRun, paths: StepPaths, parts: list[stragglers.Computation]) -> pd.DataFrame:
     return critical_path(run, paths)
 
 
 _PathTable: TypeAlias = Callable[[AnalysedRun, StepPaths, list[stragglers.Computation]], pd.DataFrame]
 _TABLES: Final[Mapping[str, _PathTable]] = {
-    "step_time_parts": _step_time_parts, "critical_path": _critical_path, "stragglers": stragglers.stragglers,
-    "delays": stragglers.delays,
+    "step_time_parts": _step_time_parts, "step_times": _step_times, "critical_path": _critical_path,
+    "stragglers": stragglers.stragglers, "delays": stragglers.delays,
 }  # fmt: skip
 ANALYSIS: Final = RunAnalysis("step_times", partial(_path_tables, _TABLES))
 BY_RANK_AND_STEP: Final = RunAnalysis(
@@ -95,7 +107,7 @@ BY_RANK_AND_STEP: Final = RunAnalysis(
 STEP_TIME_SECTION: Final = Section(
     "step-time",
     "Where the time of a step goes, across ranks",
-    (STEP_TIME_PARTS, CRITICAL_PATH, STRAGGLERS, DELAYS),
+    (STEP_TIME_PARTS, STEP_TIMES, CRITICAL_PATH, STRAGGLERS, DELAYS),
     (ANALYSIS,),
     details=((DELAY_BY_RANK_AND_STEP, BY_RANK_AND_STEP),),
     blocks=_show_step_time,

@@ -24,6 +24,18 @@ STEP_TIME_PARTS: Final = TableSpec("step_time_parts", "Where the time of a step 
     duration("ns", "time", "Mean over the ranks."),
     share("share", "share", "Share of the step."),
 ), {"terminal": "which part role ns share"})  # fmt: skip
+STEP_TIMES: Final = TableSpec("step_times", "Time of each step",
+    "A row per measured step, ascending. Its parts are means over the ranks, as in `step_time_parts`, over all "
+    "dimensions.", (
+    shared.STEP,
+    duration("ns", "step", "From the end of the step before, on the last rank, to its end."),
+    duration("computation_ns", "computation", "No call blocks the rank."),
+    duration("waiting_ns", "waiting", "A call blocks it, and the last rank that the call depends on has not arrived."),
+    duration("exposed_ns", "exposed", "A call blocks it otherwise."),
+    duration("hidden_ns", "hidden", "Operations in flight that do not block it; costs no time."),
+    column("", str, "slowest_rank", "slowest rank", "Rank with the longest computation."),
+    duration("delay_ns", "its delay", "Its computation beyond the median of the other ranks."),
+))  # fmt: skip
 CRITICAL_PATH: Final = TableSpec("critical_path", "Critical path of a step",
     "A row per piece of the path of each chosen step, in the order of time; their times add up to the step. "
     "Computation has the phase of the call that it leads to, and no operation, dimension or call site.", (
@@ -63,5 +75,5 @@ DELAY_BY_RANK_AND_STEP: Final = TableSpec("delay_by_rank_and_step",
 ))  # fmt: skip
 
 TABLES: Final = {
-    spec.name: spec for spec in (STEP_TIME_PARTS, CRITICAL_PATH, STRAGGLERS, DELAYS, DELAY_BY_RANK_AND_STEP)
+    spec.name: spec for spec in (STEP_TIME_PARTS, STEP_TIMES, CRITICAL_PATH, STRAGGLERS, DELAYS, DELAY_BY_RANK_AND_STEP)
 }

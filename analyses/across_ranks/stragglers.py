@@ -111,7 +111,8 @@ def _phases(paths: StepPaths, gap: int) -> str:
     return after if before == after else f"{before} to {after}"
 
 
-def _total(paths: StepPaths, parts: list[Computation]) -> Computation:
+def total_computation(paths: StepPaths, parts: list[Computation]) -> Computation:
+    """Return the computation of all ranks, between any phases."""
     shape = 2, len(paths.processes), len(paths.steps)
     sums = sum((np.array([part.ns, part.on_path]) for part in parts), np.zeros(shape))
     return Computation("", *sums)
@@ -120,7 +121,7 @@ def _total(paths: StepPaths, parts: list[Computation]) -> Computation:
 def delays(run: AnalysedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
     """Return the table `delays`: significant delays, the largest first."""
     step_ns, ranks = paths.step_ns(), [*_ranks(run, paths).values()]
-    total = _total(paths, parts)
+    total = total_computation(paths, parts)
     rows = []
     for delay in _significant(total.excess, float(np.median(step_ns))):
         on_path = np.minimum(delay.excess, total.on_path[delay.row, delay.at]).clip(min=0)
@@ -181,7 +182,7 @@ def _ranks(run: AnalysedRun, paths: StepPaths) -> dict[int, int]:
 
 def delay_by_rank_and_step(run: AnalysedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
     """Return the table `delay_by_rank_and_step`: the excess of each rank, over all phases."""
-    delay = np.rint(_total(paths, parts).excess).astype(np.int64)
+    delay = np.rint(total_computation(paths, parts).excess).astype(np.int64)
     ranks = [*_ranks(run, paths).values()]
     steps = np.tile(paths.steps, len(ranks))
     return pd.DataFrame({"rank": np.repeat(ranks, len(paths.steps)), "step": steps, "delay_ns": delay.ravel()})

@@ -58,6 +58,13 @@ def test_pieces_of_a_path_add_up_to_the_step_and_so_do_its_parts(tmp_path: Path,
     for (_, number), rows in parts.loc[parts["part"] != "hidden communication"].groupby(["which", "step"]):
         assert rows["ns"].sum() == pytest.approx(durations[number])
         assert rows["share"].sum() == pytest.approx(1)
+    steps = tables["step_times"]
+    assert dict(zip(steps["step"], steps["ns"], strict=True)) == durations
+    sums = steps[["computation_ns", "waiting_ns", "exposed_ns"]].sum(axis=1)
+    assert sums.to_numpy() == pytest.approx(steps["ns"].to_numpy())
+    delayed = steps.loc[steps["step"].isin([5, 6])]
+    assert {*delayed["slowest_rank"]} == {1}
+    assert delayed["delay_ns"].min() >= 5 * MS > steps["delay_ns"].median()
     for (_, number), rows in tables["critical_path"].groupby(["which", "step"]):
         assert rows["ns"].sum() == durations[number]
 

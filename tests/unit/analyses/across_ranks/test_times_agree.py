@@ -16,6 +16,7 @@ from reference_times import Call, add_times, blocked_pieces, measured_steps, wit
 
 from commtrace import cli
 from commtrace.analyses.across_ranks.critical_paths import chosen_steps
+from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.scaling.step_times import step_times
 from commtrace.errors import LogError
 from commtrace.formatting import format_duration
@@ -168,6 +169,17 @@ def assert_steps_agree(run: Run, reference: Reference) -> None:
     if paths is None:
         return
     tables = run.tables()
+    for times in rows_of(tables["step_times"]):
+        begin, end = (
+            max(reference.end(rank, number) for rank in reference.pieces)
+            for number in range(times.step - 1, times.step + 1)
+        )
+        blocked, late = (
+            sum(column) / len(reference.pieces)
+            for column in zip(*(blocked_and_late(begin, end, own) for own in reference.pieces.values()), strict=True)
+        )
+        found = times.ns, times.computation_ns, times.waiting_ns, times.exposed_ns
+        assert found == pytest.approx((end - begin, end - begin - blocked, late, blocked - late), abs=1e-3)
     for which, place in chosen_steps(paths).items():
         step = int(paths.steps[place])
         begin, end = (max(reference.end(rank, number) for rank in reference.pieces) for number in (step - 1, step))
