@@ -111,7 +111,7 @@ def _endings(log: Path) -> NamedTables:
     """Return the tables of the ends of a run when all its processes have ended: some launchers end before them."""
     deadline = time.monotonic() + 30
     while True:
-        tables = find_endings(open_run(log, recover=True))
-        if "runs" not in set(tables["endings"]["end"]) or time.monotonic() > deadline:
-            return tables
+        recorded = open_run(log, recover=True)
+        if all(end.state != "runs" for end in recorded.ends) or time.monotonic() > deadline:
+            return find_endings(recorded)
         time.sleep(0.1)
