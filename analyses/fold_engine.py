@@ -75,7 +75,7 @@ AnyAnalysis: TypeAlias = Analysis | RunAnalysis
 def fold(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
     """Compute the tables of analyses with distinct names in one pass over a run's records, with its executor."""
     stored = _stored_tables(run, analyses)
-    merged = _merged_tables(run, [analysis for analysis in analyses if analysis.name not in stored])
+    merged = merged_tables(run, [analysis for analysis in analyses if analysis.name not in stored])
     merged |= {name: tables[MERGED] for name, tables in stored.items() if MERGED in tables}
 
     def finished(analysis: AnyAnalysis) -> NamedTables:
@@ -91,12 +91,23 @@ def fold(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
 def merged_table(run: AnalysedRun, analysis: Analysis) -> pd.DataFrame:
     """Return the merged table of an analysis, with labels, as its `finish` receives it."""
     stored = _stored_tables(run, [analysis]).get(analysis.name, {})
-    merged = stored if MERGED in stored else {MERGED: _merged_tables(run, [analysis]).get(analysis.name)}
+    merged = stored if MERGED in stored else {MERGED: merged_tables(run, [analysis]).get(analysis.name)}
     return _labelled(analysis, merged[MERGED], run)
 
 
-def _merged_tables(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
-    """Return the merged tables of the analyses that read the records of this run."""
+def merge_tables(analyses: Sequence[Analysis], parts: Sequence[NamedTables]) -> NamedTables:
+    """Merge the merged tables of parts of a run, whose labels have the same numbers."""
+    return _merged({analysis.name: _Fold(analysis.partial, analysis.merge) for analysis in analyses}, parts)
+
+
+def finished_tables(analyses: Sequence[Analysis], merged: NamedTables, run: AnalysedRun) -> NamedTables:
+    """Return the final tables of analyses from their merged ones."""
+    tables = (analysis.finish(_labelled(analysis, merged[analysis.name], run), run) for analysis in analyses)
+    return {name: table for own in tables for name, table in own.items()}
+
+
+def merged_tables(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
+    """Return the merged tables of the analyses that read the records of this run, with numbers in place of labels."""
     folds = [analysis for analysis in analyses if isinstance(analysis, Analysis)]
     read = {fold.name: fold for fold in folds if fold.reads_records is None or fold.reads_records(run)}
     wanted = {name: _Fold(analysis.partial, analysis.merge) for name, analysis in read.items()}
@@ -113,7 +124,7 @@ def _merged_tables(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> NamedTa
 
 def tables_to_store(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> Iterator[tuple[str, NamedTables]]:
     """Yield, by analysis, what `fold` reads in place of a packed log's records: the merged table, or all tables."""
-    merged = _merged_tables(run, analyses)
+    merged = merged_tables(run, analyses)
     for analysis in analyses:
         if analysis.name in merged:
             yield analysis.name, {MERGED: merged.pop(analysis.name)}

@@ -25,6 +25,8 @@ from commtrace.errors import CommtraceError
 # Command, also the name of its module in commtrace.commands -> first line of the module's docstring.
 COMMANDS: Final = {
     "report": "Show what a run communicated.",
+    "top": "Show a run while it is recorded.",
+    "watch": "Watch a run while it is recorded, and tell of hangs, failures, stragglers and long steps.",
     "scaling": "Compare runs at increasing scale, and show what limits the scaling.",
     "check": "Compare a run with its expected calls, for continuous integration.",
     "diff": "Compare the calls of two runs.",

@@ -85,11 +85,13 @@ def _phrase(group: pd.DataFrame) -> str:
     row = next(rows_of(group.head(1)))
     if row.end == "exception":
         return f"by {_exception(row)}{_step(row)}"
+    if row.end == "died":
+        log = "its log" if len(group) == 1 else "their logs"
+        return f"without closing {log}{_step(row)} (by a signal, or without Python's exit handlers)"
     reasons = {
         "signal": f"by {row.reason}",
         "status": f"with {row.reason}",
         "exit": "at the end of the program" + (f" ({row.reason})" if row.reason else " (exit status not known)"),
-        "died": "without closing its log, by a signal or without Python's exit handlers: which is not known",
         "stopped": "after it had stopped tracing",
     }
     return reasons[row.end] + _step(row)

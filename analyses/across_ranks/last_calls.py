@@ -89,8 +89,8 @@ class Member:
 class LastCalls:
     """The last calls of a run, matched, and its processes. A call is given by its index in `calls`."""
 
-    def __init__(self, run: RecordedRun) -> None:
-        count = max(MIN_RECORDS, min(BLOCK, MAX_RECORDS // max(1, len(run.processes))))
+    def __init__(self, run: RecordedRun, most_records: int = MAX_RECORDS) -> None:
+        count = max(MIN_RECORDS, min(BLOCK, most_records // max(1, len(run.processes))))
         tail = RecordedRun(replace(run.log, processes=tuple(_last(process, count) for process in run.processes)))
         self.calls: MatchedCalls = match_calls(tail, _COLUMNS)
         self.groups = {group_label(group): group for group in tail.labels.groups.values()}

@@ -89,7 +89,8 @@ def _rows(run: RecordedRun, number: int, process: Process) -> Iterator[dict[str,
     if process.tables.end is not None:
         return
     offset = run.labels.clock_offsets[number]
-    unresponsive_ns = process.live_at_ns - process.live_turn_ns
+    began_ns = integer_or_none(process.tables.process.get("mono_ns")) or 0
+    unresponsive_ns = process.live_at_ns - max(process.live_turn_ns, began_ns)  # no turn yet: since it began
     if unresponsive_ns >= UNRESPONSIVE_NS and (activity := _process_activity(process.pid)):
         yield {
             "rank": process.rank,

@@ -23,7 +23,7 @@ STEP_TIME_PARTS: Final = TableSpec("step_time_parts", "Where the time of a step 
     shared.ROLE,
     duration("ns", "time", "Mean over the ranks."),
     share("share", "share", "Share of the step."),
-), {"terminal": "which part role ns share"})  # fmt: skip
+), {"terminal": "which part role ns share", "live": "part role ns share"})  # fmt: skip
 STEP_TIMES: Final = TableSpec("step_times", "Time of each step",
     "A row per measured step, ascending. Its parts are means over the ranks, as in `step_time_parts`, over all "
     "dimensions.", (

@@ -43,7 +43,7 @@ from commtrace.reading.segment_reader import last_records
 from commtrace.schema import Flag, State
 
 from .disagreements import COMMUNICATOR, ORDER, TAG, Disagreement, Disagreements
-from .last_calls import LastCalls, Member
+from .last_calls import MAX_RECORDS, LastCalls, Member
 from .matching import NOT_MATCHED, Channel
 
 STUCK_CALLS: Final = TableSpec("stuck_calls", "Calls that do not end",
@@ -326,16 +326,19 @@ def _waits_for_itself(stuck: _StuckCall, waits_in: Mapping[Member, _StuckCall]) 
     return not seen.isdisjoint(stuck.waiting)
 
 
-def find_stuck_calls(run: RecordedRun, failed: Collection[int] | None = None) -> NamedTables:
+def find_stuck_calls(
+    run: RecordedRun, failed: Collection[int] | None = None, most_records: int = MAX_RECORDS
+) -> NamedTables:
     """Return the tables `stuck_calls` and `stuck_ranks` of a run.
 
     Args:
         run: The run.
         failed: Processes that have a failed call, by their index in the log; None: look at their last calls.
+        most_records: Number of last records, over all processes, that are read.
     """
     calls, ranks = [], []
     if not run.simulated and any(_is_suspicious(run, number, failed) for number in range(len(run.processes))):
-        last = LastCalls(run)
+        last = LastCalls(run, most_records)
         for number, stuck in enumerate(_StuckCallSearch(last).stuck_calls()):
             calls.append(_call_row(last, stuck))
             ranks += [*_rank_rows(last, stuck, number)]

@@ -133,6 +133,29 @@ class RunLabels:
         """Return the distinct labels of a column, ascending, as an object array; `codes` are indices into it."""
         return self._coded(column)[0]
 
+    def extend(self, earlier: RunLabels) -> bool:
+        """Return whether these are labels of a later state of a log: none has changed, some may have been added."""
+        for field, rows, before in (
+            ("kind", self.kinds, earlier.kinds),
+            ("group", self.groups, earlier.groups),
+            ("site", self.sites, earlier.sites),
+        ):
+            numbers = {row: number for number, row in rows.items()}
+            if not {*before.values()} <= numbers.keys():
+                return False
+            ids, now = np.array([*before], np.int64), np.array([numbers[row] for row in before.values()], np.int64)
+            columns = [name for name, of in TEXT_FIELDS.items() if of == field]
+            if any((earlier.text(name, ids) != self.text(name, now)).any() for name in columns):
+                return False
+            if field == "group" and (earlier._group_roles(ids) != self._group_roles(now)).any():
+                return False
+        return True
+
+    def _group_roles(self, groups: Array) -> Array:
+        """Return the labels of the roles of groups, and of their messages, shape (2, n)."""
+        roles = self._labels["role"]
+        return np.stack([roles[groups], roles[self._role_of_messages[groups]]])
+
     def _coded(self, column: str) -> tuple[Array, Array]:
         """Return the distinct labels of a column, ascending, and the index in them of each of `categories`."""
         if column not in self._codes:

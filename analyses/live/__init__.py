@@ -1,0 +1,6 @@
+"""A run while it is recorded: what was read is not read again, and incidents are found once.
+
+followed_run    a run as of its last reading: totals of all records, times of its last steps, hangs, ends
+incidents       what `commtrace watch` tells: hangs, ends, stragglers, long steps
+screen          the lines that `commtrace top` shows
+"""

@@ -1,0 +1,217 @@
+"""A run that is read while it is recorded, in the time that the new records take.
+
+Totals are folds (`fold_engine`): the merged tables of what was read are kept, and only new records of the files are
+added. Records that are still in the memory of the processes are added at each reading, and kept when they have reached
+the files. At the end of the run, the totals are therefore those of a report. Times of steps, and hangs, come from the
+last records alone, by the analyses of a report; the times of all steps that were seen are kept.
+
+Nothing is written, and the traced processes have no work with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from commtrace.analyses import steps, volume_by_purpose, volume_tables
+from commtrace.analyses.across_ranks import stalls
+from commtrace.analyses.across_ranks.critical_paths import StepPaths, read_step_paths, step_time_parts, step_times
+from commtrace.analyses.across_ranks.endings import find_endings
+from commtrace.analyses.across_ranks.step_time_specs import DELAYS, STEP_TIME_PARTS, STEP_TIMES
+from commtrace.analyses.across_ranks.stragglers import computation, delays, total_computation
+from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
+from commtrace.analyses.analysed_run import AnalysedRun
+from commtrace.analyses.fold_engine import Analysis, NamedTables, finished_tables, merge_tables, merged_tables
+from commtrace.reading.labels import TEXT_FIELDS, UNKNOWN, RunLabels
+from commtrace.reading.log import open_log
+from commtrace.reading.process_reader import Process
+from commtrace.reading.segment_reader import MemorySegment, Segment, last_records
+
+TOTALS: Final[tuple[Analysis, ...]] = (volume_by_purpose.BY_PURPOSE, volume_tables.BY_RANK, steps.ANALYSIS)
+"""Analyses of all records."""
+LEAST_RECENT: Final = 1 << 17
+"""Number of last records, over all processes, that are read for the times of steps: at first, and at most."""
+MOST_RECENT: Final = 1 << 20
+MAX_STEPS: Final = 10_000
+"""Number of last steps whose times are kept."""
+_STEPS_WANTED: Final = 6
+"""Steps among the last records of a process without which more records are read the next time."""
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """A run as of one reading.
+
+    Attributes:
+        run: The run; its analyses would read it whole.
+        tables: Tables of a report by name: `volume_by_purpose`, `ranks`, `volume_by_step`, `steady_step` of all
+            records; `step_time_parts` and `delays` of the last steps; `step_times` of all steps that were seen;
+            `stuck_calls`, `stuck_ranks`, `stalled_threads`, `endings`, `thread_exceptions`.
+        read_ns: Wall-clock time of the reading in ns since 1970.
+        took_s: Processor time that the reading took, s.
+    """
+
+    run: AnalysedRun
+    tables: NamedTables
+    read_ns: int
+    took_s: float
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no process of the run is known to run, or may run on another host."""
+        return all(end.state in ("ended", "stopped", "died") for end in self.run.ends)
+
+    @property
+    def step(self) -> int:
+        """The last step of which a call is in the files, -1: before the first."""
+        return int(self.tables["volume_by_step"]["step"].max()) if len(self.tables["volume_by_step"]) else -1
+
+
+class FollowedRun:
+    """The newest run below a log directory, read again and again.
+
+    Args:
+        directory: The directory that COMMTRACE was set to, or a run's directory in it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._forget("")
+
+    def _forget(self, run: str) -> None:
+        """Begin with a run."""
+        self._run = run
+        self._read: dict[Path, int] = {}
+        self._totals: NamedTables = {}
+        self._labels: RunLabels | None = None
+        self._rows: dict[str, int] = {}
+        self._recent = LEAST_RECENT
+        self._step_times = pd.DataFrame(columns=STEP_TIMES.column_names)
+
+    def read(self) -> LiveRun:
+        """Read what is new.
+
+        Raises:
+            LogError: There is no run.
+        """
+        began, now = time.process_time(), time.time_ns()
+        run = AnalysedRun(open_log(self._directory))
+        if run.id != self._run or self._has_shrunk(run.processes):
+            self._forget(run.id)
+        tables = {**self._all_records(run), **self._last_steps(run)}
+        tables |= find_stuck_calls(run, most_records=self._recent) | find_endings(run) | stalls.find_stalls(run)
+        return LiveRun(run, tables, now, time.process_time() - began)
+
+    # ---- all records -------------------------------------------------------------------------------------------------
+
+    def _all_records(self, run: AnalysedRun) -> NamedTables:
+        """Return the tables of TOTALS, and keep the sums of the records in files."""
+        rows = _row_counts(run.processes)
+        if self._labels is not None and self._are_stale(run.labels, rows):
+            self._read, self._totals, self._labels = {}, {}, None  # read all again
+        kept = [{name: _recoded(table, self._labels, run.labels) for name, table in self._totals.items()}]
+        new = [replace(process, segments=(*self._unread(process),), summary=None) for process in run.processes]
+        self._totals = merge_tables(TOTALS, [*(kept if self._totals else ()), self._merged(run, new)])
+        self._labels, self._rows = run.labels, rows
+        in_memory = [
+            replace(process, segments=tuple(part for part in process.segments if isinstance(part, MemorySegment)))
+            for process in run.processes
+        ]
+        now = merge_tables(TOTALS, [self._totals, self._merged(run, in_memory)])
+        return finished_tables(TOTALS, now, run)
+
+    def _are_stale(self, labels: RunLabels, rows: Mapping[str, int]) -> bool:
+        """Return whether records that were read have other labels now: a row has changed, or came after its records."""
+        before = self._labels
+        if before is None or not labels.extend(before):
+            return True
+        grown = {column for column, count in rows.items() if count > self._rows[column]}
+        columns = [(column, table[column]) for table in self._totals.values() for column in grown if column in table]
+        return any((before.distinct(column)[codes.to_numpy()] == UNKNOWN).any() for column, codes in columns)
+
+    def _merged(self, run: AnalysedRun, processes: Sequence[Process]) -> NamedTables:
+        part = AnalysedRun(replace(run.log, processes=(*processes,)))
+        part.labels = run.labels  # of the same tables
+        return merged_tables(part, TOTALS)
+
+    def _unread(self, process: Process) -> Iterator[Segment]:
+        """Yield the parts of a process's files that were not read yet, and note that they are."""
+        for segment in process.segments:
+            if isinstance(segment, MemorySegment):
+                continue
+            path = _closed_path(segment)
+            if segment.count > (read := self._read.get(path, 0)):
+                self._read[path] = segment.count
+                yield segment.last(segment.count - read)
+
+    def _has_shrunk(self, processes: Sequence[Process]) -> bool:
+        """Return whether a file has fewer records than were read of it: the log is another one."""
+        counts = {_closed_path(segment): segment.count for process in processes for segment in process.segments}
+        return any(counts.get(path, read) < read for path, read in self._read.items())
+
+    # ---- the last records --------------------------------------------------------------------------------------------
+
+    def _last_steps(self, run: AnalysedRun) -> NamedTables:
+        """Return `step_time_parts`, `delays` and `step_times`."""
+        count = self._recent // max(1, len(run.processes))
+        last = [replace(process, segments=last_records(process.segments, count)) for process in run.processes]
+        recent = AnalysedRun(replace(run.log, processes=tuple(last)))
+        recent.labels = run.labels
+        paths = read_step_paths(recent, recent.clocks, self._recent) if run.processes else None
+        if any(_records(process) > _records(own) for process, own in zip(run.processes, last, strict=True)):
+            few = min(map(_count_steps, last)) < _STEPS_WANTED
+            self._recent = min(MOST_RECENT, 2 * self._recent) if few else self._recent
+        if paths is None:
+            names = {spec.name: spec.column_names for spec in (STEP_TIME_PARTS, DELAYS)}
+            tables = {name: pd.DataFrame(columns=columns) for name, columns in names.items()}
+        else:
+            parts = computation(paths)
+            self._add_times(step_times(recent, paths, total_computation(paths, parts).excess), paths)
+            tables = {"step_time_parts": step_time_parts(paths), "delays": delays(recent, paths, parts)}
+        return {**tables, "step_times": self._step_times}
+
+    def _add_times(self, new: pd.DataFrame, paths: StepPaths) -> None:
+        """Add the times of steps that were not seen before."""
+        known = self._step_times["step"].max() if len(self._step_times) else -1
+        later = new.loc[new["step"] > known]
+        self._step_times = pd.concat([self._step_times, later]) if len(self._step_times) else later
+        self._step_times = self._step_times.tail(MAX_STEPS).reset_index(drop=True)
+
+
+def _records(process: Process) -> int:
+    return sum(segment.count for segment in process.segments)
+
+
+def _count_steps(process: Process) -> int:
+    """Return the number of steps in the records of a process."""
+    return len({step for segment in process.segments for part in segment.blocks() for step in np.unique(part["step"])})
+
+
+def _closed_path(segment: Segment) -> Path:
+    """Return the path of a segment's file when it is closed."""
+    return segment.path.with_name(segment.path.name.removesuffix(".open"))
+
+
+def _row_counts(processes: Sequence[Process]) -> dict[str, int]:
+    """Return how many rows of all processes' tables the labels of a column come from, by column."""
+    tables = [process.tables for process in processes]
+    rows = {"op": "kinds", "purpose": "sites", "role": "groups"}
+    return {column: sum(len(getattr(own, name)) for own in tables) for column, name in rows.items()}
+
+
+def _recoded(table: pd.DataFrame, before: RunLabels | None, after: RunLabels) -> pd.DataFrame:
+    """Return a merged table in which the numbers of labels are those of a later state of the log."""
+    if before is None or before is after:
+        return table
+    columns = {
+        name: np.searchsorted(after.distinct(name), before.distinct(name))[table[name].to_numpy()]
+        for name in TEXT_FIELDS
+        if name in table
+    }
+    return table.assign(**columns)

@@ -1,0 +1,187 @@
+"""Incidents of a run that is watched: hangs, failures, stragglers and long steps, each told once.
+
+hang            a call is stuck, as the diagnosis of a report defines it, or ranks make no progress outside of calls
+end             a process failed or died
+straggler:20%   a rank computes longer than the others by at least this share of a step
+step:2x         a step takes at least this multiple of the median of the steps before it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from commtrace.analyses.across_ranks.endings_section import describe_endings
+from commtrace.analyses.across_ranks.step_time_section import delay_sentences
+from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
+from commtrace.analyses.grouping import rows_of
+from commtrace.formatting import format_duration, is_known
+from commtrace.rank_ranges import parse_ranks
+
+from .followed_run import LiveRun
+
+KINDS: Final = {"hang": "60s", "end": "", "straggler": "20%", "step": "2x"}
+"""Kinds of incidents -> threshold by default; "": none."""
+MIN_STEPS: Final = 5
+"""Steps before a long one that must be known."""
+STEPS_COMPARED: Final = 50
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What counts as an incident.
+
+    Attributes:
+        kind: One of KINDS.
+        threshold: Seconds without progress outside of calls, share of a step, or multiple of a median; 0: none.
+    """
+
+    kind: str
+    threshold: float
+
+    @staticmethod
+    def parse(text: str) -> Condition:
+        """Parse a condition, such as "hang", "hang:30s", "straggler:20%" or "step:2x".
+
+        Raises:
+            ValueError: The text is something else.
+        """
+        kind, colon, value = text.partition(":")
+        if kind not in KINDS:
+            raise ValueError(f"{text!r} is not a condition; choose from {', '.join(KINDS)}")
+        default = KINDS[kind]
+        value = value if colon else default
+        unit = default.lstrip("0123456789")
+        match = re.fullmatch(rf"(\d+(?:\.\d+)?){re.escape(unit)}", value)
+        if bool(default) != bool(match) or (not default and colon):
+            example = f"{kind}:{default}" if default else kind
+            raise ValueError(f"{text!r} is not a condition such as {example}")
+        number = float(match[1]) if match else 0.0
+        if kind == "step" and number <= 1:
+            raise ValueError(f"{text!r}: the multiple must be above 1")
+        return Condition(kind, number / 100 if unit == "%" else number)
+
+
+@dataclass(frozen=True)
+class Incident:
+    """An incident.
+
+    Attributes:
+        kind: One of KINDS.
+        text: What happened, in sentences.
+        ranks: The ranks that caused it; empty if they are not known.
+        step: The step in which it happened; None if that is not known.
+        rows: Rows of the tables that it follows from, by table.
+    """
+
+    kind: str
+    text: str
+    ranks: Sequence[int]
+    step: int | None
+    rows: dict[str, list[dict[str, Any]]]
+
+    def document(self, live: LiveRun) -> dict[str, Any]:
+        """Return it as a JSON object, with the run and the time."""
+        facts = {"kind": self.kind, "text": self.text, "ranks": [*self.ranks], "step": self.step}
+        run = {"run": live.run.id, "log": str(live.run.log.path), "unix_ns": live.read_ns}
+        return {"format": "commtrace-incident", "version": 1, **run, **facts, "tables": self.rows}
+
+
+class Watcher:
+    """Search for incidents that were not told before."""
+
+    def __init__(self, conditions: Iterable[Condition]) -> None:
+        self._conditions = [*conditions]
+        self._run = ""
+        self._told: set[object] = set()
+
+    def new_incidents(self, live: LiveRun) -> list[Incident]:
+        """Return the incidents that a reading of the run shows for the first time."""
+        if live.run.id != self._run:
+            self._run, self._told = live.run.id, set()
+        return [incident for condition in self._conditions for incident in self._find(condition, live)]
+
+    def _find(self, condition: Condition, live: LiveRun) -> Iterator[Incident]:
+        found = {"hang": self._hang, "end": self._end, "straggler": self._straggler, "step": self._step}
+        return found[condition.kind](condition.threshold, live)
+
+    def _is_new(self, key: object) -> bool:
+        is_new = key not in self._told
+        self._told.add(key)
+        return is_new
+
+    def _hang(self, seconds: float, live: LiveRun) -> Iterator[Incident]:
+        calls, stalled = live.tables["stuck_calls"], live.tables["stalled_threads"]
+        stalled = stalled.loc[stalled["is_main"]]
+        if not len(calls):
+            stalled = stalled.loc[stalled["stalled_ns"] >= seconds * 1e9]
+        current: set[object] = {
+            ("hang", call.op, call.group_ranks, call.seq if is_known(call.seq) else None) for call in rows_of(calls)
+        }
+        if not len(calls):
+            current = {("hang", rank) for rank in stalled["rank"]}
+        # A hang that was told and is over may come back; a change of it, such as more ranks, is the same hang.
+        is_new = bool(current) and not any(key in self._told for key in current)
+        self._told = {key for key in self._told if not (isinstance(key, tuple) and key[0] == "hang")} | current
+        if not is_new:
+            return
+        absent = {rank for call in rows_of(calls) for rank in parse_ranks(call.absent_ranks)}
+        ranks = sorted(absent if len(calls) else {*stalled["rank"]})
+        text = " ".join(diagnosis({**live.tables, "stalled_threads": stalled}))
+        tables = {"stuck_calls": calls, "stuck_ranks": live.tables["stuck_ranks"], "stalled_threads": stalled}
+        yield Incident("hang", text, ranks, live.step, _rows(tables))
+
+    def _end(self, _: float, live: LiveRun) -> Iterator[Incident]:
+        endings = live.tables["endings"]
+        if len(endings) and self._is_new("end"):
+            first = sorted(endings.loc[endings["order"] == "first", "rank"])
+            steps = endings.loc[endings["rank"].isin(first), "step"].dropna()
+            step = int(steps.min()) if len(steps) else None
+            yield Incident("end", " ".join(describe_endings(live.tables)), first, step, _rows({"endings": endings}))
+
+    def _straggler(self, share: float, live: LiveRun) -> Iterator[Incident]:
+        table = live.tables["delays"]
+        for number, row in enumerate(rows_of(table)):
+            if row.share >= share and self._is_new(("straggler", row.rank, row.phase)):
+                one = table.iloc[number : number + 1]
+                text = " ".join(delay_sentences({**live.tables, "delays": one}))
+                yield Incident("straggler", text, [int(row.rank)], live.step, _rows({"delays": one}))
+
+    def _step(self, multiple: float, live: LiveRun) -> Iterator[Incident]:
+        table = live.tables["step_times"]
+        last_told = max((key[1] for key in self._told if isinstance(key, tuple) and key[0] == "step"), default=-1)
+        for number in range(MIN_STEPS, len(table)):
+            row = next(rows_of(table.iloc[number : number + 1]))
+            median = float(table["ns"].iloc[max(0, number - STEPS_COMPARED) : number].median())
+            if row.step <= last_told or row.ns < multiple * median:
+                continue
+            is_first = ("step", row.step - 1) not in self._told  # long steps in a row are one incident
+            self._told.add(("step", int(row.step)))
+            if is_first:
+                parts = ("computation", "waiting", "exposed")
+                times = ", ".join(f"{part} {format_duration(getattr(row, f'{part}_ns'))}" for part in parts)
+                text = (
+                    f"Step {row.step:,} took {format_duration(row.ns)}, {row.ns / median:.1f} times the median "
+                    f"({format_duration(median)}): {times}; rank {row.slowest_rank} computed "
+                    f"{format_duration(row.delay_ns)} longer than the others."
+                )
+                one = _rows({"step_times": table.iloc[number : number + 1]})
+                yield Incident("step", text, [int(row.slowest_rank)], int(row.step), one)
+
+
+def _rows(tables: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return tables as lists of rows with values that JSON knows; what is not known is None."""
+    return {
+        name: [
+            {column: _plain(value) for column, value in row.items()} for row in table.astype(object).to_dict("records")
+        ]
+        for name, table in tables.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    if not is_known(value):
+        return None
+    return value.item() if hasattr(value, "item") else value

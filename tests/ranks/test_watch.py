@@ -1,0 +1,134 @@
+"""`commtrace watch` and `top` of real jobs that hang, fail or go on."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("torch")
+
+from ranks import Nursery
+
+from commtrace.cli import main
+from commtrace.commands.exit_status import AS_EXPECTED, FAILED, PROGRAM_FAILED, STUCK
+
+LIMIT_SECONDS = 120
+FAST = ["--interval", "0.3", "--wait", "60"]
+
+
+class Webhook(http.server.BaseHTTPRequestHandler):
+    """A server that keeps what is posted to it, or, at /hangs, never answers."""
+
+    posted: ClassVar[list[dict[str, Any]]]
+    hangs: ClassVar[threading.Event]
+
+    def do_POST(self) -> None:
+        if self.path == "/hangs":
+            self.hangs.wait(LIMIT_SECONDS)
+        self.posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def webhook() -> Iterator[tuple[str, type[Webhook]]]:
+    """The address of a server, and its handler."""
+
+    class Handler(Webhook):
+        posted: ClassVar[list[dict[str, Any]]] = []
+        hangs: ClassVar[threading.Event] = threading.Event()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", Handler
+        Handler.hangs.set()
+        server.shutdown()
+
+
+def watch(log: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start to watch a log."""
+    command = [sys.executable, "-m", "commtrace.cli", "watch", str(log), "--json", *FAST, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(started: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]], str]:
+    """Return the exit status, the incidents and the standard error of a watch."""
+    out, err = started.communicate(timeout=LIMIT_SECONDS)
+    return started.returncode, [json.loads(line) for line in out.splitlines()], err
+
+
+def test_a_hang_is_told_once_with_rank_and_line(
+    nursery: Nursery, tmp_path: Path, webhook: tuple[str, type[Webhook]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The watch begins before the log exists. A webhook that hangs, and a command that fails, delay nothing."""
+    log, kept, (address, handler) = tmp_path / "log", tmp_path / "kept", webhook
+    keeps, hangs = (
+        watch(log, "--run", f"cat > {kept}", "--webhook", address),
+        watch(log, "--run", "exit 3", "--webhook", f"{address}/hangs"),
+    )
+    ranks = nursery.start("stalled", log, "lock", ranks=3, stall_seconds=0.5)
+    assert keeps.stdout is not None
+    first = json.loads(keeps.stdout.readline())
+    status = main(["top", str(log), "--once", "--width", "80"])
+    shown = capsys.readouterr().out
+    ranks.kill(0, 1, 2)
+    ranks.wait()
+    handler.hangs.set()
+    assert (first["kind"], first["ranks"]) == ("hang", [1])
+    assert "rank 1 did not enter it" in first["text"]
+    stalled = {row["rank"]: row for row in first["tables"]["stalled_threads"]}
+    assert stalled[1]["activity"] == "waiting for a lock or thread"
+    assert stalled[1]["line"].startswith("programs/stalled.py:")
+    assert status == STUCK
+    assert "rank 1 did not enter it" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
+    _, later, _ = ended(keeps)
+    assert [incident["kind"] for incident in later] == ["end"], "the hang is told once"
+    _, told, problems = ended(hangs)
+    assert [incident["kind"] for incident in told] == ["hang", "end"]
+    assert "an incident was not delivered: Command 'exit 3'" in problems
+    assert json.loads(kept.read_text())["kind"] == "end", "the last one"
+    assert {posted["kind"] for posted in handler.posted} == {"hang", "end"}
+
+
+def test_a_healthy_job_has_no_incident(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log"
+    started = watch(log, "--on", "hang,end")
+    nursery.run("delayed", log, "ddp", ranks=2)
+    assert ended(started)[:2] == (AS_EXPECTED, [])
+    assert main(["top", str(log), "--once", "--width", "160"]) == AS_EXPECTED
+    assert "2 of 2 ranks: 2 ended" in capsys.readouterr().out
+
+
+def test_a_process_that_dies_is_told(nursery: Nursery, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    started = watch(log)
+    ranks = nursery.start("stalled", log, "sleep", ranks=2, stall_seconds=0.5)
+    assert started.stdout is not None
+    started.stdout.readline()  # the hang
+    ranks.kill(1)
+    ranks.kill(0)
+    ranks.wait()
+    status, told, _ = ended(started)
+    assert status in (STUCK, PROGRAM_FAILED)
+    (end,) = told
+    assert end["kind"] == "end"
+    assert {row["rank"] for row in end["tables"]["endings"]} == {0, 1}
+
+
+def test_there_is_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", str(tmp_path / "log"), "--once"]) == FAILED
+    assert main(["watch", str(tmp_path / "log"), "--wait", "0.1", "--interval", "0.1"]) == FAILED
+    assert "no log within 0.1 s (--wait)" in capsys.readouterr().err

@@ -1,0 +1,115 @@
+"""A log that grows while it is read: each record is read once, and at any time the totals are those of a report."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import damaged_logs
+import pandas as pd
+import pytest
+from pandas.testing import assert_frame_equal
+from simulated_steps import Simulation, sharded
+
+from commtrace.analyses import record_blocks
+from commtrace.analyses.live.followed_run import FollowedRun
+from commtrace.errors import LogError
+from commtrace.reading.segment_reader import inspect_segment
+from commtrace.run import open_run
+from commtrace.schema import RECORD
+
+TOTALS = ("volume_by_purpose", "ranks", "volume_by_step", "steady_step")
+OF_LAST_STEPS = ("step_times", "step_time_parts", "delays", "stuck_calls", "stuck_ranks", "stalled_threads", "endings")
+
+
+def copy_in_part(source: Path, target: Path, parts: dict[Path, float]) -> None:
+    """Write the first part of each file of a log, as a running process would have written it; 1 is the whole file."""
+    for path, part in parts.items():
+        copy, content = target / path.relative_to(source), path.read_bytes()
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".jsonl":
+            lines = content.splitlines(keepends=True)
+            copy.write_bytes(b"".join(lines[: max(1, round(part * len(lines)))]))
+        elif part == 1:
+            copy.with_name(copy.name + ".open").unlink(missing_ok=True)
+            copy.write_bytes(content)
+        else:
+            segment, _ = inspect_segment(path)
+            assert segment is not None
+            length = segment.offset + int(part * segment.count * RECORD.itemsize)  # may end within a record
+            copy.with_name(copy.name + ".open").write_bytes(content[:length])
+
+
+def assert_equal_tables(found: dict[str, pd.DataFrame], log: Path, names: tuple[str, ...]) -> None:
+    expected = open_run(log)
+    for name in names:
+        assert_frame_equal(found[name], expected.table(name), check_dtype=False)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 20))])
+@pytest.mark.parametrize("scheme", damaged_logs.SCHEMES)
+def test_totals_are_those_of_a_report_at_any_time(
+    scheme: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged_logs.unpack(tmp_path / "whole")
+    source, log, chance = tmp_path / "whole" / scheme, tmp_path / "log", random.Random(f"{scheme} {seed}")
+    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
+    parts = dict.fromkeys(files, 0.05)
+    followed = FollowedRun(log)
+    read: list[int] = []
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        for block in original(*arguments, **options):
+            read.append(len(block))
+            yield block
+
+    original = record_blocks.read_blocks
+    for _ in range(6):
+        copy_in_part(source, log, parts)
+        assert_equal_tables(followed.read().tables, log, TOTALS)
+        parts = {path: min(1.0, part + chance.choice((0, 0.1, 0.3))) for path, part in parts.items()}
+    copy_in_part(source, log, dict.fromkeys(files, 1.0))
+    live = followed.read()
+    assert_equal_tables(live.tables, log, (*TOTALS, *OF_LAST_STEPS))
+    assert live.is_over
+    assert live.step == open_run(log).events()["step"].max()
+    monkeypatch.setattr("commtrace.analyses.fold_engine.read_blocks", counting)
+    followed.read()
+    assert sum(read) == 0, "nothing is new"
+    FollowedRun(log).read()
+    assert sum(read) == len(open_run(log).events())
+
+
+def test_times_of_steps_that_left_the_last_records_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LEAST_RECENT", "MOST_RECENT"):
+        monkeypatch.setattr(f"commtrace.analyses.live.followed_run.{name}", 2 * 512)  # the fewest that are read
+    sharded(Simulation(2), 120).write(tmp_path / "whole")
+    source, log = tmp_path / "whole", tmp_path / "log"
+    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
+    followed = FollowedRun(log)
+    for percent in range(10, 110, 10):
+        copy_in_part(source, log, {path: 1.0 if path.suffix == ".jsonl" else percent / 100 for path in files})
+        live = followed.read()
+    assert live.tables["step_times"]["step"].tolist() == [*range(1, 119)]
+    assert_frame_equal(live.tables["step_times"], open_run(log).table("step_times"), check_dtype=False)
+
+
+def test_another_run_or_log_begins_anew(tmp_path: Path) -> None:
+    damaged_logs.unpack(tmp_path / "whole")
+    log = tmp_path / "log"
+    followed = FollowedRun(log)
+    with pytest.raises(LogError, match="no such directory"):
+        followed.read()
+    for scheme in ("ddp", "zero1"):  # a later run in the same directory
+        shutil.copytree(tmp_path / "whole" / scheme, log, dirs_exist_ok=True)
+        live = followed.read()
+        assert live.run.id == open_run(log).id
+        assert_equal_tables(live.tables, log, TOTALS)
+    shutil.rmtree(log)
+    with pytest.raises(LogError):
+        followed.read()
+    source = tmp_path / "whole" / "zero1"  # of the same name, and shorter
+    copy_in_part(source, log, {path: 0.5 for path in source.rglob("*") if path.is_file()})
+    assert_equal_tables(followed.read().tables, log, TOTALS)
