@@ -41,6 +41,12 @@ VOLUME_BY_PURPOSE: Final = TableSpec("volume_by_purpose", "Volume by purpose",
 )  # fmt: skip
 
 
+PURPOSES_BY_STEP: Final = TableSpec("purposes_by_step", "Volume of each step by purpose",
+    "A row per step, purpose, dimension and operation.", (
+    shared.STEP, VOLUME_BY_PURPOSE.column("purpose"), shared.ROLE, shared.OP, *shared.PER_RANK,
+))  # fmt: skip
+
+
 def _partial(block: RecordBlock) -> pd.DataFrame:
     calls = block.distinct_calls_by("step")
     return table_by(calls, ("step", *_KEYS), calls.volumes)
@@ -76,6 +82,14 @@ def _typical_step(table: pd.DataFrame, run: RecordedRun) -> pd.DataFrame:
     return pd.DataFrame(medians, index=by_step.index).reset_index()
 
 
+def _finish_by_step(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
+    result = mask_unknown_sizes(table.loc[run.select_steps(table["step"].to_numpy())]).reset_index(drop=True)
+    for name, column in _PER_RANK.items():
+        result[column] = result[name] / ranks_seen(run)
+    return {"purposes_by_step": result[list(PURPOSES_BY_STEP.column_names)]}
+
+
+BY_STEP: Final = Analysis("purposes_by_step", _partial, merge_sums("step", *_KEYS), _finish_by_step, reads_cells=True)
 BY_PURPOSE: Final = Analysis("volume_by_purpose", _partial, merge_sums("step", *_KEYS), _finish, reads_cells=True)
 
 
@@ -91,6 +105,7 @@ PURPOSES_SECTION: Final = Section(
     "By purpose",
     (VOLUME_BY_PURPOSE, step_by_purpose.STEP_BY_PURPOSE, step_by_purpose.STEP_BY_PLACE),
     (BY_PURPOSE,),
+    details=((PURPOSES_BY_STEP, BY_STEP),),
     blocks=_show,
     look_for="Why the calls were made, as the libraries that made them know it.",
 )

@@ -2,5 +2,6 @@
 
 followed_run    a run as of its last reading: totals of all records, times of its last steps, hangs, ends
 incidents       what `commtrace watch` tells: hangs, ends, stragglers, long steps
+metrics         its numbers by step, and the present ones, for TensorBoard and Prometheus
 screen          the lines that `commtrace top` shows
 """

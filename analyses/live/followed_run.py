@@ -78,10 +78,11 @@ class FollowedRun:
 
     Args:
         directory: The directory that COMMTRACE was set to, or a run's directory in it.
+        totals: Further analyses of all records.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, totals: Sequence[Analysis] = ()) -> None:
+        self._directory, self._analyses = directory, (*TOTALS, *totals)
         self._forget("")
 
     def _forget(self, run: str) -> None:
@@ -117,14 +118,14 @@ class FollowedRun:
             self._read, self._totals, self._labels = {}, {}, None  # read all again
         kept = [{name: _recoded(table, self._labels, run.labels) for name, table in self._totals.items()}]
         new = [replace(process, segments=(*self._unread(process),), summary=None) for process in run.processes]
-        self._totals = merge_tables(TOTALS, [*(kept if self._totals else ()), self._merged(run, new)])
+        self._totals = merge_tables(self._analyses, [*(kept if self._totals else ()), self._merged(run, new)])
         self._labels, self._rows = run.labels, rows
         in_memory = [
             replace(process, segments=tuple(part for part in process.segments if isinstance(part, MemorySegment)))
             for process in run.processes
         ]
-        now = merge_tables(TOTALS, [self._totals, self._merged(run, in_memory)])
-        return finished_tables(TOTALS, now, run)
+        now = merge_tables(self._analyses, [self._totals, self._merged(run, in_memory)])
+        return finished_tables(self._analyses, now, run)
 
     def _are_stale(self, labels: RunLabels, rows: Mapping[str, int]) -> bool:
         """Return whether records that were read have other labels now: a row has changed, or came after its records."""
@@ -138,7 +139,7 @@ class FollowedRun:
     def _merged(self, run: AnalysedRun, processes: Sequence[Process]) -> NamedTables:
         part = AnalysedRun(replace(run.log, processes=(*processes,)))
         part.labels = run.labels  # of the same tables
-        return merged_tables(part, TOTALS)
+        return merged_tables(part, self._analyses)
 
     def _unread(self, process: Process) -> Iterator[Segment]:
         """Yield the parts of a process's files that were not read yet, and note that they are."""

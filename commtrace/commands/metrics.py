@@ -1,0 +1,134 @@
+"""Write the numbers of a run where other tools keep numbers: TensorBoard, Prometheus.
+
+    commtrace metrics logs/run1 --tensorboard runs/comm
+    commtrace metrics logs/run1 --tensorboard runs/comm --follow    # while it is recorded
+    commtrace metrics logs/run1 --openmetrics 9400                  # for Prometheus
+    commtrace metrics logs/run1 --openmetrics -                     # once, as text
+
+TensorBoard gets a value per training step, beside the loss if OUT is below the same
+folder: duration of the step, computation, waiting, exposed and hidden communication,
+the slowest rank and its delay, calls and payload by purpose. Prometheus gets the
+present numbers: step, processes, times of the last step, counters of calls and bytes
+by purpose, stuck seconds, and what ranks without progress do.
+
+With --follow, or a port, the command ends with the run. It reads the log in a process
+of its own: the training does nothing for it. Needs the extra `metrics` (tensorboard,
+prometheus-client).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commtrace.errors import CommtraceError, MissingLibraryError
+
+from .exit_status import AS_EXPECTED
+from .option_types import add_shared, positive_number
+
+if TYPE_CHECKING:
+    from commtrace.analyses.live.followed_run import LiveRun
+
+LOOPBACK = "127.0.0.1"
+_NEEDS = "needs {}; pip install 'commtrace[metrics]'"
+
+
+def prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_shared(parser, "directory")
+    parser.add_argument("--tensorboard", metavar="OUT", type=Path, help="folder for an event file")
+    parser.add_argument("--openmetrics", metavar="PORT", type=_port, help="port to serve the metrics at; -: print them")
+    parser.add_argument("--address", metavar="ADDRESS", default=LOOPBACK,
+        help=f"address to serve them at (default: {LOOPBACK}, which other hosts cannot reach)")  # fmt: skip
+    parser.add_argument("--follow", action="store_true", help="go on until the run is over")
+    parser.add_argument("--interval", metavar="SECONDS", type=positive_number, default=5.0,
+        help="time between two readings (default: 5)")  # fmt: skip
+
+
+def _port(text: str) -> int:
+    """Parse a port; 0 stands for "-"."""
+    if text == "-":
+        return 0
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a port from 1 to 65535 nor -")
+    return int(text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the metrics once, or until the run is over."""
+    from commtrace.analyses.live.followed_run import FollowedRun
+    from commtrace.analyses.volume_by_purpose import BY_STEP
+
+    if arguments.tensorboard is None and arguments.openmetrics is None:
+        raise CommtraceError("give --tensorboard OUT, or --openmetrics PORT")
+    followed = FollowedRun(arguments.directory, [BY_STEP])
+    live = followed.read()
+    targets: list[Callable[[LiveRun], object]] = []
+    if arguments.tensorboard is not None:
+        targets.append(_tensorboard(arguments.tensorboard))
+    if arguments.openmetrics is not None:
+        targets.append(_openmetrics(arguments.openmetrics, arguments.address))
+    while True:
+        for write in targets:
+            write(live)
+        if live.is_over or not (arguments.follow or arguments.openmetrics):
+            return AS_EXPECTED
+        time.sleep(max(arguments.interval, 4 * live.took_s))
+        live = followed.read()
+
+
+def _tensorboard(folder: Path) -> Callable[[LiveRun], None]:
+    """Return a function that writes the values of new steps to an event file."""
+    from commtrace.analyses.live.metrics import step_values
+
+    try:
+        from tensorboard.summary import Writer
+    except ImportError:
+        raise MissingLibraryError(f"--tensorboard: {_NEEDS.format('tensorboard')}") from None
+    writer, written = Writer(str(folder)), -1
+
+    def write(live: LiveRun) -> None:
+        nonlocal written
+        for name, step, value in step_values(live, written):
+            writer.add_scalar(f"commtrace/{name}".replace(" ", "_"), value, step)
+            written = step
+        writer.flush()
+
+    return write
+
+
+def _openmetrics(port: int, address: str) -> Callable[[LiveRun], None]:
+    """Return a function that sets what a server answers, or prints it."""
+    from commtrace.analyses.live.metrics import metric_families
+
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client.openmetrics.exposition import generate_latest
+    except ImportError:
+        raise MissingLibraryError(f"--openmetrics: {_NEEDS.format('prometheus-client')}") from None
+    registry = CollectorRegistry()
+    families: list[Any] = []
+
+    class Present:
+        """The metrics of the last reading."""
+
+        def collect(self) -> Iterator[Any]:
+            return iter(families)
+
+    registry.register(Present())
+    if port:
+        try:
+            start_http_server(port, address, registry)
+        except OSError as error:
+            raise CommtraceError(f"--openmetrics {port}: {address} port {port}: {error.strerror}") from None
+
+    def show(live: LiveRun) -> None:
+        nonlocal families
+        families = [*metric_families(live)]
+        if not port:
+            print(generate_latest(registry).decode(), end="")
+
+    return show
