@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from ranks import Nursery
-from stuck_jobs import stuck_calls_of
+from stuck_jobs import stuck_calls_of, wait_for_stuck_calls
 
 from commtrace.analyses.across_ranks import stalls
 from commtrace.cli import main
@@ -85,6 +85,8 @@ def test_a_rank_that_makes_no_progress(
         assert not row["in_call"]
     main(["report", str(log)])
     assert activity in " ".join(capsys.readouterr().out.split())
+    if kind != "all":
+        wait_for_stuck_calls(log)
     ranks.kill(0, 1)
     ranks.wait()
     if function is not None:
