@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,11 @@ EXPECTED: Final[dict[str, tuple[str, ...]]] = {
     "sigint": ("exception KeyboardInterrupt",),
     "sigkill": ("signal SIGKILL", "died "),
     "memory": ("exception numpy._core._exceptions._ArrayMemoryError", "exception MemoryError"),
+    "killed for memory": (
+        "signal SIGKILL for lack of memory (its control group counted one at that time)",
+        "signal SIGKILL",
+        "died ",
+    ),
     "mpi_abort": ("status exit status 7", "signal SIGTERM", "signal SIGKILL", "died "),
 }
 """Kind -> true ends of the bad rank: the reason, or that it is not known; none: no process fails."""
@@ -44,7 +50,26 @@ _TORCH: Final = ("worker", "autograd", "forward")
 
 def applies(kind: str, launcher: str) -> bool:
     """Return whether a launcher can run a kind."""
+    if kind == "killed for memory":
+        return _can_limit_memory()
     return kind != "mpi_abort" or launcher in ("openmpi", "mpich")
+
+
+def _can_limit_memory() -> bool:
+    """Return whether control groups with limited memory can be made. Remove those of earlier runs."""
+    folder = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").is_dir() else "/sys/fs/cgroup")
+    for group in folder.glob("commtrace-test-*"):
+        with contextlib.suppress(OSError):  # of a process that still runs
+            group.rmdir()
+    group = folder / "commtrace-test"
+    try:
+        group.mkdir()
+        return any((group / name).exists() for name in ("memory.limit_in_bytes", "memory.max"))
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            group.rmdir()
 
 
 def run(

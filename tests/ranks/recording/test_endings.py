@@ -41,7 +41,7 @@ def test_the_first_end_of_a_job(launcher: str, kind: str, tmp_path: Path, capsys
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_no_diagnosis_is_wrong(kind: str, launcher: str, seed: int, recorder: str, tmp_path: Path) -> None:
     if not applies(kind, launcher):
-        pytest.skip("MPI_Abort needs an MPI launcher")
+        pytest.skip("needs an MPI launcher (MPI_Abort), or control groups that limit memory")
     if launcher in ("openmpi", "mpich"):
         mpi_launch.needs(launcher)
     size = draw(kind, launcher, seed).choice(SIZES)

@@ -102,6 +102,22 @@ def out_of_memory() -> None:
     np.ones(1 << 28)
 
 
+def limit_memory() -> None:
+    """Move this process to a control group of its own, with 1 GiB; `ending_runs` removes it."""
+    folder = next(Path(path) for path in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup") if os.path.isdir(path))
+    group = folder / f"commtrace-test-{os.getpid()}"
+    group.mkdir()
+    limit = next(group / name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).exists())
+    limit.write_text(str(1 << 30))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def beyond_limit() -> None:
+    import numpy as np
+
+    np.ones(1 << 28)
+
+
 class Items:
     """A data set whose third item does not exist."""
 
@@ -166,6 +182,7 @@ ACTIONS: dict[str, Callable[[], object]] = {
     "sigint": lambda: os.kill(os.getpid(), signal.SIGINT),
     "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "memory": out_of_memory,
+    "killed for memory": beyond_limit,
     "mpi_abort": mpi_abort,
 }
 step_number = -1
@@ -175,6 +192,8 @@ def main() -> None:
     global step_number
     if len(sys.argv) > 5:
         own_hooks(Path(sys.argv[5]))
+    if KIND == "killed for memory" and RANK == BAD_RANK:
+        limit_memory()
     draw = random.Random(1000 * SEED + RANK)
     step = torch_step() if TRANSPORT == "torch" else mpi_step()
     for step_number in range(STEPS):
