@@ -49,9 +49,9 @@ def run(command: list[str], ranks: int, *, status: int = 0, **variables: str) ->
     return done.stdout
 
 
-def prepared(name: str, folder: Path) -> tuple[int, list[str]]:
+def prepared(name: str, folder: Path, **changes: object) -> tuple[int, list[str]]:
     """Write the data of a recorded run, and return its number of ranks and the script with its arguments."""
-    config: dict[str, Any] = RECORDED[name]["config"]
+    config: dict[str, Any] = {**RECORDED[name]["config"], **changes}
     ranks = int(config["global_num_gpus"])
     data = str(folder / "text_document")
     paths = {"data_path": data, "vocab_file": "none", "distributed_backend": "gloo", "num_workers": 0}
@@ -98,6 +98,20 @@ def test_a_fault_shows(fault: str, name: str, difference: str, by_rules: int, tm
     log = trained(tmp_path, ranks, [str(CPU / "faults.py"), fault, *script])
     assert difference in run([*COMMTRACE, "check", log, "--against", dry], ranks, status=1)
     run([*COMMTRACE, "check", log], ranks, status=by_rules)
+
+
+def test_an_evaluation_that_fails_in_the_pipeline_engine(tmp_path: Path) -> None:
+    """DeepSpeed's pipeline returns a number, which GPT-NeoX's evaluation iterates over."""
+    ranks, script = prepared("pp2", tmp_path, split="90,5,5", eval_interval=2, eval_iters=3)
+    log = str(tmp_path / "log")
+    run([*LAUNCHER, f"--nproc-per-node={ranks}", *script], ranks, status=1, COMMTRACE=log)
+    shown = " ".join(run([*COMMTRACE, "check", log], ranks, status=5).split())
+    first, _, rest = shown.partition("matches the rules")
+    assert re.search(
+        r'by TypeError at \S*training.py:\d+ evaluate \("iteration over a 0-d tensor"\) in step 1\.', first
+    )
+    assert "differ" not in shown
+    assert "evaluation" in rest, "its calls are an activity of the program"
 
 
 def test_the_configuration_files_are_as_recorded(tmp_path: Path) -> None:
