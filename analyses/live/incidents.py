@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from commtrace.analyses.across_ranks.endings_section import describe_endings
 from commtrace.analyses.across_ranks.step_time_section import delay_sentences
+from commtrace.analyses.across_ranks.stuck_calls import MIN_WAIT_NS
 from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
 from commtrace.analyses.grouping import rows_of
 from commtrace.formatting import format_duration, is_known
@@ -24,6 +25,8 @@ from .followed_run import LiveRun
 
 KINDS: Final = {"hang": "60s", "end": "", "straggler": "20%", "step": "2x"}
 """Kinds of incidents -> threshold by default; "": none."""
+EXPLAINED_NS: Final = 4_000_000_000
+"""Time after which a stuck call is told, whether or not it is known what its absent ranks do."""
 MIN_STEPS: Final = 5
 """Steps before a long one that must be known."""
 STEPS_COMPARED: Final = 50
@@ -124,8 +127,9 @@ class Watcher:
             current = {("hang", rank) for rank in stalled["rank"]}
         # A hang that was told and is over may come back; a change of it, such as more ranks, is the same hang.
         is_new = bool(current) and not any(key in self._told for key in current)
-        self._told = {key for key in self._told if not (isinstance(key, tuple) and key[0] == "hang")} | current
-        if not is_new:
+        others = {key for key in self._told if not (isinstance(key, tuple) and key[0] == "hang")}
+        self._told = others if is_new and _is_unexplained(live) else others | current
+        if not is_new or not current <= self._told:
             return
         absent = {rank for call in rows_of(calls) for rank in parse_ranks(call.absent_ranks)}
         ranks = sorted(absent if len(calls) else {*stalled["rank"]})
@@ -169,6 +173,14 @@ class Watcher:
                 )
                 one = _rows({"step_times": table.iloc[number : number + 1]})
                 yield Incident("step", text, [int(row.slowest_rank)], int(row.step), one)
+
+
+def _is_unexplained(live: LiveRun) -> bool:
+    """Return whether a stuck call is so new that what its absent ranks do may not be in the log yet."""
+    calls, ranks = live.tables["stuck_calls"], live.tables["stuck_ranks"]
+    absent = ranks.loc[(ranks["part"] == "absent") & (ranks["end"] == "runs"), "rank"]
+    is_new = bool((calls["waited_ns"] < MIN_WAIT_NS + EXPLAINED_NS).any())
+    return is_new and not {*absent} <= {*live.tables["stalled_threads"]["rank"]}
 
 
 def _rows(tables: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from ranks import Nursery
+from stalled_ranks import KINDS, places_of
 from stuck_jobs import stuck_calls_of, wait_for_stuck_calls
 
 from commtrace.analyses.across_ranks import stalls
@@ -21,30 +21,9 @@ from commtrace.cli import main
 from commtrace.errors import LogError
 from commtrace.run import open_run
 
-# What the main thread of rank 1 does, and the function that the program's line called.
-KINDS = {
-    "sleep": ("sleeping", "stall"),
-    "all": ("sleeping", "stall"),
-    "lock": ("waiting for a lock or thread", "stall"),
-    "queue": ("waiting for a lock or thread", "get"),
-    "thread": ("waiting for a lock or thread", "join"),
-    "loader": ("waiting for data", "__next__"),
-    "pipe": ("waiting for data", "stall"),
-    "process": ("waiting for a process", "run"),
-    "compute": ("computing", "stall"),
-    "stopped": ("stopped", None),
-    "locked": ("keeping the interpreter's lock, waiting", None),
-}
 DEFAULT = ("lock", "all")
 
 pytestmark = pytest.mark.usefixtures("short_waits")
-
-
-def places_of(kind: str) -> list[str]:
-    """Return the lines at which a kind stalls, as the table shows them; none if the log cannot show one."""
-    lines = (processes.PROGRAMS / "stalled.py").read_text().splitlines()
-    found = (number for number, text in enumerate(lines, 1) if re.search(rf"# here:.*\b{kind}\b", text))
-    return [f"programs/stalled.py:{number} stall" for number in found]
 
 
 def stalled(log: Path) -> pd.DataFrame:

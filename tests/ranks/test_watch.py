@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
+import random
 import subprocess
 import sys
 import threading
@@ -16,7 +18,9 @@ import pytest
 pytest.importorskip("torch")
 
 from ranks import Nursery
+from stalled_ranks import KINDS, places_of
 
+from commtrace.analyses.across_ranks.stuck_calls import MIN_WAIT_NS
 from commtrace.cli import main
 from commtrace.commands.exit_status import AS_EXPECTED, FAILED, PROGRAM_FAILED, STUCK
 
@@ -126,6 +130,34 @@ def test_a_process_that_dies_is_told(nursery: Nursery, tmp_path: Path) -> None:
     (end,) = told
     assert end["kind"] == "end"
     assert {row["rank"] for row in end["tables"]["endings"]} == {0, 1}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWS", "4"))))
+def test_a_random_hang(seed: int, nursery: Nursery, tmp_path: Path) -> None:
+    """The rank, its line and what it does are right, and told within 5 s after the hang is long enough."""
+    chance, log = random.Random(seed), tmp_path / "log"
+    kind, size = chance.choice([*KINDS]), chance.randint(2, 8)
+    bad = chance.randrange(size)
+    started = watch(log, "--on", "hang:6s")
+    ranks = nursery.start("stalled", log, kind, bad, ranks=size)
+    try:
+        assert started.stdout is not None
+        told = json.loads(started.stdout.readline())
+    finally:
+        ranks.kill(*range(size))
+        ranks.wait()
+        ended(started)
+    assert told["ranks"] == ([*range(size)] if kind == "all" else [bad]), told["text"]
+    activity, _ = KINDS[kind]
+    rows = {row["rank"]: row for row in told["tables"]["stalled_threads"]}
+    assert rows[bad]["activity"] == activity
+    assert rows[bad]["line"] in places_of(kind) or not places_of(kind)
+    calls = told["tables"]["stuck_calls"]
+    begun_ns = calls[0]["since_ns"] if calls else rows[bad]["sampled_ns"] - rows[bad]["stalled_ns"]
+    seconds = (told["unix_ns"] - begun_ns) / 1e9
+    print(f"{kind}, rank {bad} of {size}: told after {seconds:.1f} s")
+    assert seconds < MIN_WAIT_NS / 1e9 + 5
 
 
 def test_there_is_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Some calls, then a rank that makes no further one: stalled.py KIND. Rank 1 stalls; with "all", every rank does."""
+"""Some calls, then a rank that makes no further one: stalled.py KIND [RANK]; with "all", every rank stalls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-KIND = sys.argv[1]
+KIND, RANK = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
 dist.init_process_group("gloo")
 tensor = torch.ones(1024)
 
@@ -66,6 +66,6 @@ def stall() -> None:
 for _ in range(5):
     time.sleep(0.01)
     dist.all_reduce(tensor)
-if dist.get_rank() == 1 or KIND == "all":
+if dist.get_rank() == RANK or KIND == "all":
     stall()
 dist.all_reduce(tensor)

@@ -1,0 +1,30 @@
+"""What the ranks of `programs/stalled.py` do, and where."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import processes
+
+KINDS: Final[dict[str, tuple[str, str | None]]] = {
+    "sleep": ("sleeping", "stall"),
+    "all": ("sleeping", "stall"),
+    "lock": ("waiting for a lock or thread", "stall"),
+    "queue": ("waiting for a lock or thread", "get"),
+    "thread": ("waiting for a lock or thread", "join"),
+    "loader": ("waiting for data", "__next__"),
+    "pipe": ("waiting for data", "stall"),
+    "process": ("waiting for a process", "run"),
+    "compute": ("computing", "stall"),
+    "stopped": ("stopped", None),
+    "locked": ("keeping the interpreter's lock, waiting", None),
+}
+"""Kind -> what the main thread of the stalled rank does, and the function that the program's line called."""
+
+
+def places_of(kind: str) -> list[str]:
+    """Return the lines at which a kind stalls, as the table shows them; none if the log cannot show one."""
+    lines = (processes.PROGRAMS / "stalled.py").read_text().splitlines()
+    found = (number for number, text in enumerate(lines, 1) if re.search(rf"# here:.*\b{kind}\b", text))
+    return [f"programs/stalled.py:{number} stall" for number in found]
