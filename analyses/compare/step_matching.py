@@ -87,13 +87,21 @@ class _Missing:
         return count
 
     def candidates(self, calls: EqualCalls) -> Iterator[EqualCalls]:
-        """Yield the expected calls that calls may match: exact ones first, then bounds around them."""
+        """Yield the expected calls that calls may match: exact ones first, then bounds around them.
+
+        Rules expect calls of an activity, such as a checkpoint, as such: they match no others. Other calls match those
+        last.
+        """
         yield from self._patterns.get(calls.key, ())
-        if calls.purpose in ACTIVITY_NAMES:
-            return  # no rule expects it
         opened = calls.key._replace(dtype=ANY, reduce_op=ANY, phase=ANY, peer=ANY)
-        for group in (calls.key.group, ANY):
-            yield from self._patterns.get(opened._replace(group=group), ())
+        keys = (opened._replace(group=group) for group in (calls.key.group, ANY))
+        patterns = [pattern for key in keys for pattern in self._patterns.get(key, ())]
+        of_activities = [pattern for pattern in patterns if pattern.purpose in ACTIVITY_NAMES]
+        if calls.purpose in ACTIVITY_NAMES:
+            yield from of_activities
+            return
+        yield from (pattern for pattern in patterns if pattern.purpose not in ACTIVITY_NAMES)
+        yield from of_activities
         payload = calls.key.payload
         for bound in self._bounds:
             key, least = bound.key, bound.min_payload or 0

@@ -42,7 +42,7 @@ def render(live: LiveRun, width: int, view: str = VIEWS[0], rows: int = 12) -> I
     yield Text(f"Run {live.run.id}, {_state(live)}", style="bold")
     for section in (ENDINGS_SECTION, STUCK_SECTION):
         yield from (paragraph(text, width, first="! ", style="bold red") for text in section.alarms(live.tables))
-    for name, text in _facts(live):
+    for name, text in _facts(live, width):
         yield paragraph(text, width, first=name.ljust(_LABEL_WIDTH))
     parts = live.tables["step_time_parts"]
     median = parts.loc[parts["which"] == "median"]
@@ -76,7 +76,7 @@ def _state(live: LiveRun) -> str:
     return f"{of}: {', '.join(counts)}"
 
 
-def _facts(live: LiveRun) -> Iterator[tuple[str, str]]:
+def _facts(live: LiveRun, width: int) -> Iterator[tuple[str, str]]:
     if job := summarize_job(live.run):
         yield "job", job
     times = live.tables["step_times"]
@@ -93,8 +93,9 @@ def _facts(live: LiveRun) -> Iterator[tuple[str, str]]:
         f"{format_share(last['exposed_ns'] / last['ns'])} exposed communication"
         + (f"; {slowest}" if last["delay_ns"] > 0 else ""),
     )
-    history = times["ns"].tail(_STEPS_IN_HISTORY)
-    between = f"{format_duration(history.min())} to {format_duration(history.max())}"
+    steps = times["ns"].tail(_STEPS_IN_HISTORY)
+    between = f"{format_duration(steps.min())} to {format_duration(steps.max())}"
+    history = steps.tail(width - _LABEL_WIDTH - len(between) - 2)
     yield "last steps", f"{bars(history.tolist())}  {between}"
 
 

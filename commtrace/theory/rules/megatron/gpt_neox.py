@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from commtrace.schema import Purpose
 from commtrace.theory.expected_calls import ExpectedCall, Prediction, cause_bars
 from commtrace.theory.job import Job, refuse
 from commtrace.theory.rules.deepspeed import zero3, zero3_calls
@@ -20,7 +21,7 @@ from . import sequence_parallel, tensor_parallel
 WORLD: Final = "world"
 BATCH: Final = "the batch, for the ranks that share a model"
 
-CHECKPOINT: Final = "a checkpoint"
+CHECKPOINT: Final = Purpose.CHECKPOINT_SAVED.value
 
 _INT64: Final = 8
 _FLOAT32: Final = 4
@@ -223,7 +224,11 @@ def saves_checkpoint(job: Job, iteration: int) -> bool:
 def checkpoint(job: Job) -> list[ExpectedCall]:
     """Return the calls that save a checkpoint, with three barriers of all ranks at the end."""
     sharded = zero3_calls.saved_state(job) if job.row.zero_stage == 3 else []
-    return [*saved_state(), *sharded, ExpectedCall("barrier", 0, CHECKPOINT, 3, role=WORLD)]
+    return [
+        *saved_state(),
+        *(replace(call, cause=CHECKPOINT) for call in sharded),
+        ExpectedCall("barrier", 0, CHECKPOINT, 3, role=WORLD),
+    ]
 
 
 @rule("deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint, _checkpoint_tag_validation", DEEPSPEED)

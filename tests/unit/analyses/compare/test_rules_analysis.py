@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -243,3 +244,12 @@ def test_a_library_s_call_in_an_evaluation_is_sooner_the_expected_one_than_a_cal
         leftovers = unmatched_calls([ExpectedCall("broadcast", 8, "comparison", expected)], calls)
         unmatched_phases.append([leftover.key.phase for leftover in leftovers])
     assert unmatched_phases == [["evaluation", "init"], ["init"], []]
+
+
+def test_calls_of_a_checkpoint_match_those_that_rules_expect_of_one_and_no_others() -> None:
+    saved = replace(counted_calls("data", "all_gather", 128, 2), purpose="checkpoint saved")
+    trained = replace(counted_calls("data", "all_gather", 128, 3), purpose="parameters gathered for forward")
+    training, saving = (ExpectedCall("all_gather", 128, cause, 3) for cause in ("small parameters", "checkpoint saved"))
+    assert unmatched_calls([training, replace(saving, calls=2)], [saved, trained]) == []
+    left = unmatched_calls([replace(training, calls=5)], [saved, trained])
+    assert sorted(calls.calls for calls in left) == [-2, 2], "a lost call is not replaced by one of the checkpoint"
