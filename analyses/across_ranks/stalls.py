@@ -30,7 +30,8 @@ STALLED_THREADS: Final = TableSpec("stalled_threads", "Ranks without progress",
     text_column("thread", "thread", 'Name of the thread, which runs Python code; "" if no stack is known.'),
     flag("is_main", "", "Whether it is the main thread."),
     duration("stalled_ns", "for", "Time without progress: the begin of a call, or the return from one."),
-    column("ns", format_moment, "sampled_ns", "at", "When this was observed, since 1970-01-01 UTC.", optional=True),
+    column("ns", format_moment, "sampled_ns", "at", "When its activity was observed, since 1970-01-01 UTC.",
+        optional=True),
     flag("in_call", "in a call", "Whether the process was in a recorded call; missing if that is not known."),
     word_column("activity", "activity", 'What the thread did: "computing", "sleeping", "waiting for" '
         '"a lock or thread", "data", "a process" or "storage", or just "waiting"; of a process whose stacks are not '
@@ -101,13 +102,15 @@ def _rows(run: RecordedRun, number: int, process: Process) -> Iterator[dict[str,
         }
         return
     if (sample := process.tables.stacks) is not None and sample.calls >= _known_calls(process):
+        # Of a live process that was in no call, it is known that it has begun none since.
+        since_ns = max(0, process.live_at_ns - sample.mono_ns) if not sample.in_call else 0
         short = short_paths(file for thread in sample.threads for file, _, _ in thread.frames)
         for thread in sample.threads:
             yield {
                 "rank": process.rank,
                 "thread": thread.name,
                 "is_main": thread.is_main,
-                "stalled_ns": sample.pause_ns,
+                "stalled_ns": sample.pause_ns + since_ns,
                 "sampled_ns": None if offset is None else sample.mono_ns + offset,
                 "in_call": sample.in_call,
                 **_activity(thread, sample.window_ns),
