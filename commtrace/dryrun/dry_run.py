@@ -10,7 +10,7 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -215,16 +215,24 @@ def _run(job: SimulatedJob, ranks: Sequence[int], outcomes: dict[int, RankOutcom
             recover_records(log, shm=str(job.rings))  # of the failed rank, and of ranks killed with it
         if (job.messages / CUDA_REQUIRED).exists():
             raise _CudaRequiredError
-        failure = f"rank {outcome.rank} {outcome.failure}{_hint(job.request, outcome)}"
+        failure = f"rank {outcome.rank} {outcome.failure}{_hint(job.request, outcome, outcomes.values())}"
         raise _RankFailedError(failure, _last_lines(outcome))
 
 
-def _hint(request: DryRunRequest, outcome: RankOutcome) -> str:
+def _hint(request: DryRunRequest, outcome: RankOutcome, others: Iterable[RankOutcome]) -> str:
     """Return what isolation may have to do with a failure, or ""."""
     if request.writes is Writes.REFUSE:
         return " (its writes were refused; --writes allow lets it write)"
     if outcome.full_disk:
         return f" (the disk of {outcome.full_disk}, which holds what it wrote, is full; set TMPDIR to a larger one)"
+    missed = [line for line in outcome.output.read_text(errors="replace").splitlines() if "No such file" in line]
+    for other in others:
+        for change in other.changes if other is not outcome else ():
+            if change.change == "created" and any(change.path in line for line in missed):
+                return (
+                    f" (rank {other.rank} wrote {change.path}, which other ranks of a dry run do not see: let a real "
+                    "run write it first, or --writes allow)"
+                )
     return ""
 
 

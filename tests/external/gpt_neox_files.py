@@ -14,6 +14,7 @@ import datetime
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -65,8 +66,9 @@ def predicted(files: list[str], vocabulary: int | None = None) -> dict[str, Any]
     except (PlanError, NotPredictedError) as error:
         if vocabulary is None and "--vocabulary" in str(error):
             return predicted(files, VOCABULARY)
-        key, _, reason = str(error).rpartition(".yml: ")[2].partition(": ")
-        return {"refused": f"{key}: {reason.rpartition('; ')[2]}"}
+        text = str(error).rpartition(".yml: ")[2]  # "KEY is VALUE; REASON", or "KEY: REASON"
+        key = re.split(r" is |: ", text, maxsplit=1)[0]
+        return {"refused": f"{key}: {text.removeprefix(f'{key}: ').rpartition('; ')[2]}"}
     copies = (parameter.name.startswith("tied") for row in rows[1:] for parameter in row.parameters)
     sizes = [parameter.elements for row in rows for parameter in row.parameters]
     first = len(rows[0].parameters)

@@ -196,3 +196,28 @@ def test_loggers_are_switched_off_and_uploads_refused(tmp_path: Path) -> None:
         "hub.example.org POST /api/paths-info was sent",
         "localhost PUT /x was sent",
     ], result.err
+
+
+PREPARING: Final = """
+import sys
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    open(sys.argv[1], "w").write("made once, for all ranks")
+dist.barrier()
+print(open(sys.argv[1]).read())
+"""
+
+
+def test_a_file_that_another_rank_writes_is_named(tmp_path: Path) -> None:
+    needs("private")
+    (tmp_path / "prepare.py").write_text(PREPARING)
+    command = [sys.executable, "-m", "commtrace.cli", "dryrun", "--world-size", "2", "--ranks", "all"]
+    command += ["--out", str(tmp_path / "log"), sys.executable, str(tmp_path / "prepare.py"), str(tmp_path / "index")]
+    result = processes.run(command, cwd=tmp_path, limit=LIMIT_SECONDS)
+    assert result.status == 2
+    assert (
+        f"(rank 0 wrote {tmp_path / 'index'}, which other ranks of a dry run do not see: let a real run" in result.err
+    )
+    assert not (tmp_path / "index").exists()
