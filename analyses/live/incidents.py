@@ -118,8 +118,8 @@ class Watcher:
     def _hang(self, seconds: float, live: LiveRun) -> Iterator[Incident]:
         calls, stalled = live.tables["stuck_calls"], live.tables["stalled_threads"]
         stalled = stalled.loc[stalled["is_main"]]
-        if not len(calls):
-            stalled = stalled.loc[stalled["stalled_ns"] >= seconds * 1e9]
+        if not len(calls) and not (stalled["stalled_ns"] >= seconds * 1e9).any():
+            stalled = stalled.iloc[:0]  # with one that has been so for long enough, all are told
         current: set[object] = {
             ("hang", call.op, call.group_ranks, call.seq if is_known(call.seq) else None) for call in rows_of(calls)
         }
