@@ -15,8 +15,8 @@ Conditions:
   step[:2x]       a step takes this multiple of the median of the 50 steps before it
 
 The watch waits for a log that does not exist yet (--wait), and ends when the run is
-over. Exit status: 0; 4 if the job hangs at the end of the watch; 5 if a process
-failed; 2 if there was no log.
+over, or, if it failed, when no other has followed it (--linger). Exit status: 0; 4 if
+the job hangs at the end of the watch; 5 if a process failed; 2 if there was no log.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Final
 
 from commtrace.errors import CommtraceError, LogError
 
+from .exit_status import AS_EXPECTED
 from .option_types import add_shared, positive_number
 from .top import status_of
 
@@ -55,6 +56,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         help="time between two readings (default: 2)")  # fmt: skip
     parser.add_argument("--wait", metavar="SECONDS", type=positive_number, default=3600.0,
         help="time for which to wait for a log, also if it was removed (default: 3600)")  # fmt: skip
+    parser.add_argument("--linger", metavar="SECONDS", type=positive_number, default=0.0,
+        help="time for which to wait for a restart after a run that failed (default: 0)")  # fmt: skip
 
 
 def _conditions(text: str) -> list[Condition]:
@@ -81,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     followed, watcher = FollowedRun(arguments.directory), Watcher(arguments.on)
     deliveries: list[threading.Thread] = []
-    live, problem, seen = None, "", time.monotonic()
+    live, problem, seen, ended = None, "", time.monotonic(), 0.0
     while True:
         try:
             live, seen, problem = followed.read(), time.monotonic(), ""
@@ -96,7 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
                 document = json.dumps(incident.document(live))
                 print(document if arguments.json else f"{incident.kind}: {incident.text}", flush=True)
                 deliveries += _deliver(document, arguments)
-            if live.is_over:
+            ended = (ended or time.monotonic()) if live.is_over else 0.0
+            may_restart = bool(ended) and status_of(live) != AS_EXPECTED
+            if ended and not (may_restart and time.monotonic() - ended < arguments.linger):
                 break
         time.sleep(max(arguments.interval, 4 * live.took_s if live else 0))
     for delivery in deliveries:

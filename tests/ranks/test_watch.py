@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import processes
 import pytest
 
 pytest.importorskip("torch")
@@ -23,6 +24,7 @@ from stalled_ranks import KINDS, places_of
 from commtrace.analyses.across_ranks.stuck_calls import MIN_WAIT_NS
 from commtrace.cli import main
 from commtrace.commands.exit_status import AS_EXPECTED, FAILED, PROGRAM_FAILED, STUCK
+from commtrace.run import open_run
 
 LIMIT_SECONDS = 120
 FAST = ["--interval", "0.3", "--wait", "60"]
@@ -164,3 +166,22 @@ def test_there_is_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["top", str(tmp_path / "log"), "--once"]) == FAILED
     assert main(["watch", str(tmp_path / "log"), "--wait", "0.1", "--interval", "0.1"]) == FAILED
     assert "no log within 0.1 s (--wait)" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scheme", ["ddp", "zero1", "zero3", "pipeline"])
+def test_tensorboard_follows_a_training(scheme: str, nursery: Nursery, tmp_path: Path) -> None:
+    """Each step is written once, with the values of the report of the whole run."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log, events = tmp_path / "log", tmp_path / "events"
+    ranks = nursery.start("delayed", log, scheme, 1, "backward", 30, "5,9", ranks=2)
+    processes.wait_for(lambda: any(log.glob("*/*/*.jsonl")), 60)
+    assert main(["metrics", str(log), "--tensorboard", str(events), "--follow", "--interval", "0.2"]) == AS_EXPECTED
+    ranks.wait()
+    read = accumulator.EventAccumulator(str(events), size_guidance={"tensors": 0}).Reload()  # 0: all of them
+    times = open_run(log).table("step_times").set_index("step")
+    for name, column in (("step", "ns"), ("computation", "computation_ns"), ("waiting", "waiting_ns")):
+        found = [(event.step, event.tensor_proto.float_val[0]) for event in read.Tensors(f"commtrace/{name}_seconds")]
+        assert [step for step, _ in found] == times.index.to_list(), "once"
+        assert dict(found) == pytest.approx((times[column] / 1e9).to_dict())
+    assert times.loc[[5, 9], "slowest_rank"].tolist() == [1, 1]

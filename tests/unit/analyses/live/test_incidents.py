@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
 from pathlib import Path
 
+import damaged_logs
 import pytest
 from factory import WORLD, LogFactory, record
 from simulated_steps import MS, PROGRAMS, Delay, Simulation
 
 from commtrace.analyses.live.followed_run import FollowedRun
 from commtrace.analyses.live.incidents import KINDS, Condition, Incident, Watcher
+from commtrace.cli import main
+from commtrace.commands.exit_status import AS_EXPECTED
 from commtrace.schema import Phase, State
 
 ALL = [Condition.parse(kind) for kind in KINDS]
@@ -81,6 +86,21 @@ def test_a_hang_names_the_rank_that_did_not_come(tmp_path: Path) -> None:
     found = incidents(tmp_path, "hang")
     assert [[*incident.ranks] for incident in found] == [[1]]
     assert "rank 1 did not enter it" in found[0].text
+
+
+def test_the_watch_goes_on_with_the_run_of_a_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hung_log(tmp_path / "log", absent=1)
+    statuses: list[int] = []
+    arguments = ["watch", str(tmp_path / "log"), "--interval", "0.1", "--linger", "60"]
+    watching = threading.Thread(target=lambda: statuses.append(main(arguments)), daemon=True)
+    watching.start()
+    watching.join(2)
+    assert watching.is_alive()
+    damaged_logs.unpack(tmp_path / "runs")
+    shutil.copytree(tmp_path / "runs" / "ddp", tmp_path / "log", dirs_exist_ok=True)
+    watching.join(60)
+    assert statuses == [AS_EXPECTED]
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["hang", "end"]
 
 
 @pytest.mark.parametrize(
