@@ -26,8 +26,8 @@ from commtrace.errors import CommtraceError
 COMMANDS: Final = {
     "report": "Show what a run communicated.",
     "top": "Show a run while it is recorded.",
-    "watch": "Watch a run while it is recorded, and tell of hangs, failures, stragglers and long steps.",
-    "metrics": "Write the numbers of a run where other tools keep numbers: TensorBoard, Prometheus.",
+    "watch": "Watch a run while it is recorded, and tell of hangs, failures and delays.",
+    "metrics": "Write the numbers of a run for TensorBoard or Prometheus.",
     "scaling": "Compare runs at increasing scale, and show what limits the scaling.",
     "check": "Compare a run with its expected calls, for continuous integration.",
     "diff": "Compare the calls of two runs.",

@@ -1,19 +1,20 @@
-"""Write the numbers of a run where other tools keep numbers: TensorBoard, Prometheus.
+"""Write the numbers of a run for TensorBoard or Prometheus.
 
     commtrace metrics logs/run1 --tensorboard runs/comm
-    commtrace metrics logs/run1 --tensorboard runs/comm --follow    # while it is recorded
-    commtrace metrics logs/run1 --openmetrics 9400                  # for Prometheus
-    commtrace metrics logs/run1 --openmetrics -                     # once, as text
+    commtrace metrics logs/run1 --tensorboard runs/comm --follow
+    commtrace metrics logs/run1 --openmetrics 9400
+    commtrace metrics logs/run1 --openmetrics -         # once, as text
 
-TensorBoard gets a value per training step, beside the loss if OUT is below the same
-folder: duration of the step, computation, waiting, exposed and hidden communication,
-the slowest rank and its delay, calls and payload by purpose. Prometheus gets the
-present numbers: step, processes, times of the last step, counters of calls and bytes
-by purpose, stuck seconds, and what ranks without progress do.
+TensorBoard gets a value per training step, beside the loss if OUT is below the
+same folder: duration of the step, computation, waiting, exposed and hidden
+communication, the slowest rank and its delay, calls and payload by purpose.
+Prometheus gets the present numbers: step, processes, times of the last step,
+counters of calls and bytes by purpose, stuck seconds, and what ranks without
+progress do.
 
-With --follow, or a port, the command ends with the run. It reads the log in a process
-of its own: the training does nothing for it. Needs the extra `metrics` (tensorboard,
-prometheus-client).
+With --follow, or a port, the command ends with the run. It reads the log in a
+process of its own: the training does nothing for it. Needs the extra `metrics`
+(tensorboard, prometheus-client).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Show a run while it is recorded.
 
-The first lines say what is wrong: which process ended first and by what, in which
-call the job hangs, and what the ranks that do not come are doing. Then follow the
-last steps, where the time of a step goes, ranks that delay the others, and the
-volumes so far.
+The first lines say what is wrong: which process ended first and by what, in
+which call the job hangs, and what the ranks that do not come are doing. Then
+follow the last steps, where the time of a step goes, ranks that delay the
+others, and the volumes so far.
 
     commtrace top logs/run1
 
-Records are read once, from the log's files and from the memory of the processes of
-this host, and the traced processes have no work with it. Times are of the last
-steps; volumes are sums over all records, as in a report.
+Records are read once, from the log's files and from the memory of the
+processes of this host, and the traced processes have no work with it. Times
+are of the last steps; volumes are sums over all records, as in a report.
 
 Keys: Tab  show purposes, ranks     q  end
 

@@ -1,22 +1,26 @@
-"""Watch a run while it is recorded, and tell of hangs, failures, stragglers and long steps.
+"""Watch a run while it is recorded, and tell of hangs, failures and delays.
 
-Each incident is told once: as a line of text, or with --json as a JSON object in a
-line, with the ranks, the step and the rows of the tables that it follows from. --run
-starts a command, with the object on its standard input; --webhook posts the object.
-Neither delays the next reading, nor do they end the watch if they fail.
+Each incident is told once: as a line of text, or with --json as a JSON object
+in a line, with the ranks, the step and the rows of the tables that it follows
+from. --run starts a command, with the object on its standard input; --webhook
+posts the object. Neither delays the next reading, nor does the watch end if
+they fail.
 
     commtrace watch logs/run1 --on hang,straggler:20% --run 'mail -s hang me'
 
 Conditions:
-  hang[:60s]      ranks are stuck in a call, as the report defines it; or a rank makes
-                  no progress outside of calls for so long
-  end             a process failed or died
-  straggler[:20%] a rank computes longer than the others by this share of a step
-  step[:2x]       a step takes this multiple of the median of the 50 steps before it
+  hang[:60s]       ranks are stuck in a call, as the report defines it; or a
+                   rank makes no progress outside of calls for so long
+  end              a process failed or died
+  straggler[:20%]  a rank computes longer than the others by this share of a
+                   step
+  step[:2x]        a step takes this multiple of the median of the 50 steps
+                   before it
 
-The watch waits for a log that does not exist yet (--wait), and ends when the run is
-over, or, if it failed, when no other has followed it (--linger). Exit status: 0; 4 if
-the job hangs at the end of the watch; 5 if a process failed; 2 if there was no log.
+The watch waits for a log that does not exist yet (--wait), and ends when the
+run is over, or, if it failed, when no other has followed it (--linger). Exit
+status: 0; 4 if the job hangs at the end of the watch; 5 if a process failed;
+2 if there was no log.
 """
 
 from __future__ import annotations
