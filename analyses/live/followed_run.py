@@ -28,6 +28,7 @@ from commtrace.analyses.across_ranks.stragglers import computation, delays, tota
 from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.fold_engine import Analysis, NamedTables, finished_tables, merge_tables, merged_tables
+from commtrace.errors import LogError
 from commtrace.reading.labels import TEXT_FIELDS, UNKNOWN, RunLabels
 from commtrace.reading.log import open_log
 from commtrace.reading.process_reader import Process
@@ -99,10 +100,12 @@ class FollowedRun:
         """Read what is new.
 
         Raises:
-            LogError: There is no run.
+            LogError: There is no run, or it is packed.
         """
         began, now = time.process_time(), time.time_ns()
         run = AnalysedRun(open_log(self._directory))
+        if run.log.packed is not None:
+            raise LogError(f"{run.log.packed}: a packed log does not grow; commtrace report shows it")
         if run.id != self._run or self._has_shrunk(run.processes):
             self._forget(run.id)
         tables = {**self._all_records(run), **self._last_steps(run)}

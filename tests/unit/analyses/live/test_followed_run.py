@@ -15,6 +15,7 @@ from simulated_steps import Simulation, sharded
 
 from commtrace.analyses import record_blocks
 from commtrace.analyses.live.followed_run import FollowedRun
+from commtrace.cli import main
 from commtrace.errors import LogError
 from commtrace.reading.segment_reader import inspect_segment
 from commtrace.run import open_run
@@ -113,3 +114,11 @@ def test_another_run_or_log_begins_anew(tmp_path: Path) -> None:
     source = tmp_path / "whole" / "zero1"  # of the same name, and shorter
     copy_in_part(source, log, {path: 0.5 for path in source.rglob("*") if path.is_file()})
     assert_equal_tables(followed.read().tables, log, TOTALS)
+
+
+def test_a_packed_log_does_not_grow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyarrow")
+    damaged_logs.unpack(tmp_path)
+    assert main(["pack", str(tmp_path / "ddp"), "--out", str(tmp_path / "packed")]) == 0
+    assert main(["top", "--once", str(tmp_path / "packed")]) == 2
+    assert "a packed log does not grow; commtrace report shows it" in capsys.readouterr().err
