@@ -132,7 +132,8 @@ class Watcher:
         if not is_new or not current <= self._told:
             return
         absent = {rank for call in rows_of(calls) for rank in parse_ranks(call.absent_ranks)}
-        ranks = sorted(absent if len(calls) else {*stalled["rank"]})
+        outside = stalled.loc[~stalled["in_call"].eq(True), "rank"]  # the others wait in a call
+        ranks = sorted(absent if len(calls) else {*(outside if len(outside) else stalled["rank"])})
         text = " ".join(diagnosis({**live.tables, "stalled_threads": stalled}))
         tables = {"stuck_calls": calls, "stuck_ranks": live.tables["stuck_ranks"], "stalled_threads": stalled}
         yield Incident("hang", text, ranks, live.step, _rows(tables))
