@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+import pandas as pd
+
 from commtrace.analyses.across_ranks.endings_section import describe_endings
 from commtrace.analyses.across_ranks.step_time_section import delay_sentences
 from commtrace.analyses.across_ranks.stuck_calls import MIN_WAIT_NS
@@ -97,13 +100,17 @@ class Watcher:
 
     def __init__(self, conditions: Iterable[Condition]) -> None:
         self._conditions = [*conditions]
-        self._run = ""
-        self._told: set[object] = set()
+        self._forget("")
+
+    def _forget(self, run: str) -> None:
+        """Begin with a run."""
+        self._run, self._told = run, set[object]()
+        self._examined, self._was_long = -1, False
 
     def new_incidents(self, live: LiveRun) -> list[Incident]:
         """Return the incidents that a reading of the run shows for the first time."""
         if live.run.id != self._run:
-            self._run, self._told = live.run.id, set()
+            self._forget(live.run.id)
         return [incident for condition in self._conditions for incident in self._find(condition, live)]
 
     def _find(self, condition: Condition, live: LiveRun) -> Iterator[Incident]:
@@ -156,24 +163,27 @@ class Watcher:
 
     def _step(self, multiple: float, live: LiveRun) -> Iterator[Incident]:
         table = live.tables["step_times"]
-        last_told = max((key[1] for key in self._told if isinstance(key, tuple) and key[0] == "step"), default=-1)
-        for number in range(MIN_STEPS, len(table)):
-            row = next(rows_of(table.iloc[number : number + 1]))
-            median = float(table["ns"].iloc[max(0, number - STEPS_COMPARED) : number].median())
-            if row.step <= last_told or row.ns < multiple * median:
-                continue
-            is_first = ("step", row.step - 1) not in self._told  # long steps in a row are one incident
-            self._told.add(("step", int(row.step)))
-            if is_first:
-                parts = ("computation", "waiting", "exposed")
-                times = ", ".join(f"{part} {format_duration(getattr(row, f'{part}_ns'))}" for part in parts)
-                text = (
-                    f"Step {row.step:,} took {format_duration(row.ns)}, {row.ns / median:.1f} times the median "
-                    f"({format_duration(median)}): {times}; rank {row.slowest_rank} computed "
-                    f"{format_duration(row.delay_ns)} longer than the others."
-                )
-                one = _rows({"step_times": table.iloc[number : number + 1]})
-                yield Incident("step", text, [int(row.slowest_rank)], int(row.step), one)
+        ns = table["ns"].to_numpy(float)
+        # Steps are examined once: when they are new, and enough others are known.
+        for number in range(max(MIN_STEPS, int((table["step"] <= self._examined).sum())), len(table)):
+            median = float(np.median(ns[max(0, number - STEPS_COMPARED) : number]))
+            was_long, self._was_long = self._was_long, bool(ns[number] >= multiple * median)
+            self._examined = int(table["step"].iloc[number])
+            if self._was_long and not was_long:  # long steps in a row are one incident
+                yield _long_step(table.iloc[number : number + 1], median)
+
+
+def _long_step(table: pd.DataFrame, median: float) -> Incident:
+    """Return the incident of a step, which is the only row of a table."""
+    row = next(rows_of(table))
+    parts = ("computation", "waiting", "exposed")
+    times = ", ".join(f"{part} {format_duration(getattr(row, f'{part}_ns'))}" for part in parts)
+    text = (
+        f"Step {row.step:,} took {format_duration(row.ns)}, {row.ns / median:.1f} times the median "
+        f"({format_duration(median)}): {times}; rank {row.slowest_rank} computed {format_duration(row.delay_ns)} "
+        "longer than the others."
+    )
+    return Incident("step", text, [int(row.slowest_rank)], int(row.step), _rows({"step_times": table}))
 
 
 def _is_unexplained(live: LiveRun) -> bool:
