@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commtrace.errors import CommtraceError, MissingLibraryError
+from commtrace.formatting import format_plural
 
 from .exit_status import AS_EXPECTED
 from .option_types import add_shared, positive_number
@@ -76,9 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
         for write in targets:
             write(live)
         if live.is_over or not (arguments.follow or arguments.openmetrics):
-            return AS_EXPECTED
+            break
         time.sleep(max(arguments.interval, 4 * live.took_s))
         live = followed.read()
+    if arguments.tensorboard is not None:
+        print(f"{arguments.tensorboard}: {format_plural(len(live.tables['step_times']), 'step')} of run {live.run.id}")
+    return AS_EXPECTED
 
 
 def _tensorboard(folder: Path) -> Callable[[LiveRun], None]:
