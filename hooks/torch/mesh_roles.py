@@ -44,8 +44,8 @@ uninstall = _patches.undo
 def _init_mesh(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     with guard():
-        _declare()
         _new.append(weakref.ref(self))
+        _declare()  # at once, since a mesh may be deleted before the next drain
 
 
 def _follow(tracer: TorchTracer) -> None:

@@ -158,6 +158,13 @@ def test_phases_of_a_pipeline(stage: int, ran: list[Ran]) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_the_dimension_of_a_mesh_that_is_deleted_at_once(rank: int, ran: list[Ran]) -> None:
+    """The default group does not name it, and the mesh is gone before the drain thread runs again."""
+    (row,) = ran[rank].log.tables["dimensions"]
+    assert (row["role"], row["source"]) == ("context", "DeviceMesh dimension cp")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_checkpoints(rank: int, ran: list[Ran]) -> None:
     names = [name for _, name, _ in calls(ran[rank], "checkpoints")]
     in_order = [name for at, name in enumerate(names) if names[at - 1 : at] != [name]]
