@@ -62,6 +62,8 @@ THREAD_EXCEPTIONS: Final = TableSpec("thread_exceptions", "Exceptions that ended
     column("", text_of, "step", "step", "Step of the process at that time; -1: before the first step."),
 ), merge_by="rank")  # fmt: skip
 
+FAILURES: Final = ("exception", "signal", "status", "died")
+"""Values of `end` in `endings` that are no regular ends."""
 _UNKNOWN_LOW, _UNKNOWN_HIGH = np.iinfo(np.int64).min // 2, np.iinfo(np.int64).max // 2
 _LAST: Final = 4096
 """Last records of each process from which bounds on clocks are derived."""

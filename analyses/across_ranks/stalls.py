@@ -91,7 +91,8 @@ def _rows(run: RecordedRun, number: int, process: Process) -> Iterator[dict[str,
         return
     offset = run.labels.clock_offsets[number]
     began_ns = integer_or_none(process.tables.process.get("mono_ns")) or 0
-    unresponsive_ns = process.live_at_ns - max(process.live_turn_ns, began_ns)  # no turn yet: since it began
+    turn_ns = max(process.live_turn_ns, began_ns)  # no turn yet: since it began
+    unresponsive_ns = process.live_at_ns - turn_ns if turn_ns else 0  # no row yet: it has just begun
     if unresponsive_ns >= UNRESPONSIVE_NS and (activity := _process_activity(process.pid)):
         yield {
             "rank": process.rank,

@@ -22,7 +22,7 @@ import pandas as pd
 from commtrace.analyses import steps, volume_by_purpose, volume_tables
 from commtrace.analyses.across_ranks import stalls
 from commtrace.analyses.across_ranks.critical_paths import StepPaths, read_step_paths, step_time_parts, step_times
-from commtrace.analyses.across_ranks.endings import find_endings
+from commtrace.analyses.across_ranks.endings import FAILURES, find_endings
 from commtrace.analyses.across_ranks.step_time_specs import DELAYS, STEP_TIME_PARTS, STEP_TIMES
 from commtrace.analyses.across_ranks.stragglers import computation, delays, total_computation
 from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
@@ -67,6 +67,11 @@ class LiveRun:
     def is_over(self) -> bool:
         """Whether no process of the run is known to run, or may run on another host."""
         return all(end.state in ("ended", "stopped", "died") for end in self.run.ends)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a process failed, or died for a reason that is not known."""
+        return bool(self.tables["endings"]["end"].isin(FAILURES).any())
 
     @property
     def step(self) -> int:

@@ -13,8 +13,8 @@ are of the last steps; volumes are sums over all records, as in a report.
 
 Keys: Tab  show purposes, ranks     q  end
 
-Exit status, also of --once: 0; 4 if the job hangs; 5 if a process failed; 2 if
-there is no log.
+Exit status, also of --once: 0; 4 if the job hangs; 5 if a process failed or
+died; 2 if there is no log.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def status_of(live: LiveRun) -> int:
     """Return the exit status for the state of a run."""
     if len(live.tables["stuck_calls"]):
         return STUCK
-    return PROGRAM_FAILED if any(end.is_failure for end in live.run.ends) else AS_EXPECTED
+    return PROGRAM_FAILED if live.has_failed else AS_EXPECTED
 
 
 def _show(followed: FollowedRun, arguments: argparse.Namespace) -> LiveRun:

@@ -19,8 +19,8 @@ Conditions:
 
 The watch waits for a log that does not exist yet (--wait), and ends when the
 run is over, or, if it failed, when no other has followed it (--linger). Exit
-status: 0; 4 if the job hangs at the end of the watch; 5 if a process failed;
-2 if there was no log.
+status: 0; 4 if the job hangs at the end of the watch; 5 if a process failed or
+died; 2 if there was no log.
 """
 
 from __future__ import annotations

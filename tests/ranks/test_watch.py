@@ -123,7 +123,7 @@ def test_a_process_that_dies_is_told(nursery: Nursery, tmp_path: Path) -> None:
     started = watch(log)
     ranks = nursery.start("stalled", log, "sleep", ranks=2, stall_seconds=0.5)
     assert started.stdout is not None
-    started.stdout.readline()  # the hang
+    hang = json.loads(started.stdout.readline())
     ranks.kill(1)
     ranks.kill(0)
     ranks.wait()
@@ -132,6 +132,7 @@ def test_a_process_that_dies_is_told(nursery: Nursery, tmp_path: Path) -> None:
     (end,) = told
     assert end["kind"] == "end"
     assert {row["rank"] for row in end["tables"]["endings"]} == {0, 1}
+    assert (hang["kind"], hang["ranks"]) == ("hang", [1])
 
 
 @pytest.mark.exhaustive

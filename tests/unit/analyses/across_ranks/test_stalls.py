@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import pandas as pd
 import pytest
 from factory import UNIX_NS, LogFactory, ProcessFactory, record
 
+from commtrace.analyses.across_ranks.stalls import find_stalls
 from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
 from commtrace.analyses.grouping import rows_of
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.run import open_run
 
 SECOND = 10**9
@@ -93,6 +97,18 @@ def test_a_damaged_sample(threads: Any, tmp_path: Path) -> None:
     process.add("stacks", mono_ns=61 * SECOND, calls=1, pause_ns=SECOND, in_call=True, window_ns=1, threads=threads)
     assert stalled(tmp_path)["stalled_ns"].tolist() == [22 * SECOND]  # of the sample before it
     assert [note.kind for note in open_run(tmp_path).notes] == ["garbled"]
+
+
+@pytest.mark.parametrize(("began_s", "turn_s", "stalled_s"), [(0, 0, None), (99, 0, None), (40, 0, 60), (40, 60, 40)])
+def test_a_live_process_without_turns(began_s: int, turn_s: int, stalled_s: int | None, tmp_path: Path) -> None:
+    """A process that has just begun may have turns before its log says when it began."""
+    LogFactory(tmp_path).process(0, pid=os.getpid()).write([record()])
+    run = open_run(tmp_path)
+    (process,) = run.processes
+    tables = replace(process.tables, process={**process.tables.process, "mono_ns": began_s * SECOND})
+    live = replace(process, tables=tables, live_at_ns=100 * SECOND, live_turn_ns=turn_s * SECOND)
+    found = find_stalls(RecordedRun(replace(run.log, processes=(live,))))["stalled_threads"]
+    assert found["stalled_ns"].tolist() == ([] if stalled_s is None else [stalled_s * SECOND])
 
 
 def test_what_the_diagnosis_says(tmp_path: Path) -> None:
