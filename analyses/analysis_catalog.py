@@ -26,6 +26,7 @@ from .fold_engine import AnyAnalysis
 from .scaling import scaling_specs
 from .sections import Block, Listing, Report, Section
 from .table_specs.spec import TableSpec
+from .what_if import predictions
 
 
 def _findings(report: Report) -> Iterator[Block]:
@@ -82,9 +83,10 @@ TABLE_GROUPS: Final[Mapping[str, tuple[TableSpec, ...]]] = {
     "comparison": side_by_side.TABLES,
     "differences": (CALL_DIFFERENCES, SETTING_DIFFERENCES),
     "scaling": scaling_specs.TABLES,
+    "what_if": predictions.TABLES,
 }
 """The tables of the report of a run (all of them in every JSON report; empty if not applicable), those that only
-figures use, those of `--network`, and those of runs side by side, of `commtrace diff` and of `commtrace scaling`."""
+figures use, those of `--network`, and those of runs side by side, of `commtrace diff` of `commtrace scaling` and of `commtrace whatif`."""
 
 TABLES: Final[Mapping[str, TableSpec]] = {spec.name: spec for specs in TABLE_GROUPS.values() for spec in specs}
 """Every table by name."""

@@ -112,6 +112,23 @@ class Run(AnalysedRun):
                 return figure.draw(table)
         raise NoSuchFigureError(f"{name}: {figure.absent}")
 
+    def what_if(self, *changes: str) -> pd.DataFrame:
+        """Return predicted step times, as `commtrace whatif` shows them.
+
+        Args:
+            changes: Changes that are made together, such as "compute=0.5x", "scale-network=2x" or
+                "without-straggler=worst" (`commtrace.analyses.what_if.changes`); none: each of the catalogue.
+
+        Returns:
+            The table `what_if`; the first row is the recorded run.
+
+        Raises:
+            CommtraceError: The steps of the run cannot be replayed, or a change does not apply to it.
+        """
+        from commtrace.analyses.what_if.predictions import replayed_run, what_if
+
+        return what_if(replayed_run(self), changes, catalogue=not changes)
+
     def diff(self, other: RecordedRun) -> pd.DataFrame:
         """Return the differences between the calls of this run and another run, as `commtrace diff` does.
 

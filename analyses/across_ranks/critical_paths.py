@@ -13,7 +13,7 @@ observed on a device do not block the host: runs with such ends have no paths.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, NamedTuple, TypeAlias
@@ -196,7 +196,9 @@ class StepPaths:
             process, moment = owner, begin
 
 
-def read_step_paths(run: RecordedRun, clocks: Clocks, most_calls: int = MAX_CALLS) -> StepPaths | None:
+def read_step_paths(
+    run: RecordedRun, clocks: Clocks, most_calls: int = MAX_CALLS, columns: Sequence[str] = ()
+) -> StepPaths | None:
     """Return the paths of the last steps of a run, among its last `most_calls` calls; None if there are none.
 
     There are none for dry runs, and for runs without three training steps among the calls that are
@@ -207,7 +209,7 @@ def read_step_paths(run: RecordedRun, clocks: Clocks, most_calls: int = MAX_CALL
     if run.simulated or not ranks or len(ranks) != (run.world_size or len(ranks)) or not clocks.are_useful:
         return None
     count = max(most_calls // len(run.processes), _MIN_CALLS_OF_PROCESS)
-    calls = match_calls(run, COLUMNS, derived=TIME_COLUMNS, last=count)
+    calls = match_calls(run, (*COLUMNS, *columns), derived=TIME_COLUMNS, last=count)
     steps, regular = measured_steps(_recorded_steps(run, calls, count), len(run.processes))
     if len(steps) < 2:
         return None

@@ -23,10 +23,11 @@ column. Bytes and times are exact, in bytes and ns. null means "not known" or "n
 has no NaN and no Infinity.
 
 The comparison of several runs side by side has the tables of `commtrace.analyses.side_by_side`, and the scaling report
-those of `commtrace.analyses.scaling`:
+those of `commtrace.analyses.scaling`; predictions have those of `commtrace.analyses.what_if`:
 
     {"format": "commtrace-comparison", "version": 1, "tables": {"runs": [...], ...}, "columns": {...}}
     {"format": "commtrace-scaling", "version": 1, "tables": {"scaling": [...]}, "sentences": [...], "columns": {...}}
+    {"format": "commtrace-what-if", "version": 1, "run": "...", "tables": {"what_if": [...]}, "sentences": [...], ...}
 
 The differences between two runs have the tables of `commtrace diff`:
 
@@ -75,6 +76,11 @@ def comparison_to_json(tables: Mapping[str, pd.DataFrame]) -> str:
 def scaling_to_json(tables: Mapping[str, pd.DataFrame], sentences: Sequence[str], *, per_rank: bool = False) -> str:
     """Return the scaling report as a JSON document; with `per_rank`, every row of every rank."""
     return _document("commtrace-scaling", tables if per_rank else _reduced(tables), last={"sentences": [*sentences]})
+
+
+def what_if_to_json(run: RecordedRun, tables: Mapping[str, pd.DataFrame], sentences: Sequence[str]) -> str:
+    """Return predicted step times as a JSON document."""
+    return _document("commtrace-what-if", tables, last={"sentences": [*sentences]}, run=run.id, path=str(run.log.path))
 
 
 def diff_to_json(verdict: Verdict, *, per_rank: bool = False) -> str:

@@ -11,8 +11,9 @@ from rich.text import Text
 from commtrace.analyses.analysis_catalog import SECTIONS, TABLES
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.scaling.scaling_specs import SECTIONS as SCALING_SECTIONS
-from commtrace.analyses.sections import Report, Tables
+from commtrace.analyses.sections import Report, Section, Tables
 from commtrace.analyses.side_by_side import FULL_RUN, TRAINING_STEP
+from commtrace.analyses.what_if.predictions import SECTIONS as WHAT_IF_SECTIONS
 from commtrace.formatting import format_bytes
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.text_tables import TextColumn, left_column, paragraph, text_table
@@ -72,6 +73,19 @@ def _by_operation(table: pd.DataFrame, runs: list[str], part: str, width: int) -
 
 def render_scaling(tables: Tables, sentences: Sequence[str], width: int) -> Iterator[RenderableType]:
     """Yield the report of the tables of `commtrace.analyses.scaling`, top to bottom, and the findings."""
-    _, *sections = (part for section in SCALING_SECTIONS for part in render_section(section, Report(tables), width))
-    yield from (*sections, Text())  # without the empty line before the first section
+    yield from _render(SCALING_SECTIONS, tables, sentences, width)
+
+
+def render_what_if(tables: Tables, sentences: Sequence[str], width: int) -> Iterator[RenderableType]:
+    """Yield the predictions of `commtrace.analyses.what_if`, and what they assume."""
+    yield from _render(
+        [section for section in WHAT_IF_SECTIONS if section.tables[0].name in tables], tables, sentences, width
+    )
+
+
+def _render(
+    sections: Sequence[Section], tables: Tables, sentences: Sequence[str], width: int
+) -> Iterator[RenderableType]:
+    _, *parts = (part for section in sections for part in render_section(section, Report(tables), width))
+    yield from (*parts, Text())  # without the empty line before the first section
     yield from (paragraph(sentence, width, first="- ") for sentence in sentences)

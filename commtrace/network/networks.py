@@ -22,6 +22,7 @@ A described network predicts the time of an ideal library in an idle network: re
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ class Network(Protocol):
     name: str  # name or file
     about: Sequence[str]  # sentences without a full stop, shown with every table of its times
     ranks_per_node: int  # number of ranks on a host
+    held_out_error: float | None  # median relative error for sizes that were not fitted; None: not known
 
     def expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
         """Predict the time of a call.
@@ -126,6 +128,8 @@ class MeasuredNetwork(Network):
         traced = ("commtrace was recording while this was measured",) if results.traced else ()
         self.about = (f"measured: {results.title}, {results.date}", *traced)
         self._fits = results.fits
+        errors = [fit.held_out_median for fit in results.fits if fit.held_out_median is not None]
+        self.held_out_error: float | None = statistics.median(errors) if errors else None
 
     def _expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
         fits = [fit for fit in self._fits if fit.op == op]
@@ -172,6 +176,7 @@ class DescribedNetwork(Network):
     intra: Level
     inter: Level
     sources: Mapping[str, str]
+    held_out_error: float | None = None
 
     def _expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
         call_cost = cost(op, payload, ranks, hosts, self.intra, self.inter)

@@ -1,0 +1,321 @@
+"""Changes of a recorded run: each returns other delays of its events.
+
+    network=FILE            operations take what a network predicts; with network=FILE,FILE, what the first one predicts
+                            relative to the second one, on which the run was recorded
+    scale-network=2x        transfers take half; of one dimension, operation or purpose: scale-network=data:2x
+    free=WHAT               transfers of a dimension, operation or purpose take no time
+    compute=0.5x            computation takes half
+    without-straggler=RANK  a rank computes no longer than the median of the others in the same part of a step;
+                            "worst": the rank with which the step becomes shortest
+    balance                 all ranks compute for as long as their mean in the same part of a step
+    no-wait                 no operation waits for late ranks
+
+Changes compose: each one gets the delays that the one before it returned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+
+from commtrace.analyses.analysed_run import AnalysedRun
+from commtrace.analyses.grouping import Array, group_rows
+from commtrace.errors import CommtraceError
+from commtrace.network import NetworkError
+from commtrace.network.networks import Network, open_network
+from commtrace.operations import MESSAGES
+
+from .recorded_graph import Part, Replay
+
+WORST: Final = "worst"
+MAX_STRAGGLERS: Final = 16
+"""Ranks among which the worst straggler is searched for: those that compute longest beyond the others."""
+SELECTORS: Final = {"role": "dimension", "op": "operation", "purpose": "purpose"}
+"""Columns of calls by whose labels a change may select -> their names."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayedRun:
+    """A run whose steps are replayed."""
+
+    run: AnalysedRun
+    replay: Replay
+
+    @cached_property
+    def gaps(self) -> _Gaps:
+        """Computation of all ranks by part of the step."""
+        return _Gaps.of(self.replay)
+
+    def ranks(self) -> list[int]:
+        """Return the rank of each process of the replay."""
+        return [self.run.processes[process].rank for process in self.replay.paths.processes]
+
+    def selected(self, what: str) -> Array:
+        """Return the edges that are transfers of a dimension, operation or purpose, bool; "": of any.
+
+        Raises:
+            CommtraceError: No call has this label.
+        """
+        replay = self.replay
+        is_transfer = replay.part == Part.TRANSFER
+        if not what:
+            return np.asarray(is_transfer)
+        calls, found = replay.paths.calls, {}
+        for column in SELECTORS:
+            labels = calls.categories[column].astype(str)
+            codes = calls[column][replay.call]
+            found |= {str(labels[code]): (column, code) for code in np.unique(codes[is_transfer]) if labels[code]}
+        if what not in found:
+            choices = ", ".join(map(repr, sorted(found)))
+            raise CommtraceError(f"{what!r} is no dimension, operation or purpose of the steps; choose from {choices}")
+        column, code = found[what]
+        return np.asarray(is_transfer & (calls[column][replay.call] == code))
+
+
+@dataclass(frozen=True, eq=False)
+class _Gaps:
+    """Computation, by the phases before and after it.
+
+    Attributes:
+        edges: The edges that are computation, shape (edges,).
+        cell: Number of each one's process, step and phases, shape (edges,).
+        process: Process of each cell, shape (cells,).
+        part: Number of each cell's step and phases, shape (cells,).
+        gap: Edges of which each stands for one gap; a gap may have several edges.
+    """
+
+    edges: Array
+    cell: Array
+    process: Array
+    part: Array
+    gap: Array
+
+    @staticmethod
+    def of(replay: Replay) -> _Gaps:
+        edges = np.flatnonzero(replay.part == Part.COMPUTATION)
+        phase, before = replay.paths.calls["phase"].astype(np.int64), replay.before[edges]
+        phases = np.where(before < 0, -1, phase[before]) * 256 + phase[replay.call[edges]]
+        _first, part_of_edge = group_rows([replay.step[edges], phases])
+        cells, cell = group_rows([replay.process[edges], part_of_edge])
+        _, gap = np.unique(replay.graph.target[edges], return_index=True)
+        return _Gaps(edges, cell, replay.process[edges][cells], part_of_edge[cells], np.sort(gap))
+
+    def sums(self, delays: Array) -> Array:
+        """Return the computation of each cell, ns, shape (cells,)."""
+        return np.bincount(self.cell[self.gap], delays[self.edges[self.gap]].clip(min=0), len(self.process))
+
+    def scaled(self, delays: Array, sums: Array, wanted: Array) -> Array:
+        """Return delays with which each cell computes as long as `wanted`, NaN: unchanged; shape (cells,)."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            factor = np.where((sums > 0) & np.isfinite(wanted), wanted / sums, 1.0)
+        result = delays.copy()
+        own = result[self.edges]
+        result[self.edges] = np.where(own > 0, own * factor[self.cell], own)
+        return result
+
+    def of_others(self, sums: Array, statistic: Callable[[Array], float], process: int | None) -> Array:
+        """Return a statistic of the cells of the same part, of all processes or of those other than `process`.
+
+        Returns:
+            Shape (cells,); NaN for other cells than those of `process`, and where no other process has the part.
+        """
+        result = np.full(len(sums), np.nan)
+        order = np.argsort(self.part, kind="stable")
+        for cells in np.split(order, np.flatnonzero(np.diff(self.part[order])) + 1):
+            of = cells[self.process[cells] != process]
+            to = cells if process is None else cells[self.process[cells] == process]
+            if len(of) and len(to):
+                result[to] = statistic(sums[of])
+        return result
+
+
+Change = Callable[[ReplayedRun, Array], Array]
+"""Returns the delays of a changed run, shape (edges,), given delays of this shape."""
+
+
+@dataclass(frozen=True)
+class NamedChange:
+    """A change, and how it was written."""
+
+    text: str
+    apply: Change
+    error: float | None = 0.0
+    """Relative error of the changed transfers; None: not known."""
+
+
+def parse_change(text: str) -> NamedChange:
+    """Parse a change (module docstring), such as "compute=0.5x".
+
+    Raises:
+        CommtraceError: It is not a change, or its file cannot be read.
+    """
+    name, _, value = text.partition("=")
+    maker = _CHANGES.get(name)
+    if maker is None:
+        raise CommtraceError(f"{text!r} is not a change; choose from {', '.join(_CHANGES)}")
+    return maker(text, value)
+
+
+def _scale_network(text: str, value: str) -> NamedChange:
+    what, _, factor = value.rpartition(":")
+    speed = _factor(text, factor)
+    return NamedChange(text, lambda run, delays: _scaled(delays, run.selected(what), 1 / speed))
+
+
+def _free(text: str, value: str) -> NamedChange:
+    if not value:
+        raise CommtraceError(f"{text!r}: the dimension, operation or purpose is missing, such as free=data")
+    return NamedChange(text, lambda run, delays: _scaled(delays, run.selected(value), 0.0))
+
+
+def _compute(text: str, value: str) -> NamedChange:
+    factor = _factor(text, value)
+    return NamedChange(text, lambda run, delays: _scaled(delays, run.replay.part == Part.COMPUTATION, factor))
+
+
+def _scaled(delays: Array, edges: Array, factor: float) -> Array:
+    """Return delays of which those of some edges are multiplied, unless errors of clocks made them negative."""
+    return np.where(edges & (delays > 0), delays * factor, delays)
+
+
+def _factor(text: str, value: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)x", value)
+    if match is None or not 1e-6 <= float(match[1]) <= 1e6:
+        raise CommtraceError(f"{text!r}: {value!r} is not a factor such as 2x or 0.5x")
+    return float(match[1])
+
+
+def _without_straggler(text: str, value: str) -> NamedChange:
+    if value != WORST and not value.isdecimal():
+        raise CommtraceError(f"{text!r}: {value!r} is neither a rank nor {WORST}")
+
+    def apply(run: ReplayedRun, delays: Array) -> Array:
+        if value == WORST:
+            return worst_straggler(run, delays)[1]
+        if int(value) not in run.ranks():
+            raise CommtraceError(f"{text!r}: the run has no rank {value}")
+        return _without(run, delays, run.ranks().index(int(value)))
+
+    return NamedChange(text, apply)
+
+
+def _without(run: ReplayedRun, delays: Array, process: int) -> Array:
+    gaps = run.gaps
+    sums = gaps.sums(delays)
+    return gaps.scaled(delays, sums, np.fmin(sums, gaps.of_others(sums, np.median, process)))
+
+
+def worst_straggler(run: ReplayedRun, delays: Array) -> tuple[int, Array]:
+    """Return the rank without whose additional computation the median step is shortest, and the delays without it."""
+    gaps = run.gaps
+    sums = gaps.sums(delays)
+    excess = np.zeros(len(run.replay.paths.processes))
+    for process in range(len(excess)):
+        others = gaps.of_others(sums, np.median, process)
+        excess[process] = np.nansum(np.maximum(sums - others, 0))
+    candidates = np.argsort(-excess, kind="stable")[:MAX_STRAGGLERS].tolist()
+    changed = [_without(run, delays, process) for process in candidates]
+    medians = np.median(run.replay.step_ns(np.stack(changed)), axis=-1)
+    best = int(medians.argmin())
+    return run.ranks()[candidates[best]], changed[best]
+
+
+def _balance(text: str, value: str) -> NamedChange:
+    _no_value(text, value)
+
+    def apply(run: ReplayedRun, delays: Array) -> Array:
+        sums = run.gaps.sums(delays)
+        return run.gaps.scaled(delays, sums, run.gaps.of_others(sums, np.mean, None))
+
+    return NamedChange(text, apply)
+
+
+def _no_wait(text: str, value: str) -> NamedChange:
+    _no_value(text, value)
+    return NamedChange(text, lambda run, delays: np.where(run.replay.waits, -np.inf, delays))
+
+
+def _no_value(text: str, value: str) -> None:
+    if value or text.endswith("="):
+        raise CommtraceError(f"{text!r}: this change has no value")
+
+
+def _network(text: str, value: str) -> NamedChange:
+    names = value.split(",")
+    if not value or len(names) > 2:
+        raise CommtraceError(f"{text!r}: give one network, or two: the new one, and the one that the run used")
+    try:
+        new, *recorded = map(open_network, names)
+    except NetworkError as error:
+        raise CommtraceError(str(error)) from None
+
+    def apply(run: ReplayedRun, delays: Array) -> Array:
+        return _on_network(run, delays, new, recorded[0] if recorded else None)
+
+    errors = [network.held_out_error for network in (new, *recorded)]
+    return NamedChange(text, apply, None if None in errors else max(filter(None, errors), default=0.0))
+
+
+def _on_network(run: ReplayedRun, delays: Array, new: Network, recorded: Network | None) -> Array:
+    """Return the delays on another network; operations that it does not predict keep theirs."""
+    replay = run.replay
+    edges = np.flatnonzero((replay.part == Part.TRANSFER) & (delays > 0))
+    factor, fixed = np.ones(len(edges)), np.full(len(edges), np.nan)
+    for op, payload, ranks, hosts, at in _kinds_of_calls(run, replay.call[edges]):
+        expected = new.expected(op, payload, ranks, hosts)
+        if expected is None:
+            continue
+        if recorded is None:
+            fixed[at] = expected.total_us * 1e3
+        elif (before := recorded.expected(op, payload, ranks, hosts)) is not None and before.total_us > 0:
+            factor[at] = expected.total_us / before.total_us
+    result = delays.copy()
+    result[edges] = np.where(np.isnan(fixed), delays[edges] * factor, fixed)
+    return result
+
+
+def _kinds_of_calls(run: ReplayedRun, call: Array) -> Iterator[tuple[str, int, int, int, Array]]:
+    """Yield operation, payload, ranks and hosts, and the positions of the calls with these."""
+    calls = run.replay.paths.calls
+    host_of_rank = {process.rank: process.host for process in run.run.processes}
+    sizes = np.array([len(channel.ranks) for channel in calls.channels], np.int64)
+    hosts = np.array([len({host_of_rank.get(rank) for rank in channel.ranks}) for channel in calls.channels], np.int64)
+    channel = np.where(calls["instance"][call] >= 0, calls.channel[calls["instance"][call]], -1)
+    first, number = group_rows([calls["op"][call], calls["payload"][call], channel])
+    order = np.argsort(number, kind="stable")
+    bounds = np.searchsorted(number[order], np.arange(len(first) + 1))
+    for kind, example in enumerate(first.tolist()):
+        if channel[example] < 0:
+            continue
+        op, payload = str(calls.text("op", call[example])), int(calls["payload"][call[example]])
+        ranks = 2 if op in MESSAGES else int(sizes[channel[example]])
+        yield op, payload, ranks, int(hosts[channel[example]]), order[bounds[kind] : bounds[kind + 1]]
+
+
+_CHANGES: Final[dict[str, Callable[[str, str], NamedChange]]] = {
+    "network": _network,
+    "scale-network": _scale_network,
+    "free": _free,
+    "compute": _compute,
+    "without-straggler": _without_straggler,
+    "balance": _balance,
+    "no-wait": _no_wait,
+}
+
+
+def all_changes(run: ReplayedRun) -> Sequence[NamedChange]:
+    """Return the changes of the catalogue that apply to any run, and those of its dimensions and largest purposes."""
+    texts = ["without-straggler=worst", "balance", "no-wait", "compute=0.5x", "scale-network=2x", "scale-network=0.5x"]
+    calls, replay = run.replay.paths.calls, run.replay
+    for column, most in (("role", MAX_STRAGGLERS), ("op", MAX_STRAGGLERS), ("purpose", 3)):
+        is_transfer = replay.part == Part.TRANSFER
+        codes = calls[column][replay.call[is_transfer]]
+        sums = np.bincount(codes, replay.delays[is_transfer].clip(min=0), len(calls.categories[column]))
+        largest = [code for code in np.argsort(-sums, kind="stable")[:most] if sums[code] > 0]
+        texts += [f"free={calls.categories[column][code]}" for code in largest if calls.categories[column][code]]
+    return [parse_change(text) for text in dict.fromkeys(texts)]

@@ -1,0 +1,298 @@
+"""Predicted step times of a changed run, and the bandwidth that hides communication.
+
+The prediction of a change is the median over the replayed steps. Its 90 % interval has three independent parts, added
+as squares: the error of the median, from the variation between steps (1.2533 standard errors of the mean, with the
+median absolute deviation as spread); the difference between the medians of the first and the second half of the steps,
+which is what a median predicts of later steps; and the error of changed transfers, where a network predicts them.
+
+What limits a step are the parts of its critical path after the change.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from commtrace.analyses.across_ranks.critical_paths import MAX_CALLS, read_step_paths
+from commtrace.analyses.analysed_run import AnalysedRun
+from commtrace.analyses.grouping import Array
+from commtrace.analyses.sections import Section
+from commtrace.analyses.table_specs import shared_columns as shared
+from commtrace.analyses.table_specs.spec import (
+    TableSpec,
+    bytes_column,
+    column,
+    count,
+    duration,
+    share,
+    text_column,
+    word_column,
+)
+from commtrace.errors import LogError
+from commtrace.formatting import format_count, format_share, is_known
+from commtrace.volume import wire_bytes
+
+from .changes import NamedChange, ReplayedRun, all_changes, parse_change, worst_straggler
+from .recorded_graph import Part, replay_of
+
+AS_RECORDED: Final = "as recorded"
+EXPOSED_TARGETS: Final = (0.2, 0.1, 0.05)
+_COLUMNS: Final = ("payload", "local", "peer", "purpose")
+_MAX_EVENTS_AT_ONCE: Final = 1 << 24
+"""Events that are computed at a time: they limit memory."""
+_SPEEDS: Final = np.logspace(-10, 14, 97, base=2)
+"""Speeds of transfers at which the exposed share is computed, as multiples of the recorded one."""
+_NORMAL_90: Final = 1.6449
+_TO_DEVIATION: Final = 1.4826
+_MEDIAN_ERROR: Final = 1.2533
+_MAX_LIMITS: Final = 3
+_MIN_LIMIT: Final = 0.02
+
+WHAT_IF: Final = TableSpec("what_if", "Steps with changes", "A row per change, the first one is the recorded run.", (
+    text_column("change", "change", 'What is changed, as it is written; several compose.'),
+    duration("step_ns", "step", "Predicted duration of a step: median over the replayed steps."),
+    duration("low_ns", "from", "Lower end of its 90 % interval; missing if the error of a network is not known."),
+    duration("high_ns", "to", "Upper end likewise."),
+    share("gain", "gain", "Part of the recorded step that it saves; negative: the step becomes longer."),
+    text_column("limits", "what then limits the step",
+        "Largest parts of the critical path of a step of median duration after the change."),
+))  # fmt: skip
+REQUIRED_BANDWIDTH: Final = TableSpec("required_bandwidth", "Bandwidth that hides communication",
+    "A row per dimension, and one for all of them.", (
+    word_column("dimension", "dimension", 'Parallel dimension; "all": of all dimensions at once.'),
+    bytes_column("wire_bytes", "wire (min)/step", "Wire bytes of a rank in a step; missing unless known."),
+    column("GB/s", lambda value: f"{value:.3g}" if is_known(value) else "-", "bandwidth_gb_per_s", "GB/s now",
+        "wire_bytes of the steps by the time of transfers."),
+    share("exposed", "exposed now", "Part of the step that would be saved if these transfers took no time."),
+    *(
+        column("ratio", lambda value: f"{value:.3g}x" if is_known(value) else "-", f"speed_{round(100 * target)}",
+            f"for {target:.0%}", f"How much faster these transfers must be for {target:.0%} exposed; missing if no "
+            "speed that was examined suffices.")
+        for target in EXPOSED_TARGETS
+    ),
+))  # fmt: skip
+WHAT_IF_RUN: Final = TableSpec("what_if_run", "What was replayed", "One row.", (
+    count("steps", "steps", "Replayed steps."),
+    count("ranks", "ranks", "Ranks."),
+    count("calls", "calls", "Their calls."),
+    shared.ranks_column("worst_rank", "worst straggler",
+        "Rank without whose additional computation the step becomes shortest; missing without several ranks."),
+    duration("error_ns", "replay error", "Largest difference between a replayed and the recorded time of an event."),
+))  # fmt: skip
+TABLES: Final = (WHAT_IF, REQUIRED_BANDWIDTH, WHAT_IF_RUN)
+SECTIONS: Final = (
+    Section("what-if", "Steps with changes", (WHAT_IF,)),
+    Section("required-bandwidth", "Bandwidth that hides communication", (REQUIRED_BANDWIDTH,)),
+)
+"""The sections of the text, in its order."""
+
+
+def replayed_run(run: AnalysedRun) -> ReplayedRun:
+    """Return the run with its replayed steps.
+
+    Raises:
+        LogError: The steps cannot be replayed; the message says why.
+    """
+    if run.simulated:
+        raise LogError(f"{run.log.path}: a dry run has no times; pass a recorded run")
+    run.require_events("a replay")
+    paths = read_step_paths(run, run.clocks, MAX_CALLS, _COLUMNS)
+    if paths is None:
+        raise LogError(
+            f"{run.log.path}: its steps cannot be replayed: this needs three training steps of all ranks, with ends of "
+            "calls observed on the host, and enough calls between hosts to compare their clocks"
+        )
+    return ReplayedRun(run, replay_of(paths))
+
+
+def what_if(replayed: ReplayedRun, changes: Sequence[str] = (), *, catalogue: bool = False) -> pd.DataFrame:
+    """Return the table `what_if`.
+
+    Args:
+        replayed: The run.
+        changes: Changes that are made together (`changes`).
+        catalogue: Whether to add a row for each change of the catalogue, on top of `changes`; the largest gain first.
+
+    Raises:
+        CommtraceError: A change is none, or does not apply to the run.
+    """
+    replay = replayed.replay
+    rows = [_row(replayed, AS_RECORDED, replay.delays[None], 0.0)]
+    base_ns = rows[0]["step_ns"]
+    named = [parse_change(text) for text in changes]
+    if named:
+        rows.append(_row(replayed, " ".join(changes), *_changed(replayed, named)))
+    if catalogue:
+        more = [(change.text, _changed(replayed, [*named, change])) for change in all_changes(replayed)]
+        found = [_row(replayed, f"{'... ' * bool(named)}{text}", *changed) for text, changed in more]
+        rows += sorted(found, key=lambda row: row["step_ns"])
+    for row in rows:
+        row["gain"] = 1 - row["step_ns"] / base_ns
+    return pd.DataFrame(rows, columns=WHAT_IF.column_names)
+
+
+def _changed(replayed: ReplayedRun, changes: Sequence[NamedChange]) -> tuple[Array, float | None]:
+    """Return the delays after some changes, shape (n, edges), and whether their error is known.
+
+    The first row is the prediction; if transfers have an error, two follow with all changed ones too short and too
+    long by it.
+    """
+    delays, variants = replayed.replay.delays, []
+    error: float | None = 0.0
+    for change in changes:
+        before, delays = delays, change.apply(replayed, delays)
+        variants = [change.apply(replayed, variant) for variant in variants]
+        if change.error:
+            differs = (delays != before) & (replayed.replay.part == Part.TRANSFER)
+            scales = 1 - change.error, 1 + change.error
+            variants = [np.where(differs, delays * scale, delays) for scale in scales]
+        error = None if change.error is None else error
+    return np.stack([delays, *variants]), error
+
+
+def _row(replayed: ReplayedRun, text: str, delays: Array, error: float | None) -> dict[str, float | str | None]:
+    """Return a row without its gain, given delays as from `_changed`."""
+    replay = replayed.replay
+    times = replay.graph.times(delays)
+    steps = replay.durations(times)
+    step_ns = float(np.median(steps[0]))
+    half = np.sqrt(_spread(steps[0]) ** 2 + float(np.abs(np.median(steps, axis=-1) - step_ns).max()) ** 2)
+    return {
+        "change": text,
+        "step_ns": step_ns,
+        "low_ns": None if error is None else max(0.0, step_ns - half),
+        "high_ns": None if error is None else step_ns + half,
+        "limits": ", ".join(_limits(replayed, delays[0], times[0], steps[0])),
+    }
+
+
+def _spread(steps: Array) -> float:
+    """Return half the width of the interval of the median of later steps, ns, from the steps, shape (steps,)."""
+    half = len(steps) // 2
+    if not half:
+        return 0.0
+    deviation = _TO_DEVIATION * float(np.median(np.abs(steps - np.median(steps))))
+    error = _NORMAL_90 * _MEDIAN_ERROR * deviation / np.sqrt(len(steps))
+    return float(np.hypot(error, np.median(steps[:half]) - np.median(steps[-half:])))
+
+
+def _limits(replayed: ReplayedRun, delays: Array, times: Array, steps: Array) -> Iterator[str]:
+    """Yield the largest parts of the critical path of a step of median duration."""
+    replay, calls = replayed.replay, replayed.replay.paths.calls
+    step = int(np.argsort(steps, kind="stable")[(len(steps) - 1) // 2])
+    ends = times[replay.ends].max(axis=0)
+    begin = ends[step - 1] if step else replay.begin_ns
+    last = int(replay.ends[int(times[replay.ends[:, step]].argmax()), step])
+    sums: Counter[str] = Counter()
+    moment = times[last]
+    for edge in replay.graph.path(delays, times, last):
+        earlier = times[replay.graph.source[edge]]
+        ns = moment - max(earlier, begin)
+        if ns <= 0 and earlier <= begin:
+            break
+        part, call = Part(int(replay.part[edge])), int(replay.call[edge])
+        name = {Part.COMPUTATION: "computation", Part.CALL: "inside calls"}.get(part, "")
+        if part == Part.TRANSFER:
+            name = f"{calls.text('op', np.array(call))} ({calls.text('role', np.array(call))})"
+        if name:
+            sums[name] += max(0.0, ns)
+        moment = min(moment, earlier)
+    total = float(steps[step])
+    for name, ns in sums.most_common(_MAX_LIMITS):
+        if total > 0 and ns / total >= _MIN_LIMIT:
+            yield f"{name} {format_share(ns / total)}"
+
+
+def required_bandwidth(replayed: ReplayedRun, changes: Sequence[str] = ()) -> pd.DataFrame:
+    """Return the table `required_bandwidth` of a run, after some changes."""
+    delays = _changed(replayed, [parse_change(text) for text in changes])[0][0]
+    replay, calls = replayed.replay, replayed.replay.paths.calls
+    roles = calls.categories["role"][np.unique(calls["role"][replay.call[replayed.selected("")]])]
+    rows = [_required(replayed, delays, str(role), replayed.selected(str(role))) for role in roles]
+    rows.sort(key=lambda row: -float(row["exposed"] or 0))
+    if len(rows) > 1:
+        rows.insert(0, _required(replayed, delays, "all", replayed.selected("")))
+    return pd.DataFrame(rows, columns=REQUIRED_BANDWIDTH.column_names)
+
+
+def _required(replayed: ReplayedRun, delays: Array, dimension: str, edges: Array) -> dict[str, float | str | None]:
+    replay = replayed.replay
+    edges = edges & (delays > 0)
+    step_ns = exposed_by_speed(replayed, delays, edges)
+    shares = 1 - step_ns[-1] / step_ns[:-1]
+    now = float(1 - step_ns[-1] / np.median(replay.step_ns(delays)))
+    wire, gb_per_s = _wire_and_bandwidth(replayed, delays, edges)
+    row: dict[str, float | str | None] = {
+        "dimension": dimension, "wire_bytes": wire, "bandwidth_gb_per_s": gb_per_s, "exposed": now,
+    }  # fmt: skip
+    for target in EXPOSED_TARGETS:
+        enough = np.flatnonzero(shares <= target)
+        speed: float | None = None
+        if len(enough) and enough[0]:
+            # The share falls with the speed: interpolate between the last one above and the first one below.
+            x, y = np.log(_SPEEDS[enough[0] - 1 : enough[0] + 1]), shares[enough[0] - 1 : enough[0] + 1]
+            speed = float(np.exp(np.interp(target, y[::-1], x[::-1])))
+        row[f"speed_{round(100 * target)}"] = speed
+    return row
+
+
+def exposed_by_speed(replayed: ReplayedRun, delays: Array, edges: Array) -> Array:
+    """Return the median step at each of `_SPEEDS` of the transfers `edges`, ns, and last if they took no time."""
+    replay = replayed.replay
+    factors = np.append(1 / _SPEEDS, 0.0)
+    at_once = max(1, _MAX_EVENTS_AT_ONCE // len(replay.graph.start))
+    medians = []
+    for first in range(0, len(factors), at_once):
+        scaled = np.where(edges, delays * factors[first : first + at_once, None], delays)
+        medians.append(np.median(replay.step_ns(scaled), axis=-1))
+    return np.concatenate(medians)
+
+
+def _wire_and_bandwidth(replayed: ReplayedRun, delays: Array, edges: Array) -> tuple[float | None, float | None]:
+    """Return the wire bytes of a rank in a step, and GB/s while it transfers; None: not known."""
+    replay, calls = replayed.replay, replayed.replay.paths.calls
+    at = np.flatnonzero(edges)
+    call, first = np.unique(replay.call[at], return_index=True)
+    size = np.zeros(len(calls), np.int64)
+    size[calls.matched] = calls.expected[calls["instance"][calls.matched]]
+    rank = np.array([process.rank for process in replayed.run.processes])[calls["process"]]
+    total = 0.0
+    for code in np.unique(calls["op"][call]):
+        of = call[calls["op"][call] == code]
+        try:
+            sent = wire_bytes(
+                str(calls.categories["op"][code]), calls["payload"][of], calls["local"][of], size[of],
+                peer_is_self=(calls["peer"][of] == rank[of]).astype(np.int64),
+            )  # fmt: skip
+        except ValueError:
+            return None, None
+        total += float(np.sum(sent))
+    seconds = float(delays[at[first]].sum()) / 1e9
+    per_step = total / len(replay.paths.processes) / len(replay.paths.steps)
+    if not np.isfinite(total):
+        return None, None
+    return per_step, total / seconds / 1e9 if seconds > 0 else None
+
+
+def run_facts(replayed: ReplayedRun) -> pd.DataFrame:
+    """Return the table `what_if_run`."""
+    replay = replayed.replay
+    ranks = replayed.ranks()
+    worst = str(worst_straggler(replayed, replay.delays)[0]) if len(ranks) > 1 else None
+    facts = len(replay.paths.steps), len(ranks), int((replay.part == Part.TRANSFER).sum()), worst, replay.error_ns
+    return pd.DataFrame([facts], columns=WHAT_IF_RUN.column_names)
+
+
+def sentences(tables: dict[str, pd.DataFrame]) -> Iterator[str]:
+    """Yield what was replayed, and what the predictions assume."""
+    row = next(tables[WHAT_IF_RUN.name].itertuples())
+    yield (
+        f"{format_count(row.steps)} steps of {format_count(row.ranks)} ranks were replayed. Computation, and the order "
+        "of calls, stay as recorded; a change that shifts work between processors that ranks share is not predicted."
+    )
+    if tables[WHAT_IF.name]["low_ns"].isna().any():
+        yield "A described network is ideal: its error is not known, and real steps take longer."

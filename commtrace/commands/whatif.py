@@ -1,0 +1,88 @@
+"""Predict the step time of a recorded run after a change.
+
+The last steps are replayed: computation, calls, and what each call waits for, on
+all ranks. Options of changes compose, in the order in which they are given:
+
+    commtrace whatif logs/run1 --all
+    commtrace whatif logs/run1 --scale-network 2x --without-straggler worst
+    commtrace whatif logs/run1 --network new.json,old.json
+    commtrace whatif logs/run1 --required-bandwidth
+
+Each prediction has a 90 % interval, and says what limits the step after the
+change. Exit status: 0, or 2 if the steps cannot be replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from .option_types import add_shared
+from .report import print_text
+
+_VALUES: Final = {
+    "--network": ("NET[,NET]", "operations take what a network predicts (a file of commtrace bench, a description, or "
+        "a built-in one); with two, relative to the second one, on which the run was recorded"),
+    "--scale-network": ("[WHAT:]FACTOR", "transfers are so many times as fast, such as 2x; of one dimension, operation "
+        "or purpose: data:2x"),
+    "--free": ("WHAT", "transfers of a dimension, operation or purpose take no time"),
+    "--compute": ("FACTOR", "computation takes so many times as long, such as 0.5x"),
+    "--without-straggler": ("RANK", "a rank computes no longer than the median of the others; worst: the one with "
+        "which the step becomes shortest"),
+}  # fmt: skip
+_FLAGS: Final = {
+    "--balance": "all ranks compute for as long as their mean",
+    "--no-wait": "no operation waits for late ranks",
+}
+
+
+class _Change(argparse.Action):
+    """Appends a change to the list of changes, which keeps the order of the options."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> None:
+        name = str(option).removeprefix("--")
+        namespace.changes = [*namespace.changes, f"{name}={values}" if self.nargs is None else name]
+
+
+def prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_shared(parser, "directory")
+    changes = parser.add_argument_group("changes")
+    for option, (metavar, text) in _VALUES.items():
+        changes.add_argument(option, metavar=metavar, action=_Change, dest="changes", default=[], help=text)
+    for option, text in _FLAGS.items():
+        changes.add_argument(option, nargs=0, action=_Change, dest="changes", default=[], help=text)
+    parser.add_argument(
+        "--all", action="store_true", help="also add each change of the catalogue, the largest gain first"
+    )
+    parser.add_argument("--required-bandwidth", action="store_true",
+        help="how much faster transfers must be to be hidden, by dimension")  # fmt: skip
+    add_shared(parser, "--json", "--width")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the predictions."""
+    from commtrace.analyses.report.document import what_if_to_json
+    from commtrace.analyses.report.several_runs_text import render_what_if
+    from commtrace.analyses.what_if import predictions
+    from commtrace.reading.log_notes import print_notes
+    from commtrace.run import open_run
+
+    opened = open_run(arguments.directory, recover=True)
+    try:
+        replayed = predictions.replayed_run(opened)
+        catalogue = arguments.all or not (arguments.changes or arguments.required_bandwidth)
+        tables = {"what_if": predictions.what_if(replayed, arguments.changes, catalogue=catalogue)}
+        if arguments.required_bandwidth:
+            tables["required_bandwidth"] = predictions.required_bandwidth(replayed, arguments.changes)
+        tables["what_if_run"] = predictions.run_facts(replayed)
+    finally:  # damaged records are known only after reading
+        print_notes(opened.notes)
+    texts = [*predictions.sentences(tables)]
+    if arguments.json:
+        print(what_if_to_json(opened, tables, texts))
+    else:
+        print_text(render_what_if(tables, texts, arguments.width), arguments.width)
+    return 0
