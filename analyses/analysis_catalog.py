@@ -86,7 +86,8 @@ TABLE_GROUPS: Final[Mapping[str, tuple[TableSpec, ...]]] = {
     "what_if": predictions.TABLES,
 }
 """The tables of the report of a run (all of them in every JSON report; empty if not applicable), those that only
-figures use, those of `--network`, and those of runs side by side, of `commtrace diff` of `commtrace scaling` and of `commtrace whatif`."""
+figures use, those of `--network`, and those of runs side by side, of `commtrace diff`, of `commtrace scaling` and of
+`commtrace whatif`."""
 
 TABLES: Final[Mapping[str, TableSpec]] = {spec.name: spec for specs in TABLE_GROUPS.values() for spec in specs}
 """Every table by name."""

@@ -65,11 +65,12 @@ class ReplayedRun:
         is_transfer = replay.part == Part.TRANSFER
         if not what:
             return np.asarray(is_transfer)
-        calls, found = replay.paths.calls, {}
+        calls = replay.paths.calls
+        found: dict[str, tuple[str, int]] = {}
         for column in SELECTORS:
             labels = calls.categories[column].astype(str)
             codes = calls[column][replay.call]
-            found |= {str(labels[code]): (column, code) for code in np.unique(codes[is_transfer]) if labels[code]}
+            found |= {str(labels[code]): (column, int(code)) for code in np.unique(codes[is_transfer]) if labels[code]}
         if what not in found:
             choices = ", ".join(map(repr, sorted(found)))
             raise CommtraceError(f"{what!r} is no dimension, operation or purpose of the steps; choose from {choices}")

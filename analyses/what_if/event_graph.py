@@ -7,6 +7,7 @@ another; many sets of delays are then computed at once, level by level.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,7 +89,7 @@ class EventGraph:
             CircularEventsError: Events wait for each other in a circle.
         """
         # Events first: the rows of a level are then contiguous.
-        rows = delays.reshape(-1, len(self.source)).T
+        rows = delays.reshape(math.prod(delays.shape[:-1]), len(self.source)).T
         times = np.repeat(self.start[:, None], rows.shape[1], axis=1)
         for events, edges, begin in self._steps:
             latest = np.maximum.reduceat(times[self.source[edges]] + rows[edges], begin, axis=0)

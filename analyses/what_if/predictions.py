@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Final
 
 import numpy as np
@@ -37,7 +38,7 @@ from commtrace.formatting import format_count, format_share, is_known
 from commtrace.volume import wire_bytes
 
 from .changes import NamedChange, ReplayedRun, all_changes, parse_change, worst_straggler
-from .recorded_graph import Part, replay_of
+from .recorded_graph import Part, Replay, replay_of
 
 AS_RECORDED: Final = "as recorded"
 EXPOSED_TARGETS: Final = (0.2, 0.1, 0.05)
@@ -49,17 +50,19 @@ _SPEEDS: Final = np.logspace(-10, 14, 97, base=2)
 _NORMAL_90: Final = 1.6449
 _TO_DEVIATION: Final = 1.4826
 _MEDIAN_ERROR: Final = 1.2533
-_MAX_LIMITS: Final = 3
+_LEAST_STEPS: Final = 3
+"""Number of steps up to which all of them count."""
+_MAX_LIMITS: Final = 2
 _MIN_LIMIT: Final = 0.02
 
 WHAT_IF: Final = TableSpec("what_if", "Steps with changes", "A row per change, the first one is the recorded run.", (
-    text_column("change", "change", 'What is changed, as it is written; several compose.'),
+    text_column("change", "change", "What is changed, as it is written; several compose.", shortenable=True),
     duration("step_ns", "step", "Predicted duration of a step: median over the replayed steps."),
     duration("low_ns", "from", "Lower end of its 90 % interval; missing if the error of a network is not known."),
     duration("high_ns", "to", "Upper end likewise."),
     share("gain", "gain", "Part of the recorded step that it saves; negative: the step becomes longer."),
-    text_column("limits", "what then limits the step",
-        "Largest parts of the critical path of a step of median duration after the change."),
+    text_column("limits", "then limited by",
+        "Largest parts of the critical path of a step of median duration after the change.", shortenable=True),
 ))  # fmt: skip
 REQUIRED_BANDWIDTH: Final = TableSpec("required_bandwidth", "Bandwidth that hides communication",
     "A row per dimension, and one for all of them.", (
@@ -122,17 +125,26 @@ def what_if(replayed: ReplayedRun, changes: Sequence[str] = (), *, catalogue: bo
     """
     replay = replayed.replay
     rows = [_row(replayed, AS_RECORDED, replay.delays[None], 0.0)]
-    base_ns = rows[0]["step_ns"]
     named = [parse_change(text) for text in changes]
     if named:
         rows.append(_row(replayed, " ".join(changes), *_changed(replayed, named)))
     if catalogue:
         more = [(change.text, _changed(replayed, [*named, change])) for change in all_changes(replayed)]
         found = [_row(replayed, f"{'... ' * bool(named)}{text}", *changed) for text, changed in more]
-        rows += sorted(found, key=lambda row: row["step_ns"])
-    for row in rows:
-        row["gain"] = 1 - row["step_ns"] / base_ns
-    return pd.DataFrame(rows, columns=WHAT_IF.column_names)
+        rows += sorted(found, key=lambda row: row.step_ns)
+    table = pd.DataFrame([asdict(row) for row in rows])
+    return table.assign(gain=1 - table["step_ns"] / rows[0].step_ns)[WHAT_IF.column_names]
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    """A row of the table `what_if`, without its gain."""
+
+    change: str
+    step_ns: float
+    low_ns: float | None
+    high_ns: float | None
+    limits: str
 
 
 def _changed(replayed: ReplayedRun, changes: Sequence[NamedChange]) -> tuple[Array, float | None]:
@@ -141,7 +153,8 @@ def _changed(replayed: ReplayedRun, changes: Sequence[NamedChange]) -> tuple[Arr
     The first row is the prediction; if transfers have an error, two follow with all changed ones too short and too
     long by it.
     """
-    delays, variants = replayed.replay.delays, []
+    delays = replayed.replay.delays
+    variants: list[Array] = []
     error: float | None = 0.0
     for change in changes:
         before, delays = delays, change.apply(replayed, delays)
@@ -154,20 +167,15 @@ def _changed(replayed: ReplayedRun, changes: Sequence[NamedChange]) -> tuple[Arr
     return np.stack([delays, *variants]), error
 
 
-def _row(replayed: ReplayedRun, text: str, delays: Array, error: float | None) -> dict[str, float | str | None]:
+def _row(replayed: ReplayedRun, text: str, delays: Array, error: float | None) -> _Prediction:
     """Return a row without its gain, given delays as from `_changed`."""
     replay = replayed.replay
     times = replay.graph.times(delays)
-    steps = replay.durations(times)
+    steps = replay.durations(times)[..., _first(replay) :]
     step_ns = float(np.median(steps[0]))
     half = np.sqrt(_spread(steps[0]) ** 2 + float(np.abs(np.median(steps, axis=-1) - step_ns).max()) ** 2)
-    return {
-        "change": text,
-        "step_ns": step_ns,
-        "low_ns": None if error is None else max(0.0, step_ns - half),
-        "high_ns": None if error is None else step_ns + half,
-        "limits": ", ".join(_limits(replayed, delays[0], times[0], steps[0])),
-    }
+    low, high = (None, None) if error is None else (max(0.0, step_ns - half), step_ns + half)
+    return _Prediction(text, step_ns, low, high, ", ".join(_limits(replayed, delays[0], times[0])))
 
 
 def _spread(steps: Array) -> float:
@@ -180,10 +188,17 @@ def _spread(steps: Array) -> float:
     return float(np.hypot(error, np.median(steps[:half]) - np.median(steps[-half:])))
 
 
-def _limits(replayed: ReplayedRun, delays: Array, times: Array, steps: Array) -> Iterator[str]:
+def _first(replay: Replay) -> int:
+    """Return the first step that counts. The first replayed one begins as it was recorded, whatever is changed."""
+    return int(len(replay.paths.steps) > _LEAST_STEPS)
+
+
+def _limits(replayed: ReplayedRun, delays: Array, times: Array) -> Iterator[str]:
     """Yield the largest parts of the critical path of a step of median duration."""
     replay, calls = replayed.replay, replayed.replay.paths.calls
-    step = int(np.argsort(steps, kind="stable")[(len(steps) - 1) // 2])
+    steps = replay.durations(times)
+    counted = np.arange(_first(replay), len(steps))
+    step = int(counted[np.argsort(steps[counted], kind="stable")[(len(counted) - 1) // 2]])
     ends = times[replay.ends].max(axis=0)
     begin = ends[step - 1] if step else replay.begin_ns
     last = int(replay.ends[int(times[replay.ends[:, step]].argmax()), step])
@@ -224,7 +239,7 @@ def _required(replayed: ReplayedRun, delays: Array, dimension: str, edges: Array
     edges = edges & (delays > 0)
     step_ns = exposed_by_speed(replayed, delays, edges)
     shares = 1 - step_ns[-1] / step_ns[:-1]
-    now = float(1 - step_ns[-1] / np.median(replay.step_ns(delays)))
+    now = float(1 - step_ns[-1] / median_step_ns(replay, delays))
     wire, gb_per_s = _wire_and_bandwidth(replayed, delays, edges)
     row: dict[str, float | str | None] = {
         "dimension": dimension, "wire_bytes": wire, "bandwidth_gb_per_s": gb_per_s, "exposed": now,
@@ -240,6 +255,11 @@ def _required(replayed: ReplayedRun, delays: Array, dimension: str, edges: Array
     return row
 
 
+def median_step_ns(replay: Replay, delays: Array) -> Array:
+    """Return the median duration of the steps that count, ns, shape (...), for delays of shape (..., edges)."""
+    return np.asarray(np.median(replay.step_ns(delays)[..., _first(replay) :], axis=-1))
+
+
 def exposed_by_speed(replayed: ReplayedRun, delays: Array, edges: Array) -> Array:
     """Return the median step at each of `_SPEEDS` of the transfers `edges`, ns, and last if they took no time."""
     replay = replayed.replay
@@ -248,7 +268,7 @@ def exposed_by_speed(replayed: ReplayedRun, delays: Array, edges: Array) -> Arra
     medians = []
     for first in range(0, len(factors), at_once):
         scaled = np.where(edges, delays * factors[first : first + at_once, None], delays)
-        medians.append(np.median(replay.step_ns(scaled), axis=-1))
+        medians.append(median_step_ns(replay, scaled))
     return np.concatenate(medians)
 
 

@@ -151,6 +151,7 @@ class _Builder:
 
     def __init__(self, paths: StepPaths) -> None:
         self._paths, self._calls, self._times = paths, paths.calls, paths.blocked.times
+        self._wait_begin, self._place = wait_begin(paths.calls), np.zeros(len(paths.calls), np.int64)
         lines = paths.blocked.timelines
         self._hosts = [self._host(lines[process], paths.ends[row, 0]) for row, process in enumerate(lines)]
         counts = [len(host.begin) for host in self._hosts]
@@ -190,41 +191,43 @@ class _Builder:
     # ---- calls and waits of one process ------------------------------------------------------------------------------
 
     def _host(self, line: Timeline, begin_ns: int) -> _Host:
-        calls, times = self._calls, self._times
         is_call = np.zeros(len(line.call), bool)
         is_call[np.unique(line.call, return_index=True)[1]] = True  # a call precedes the waits for it
-        step = calls["step"][line.call]
+        step = self._calls["step"][line.call]
         kept = (step <= self._paths.steps[-1]) & ((step >= self._paths.steps[0]) | (line.end > begin_ns))
         host = _Host(line.begin[kept], line.end[kept], line.call[kept], is_call[kept], step[kept])
-        return self._with_short_waits(host, np.setdiff1d(line.call[is_call & kept], line.call[~is_call & kept]), times)
+        if not len(host.begin):
+            return host
+        at, waited, moments = self._short_waits(host, np.setdiff1d(host.call[host.is_call], host.call[~host.is_call]))
+        # A wait that took no time does not make the step of its call longer.
+        waits = _Host(moments, moments, waited, np.zeros(len(at), bool), host.step[np.maximum(at - 1, 0)])
+        return _Host(*(np.insert(column, at, values) for column, values in zip(host, waits, strict=True)))
 
-    def _with_short_waits(self, host: _Host, calls_without_wait: Array, times: dict[str, Array]) -> _Host:
-        """Return the intervals with the waits that took no time, since the operation had ended before."""
-        calls, own = self._calls, calls_without_wait
+    def _short_waits(self, host: _Host, own: Array) -> tuple[Array, Array, Array]:
+        """Return the waits that took no time, since the operation had ended before: places, calls, and moments.
+
+        Args:
+            host: The intervals of a process.
+            own: Its calls without a wait among them, ascending.
+        """
+        calls, times = self._calls, self._times
+        self._place[host.call[host.is_call]] = np.flatnonzero(host.is_call)
         outlasts = (times["t_end"][own] > times["t_return"][own]) | ((calls["flags"][own] & int(Flag.ASYNC)) > 0)
         own = own[outlasts & (times["t_end"][own] > 0)]
-        explicit = own[wait_begin(calls)[own] > 0]
-        moments = np.maximum(times["t_wait"], times["t_return"])[explicit]
-        at = np.searchsorted(host.begin, moments, side="right")
+        explicit = own[self._wait_begin[own] > 0]
+        moments = np.maximum(times["t_wait"][explicit], times["t_return"][explicit])
+        at = np.maximum(np.searchsorted(host.begin, moments, side="left"), self._place[explicit] + 1)
         # Waits in C++ are not recorded: they count from the last call of the phase on (`blocked_time`).
         unobserved = own[(calls["t_wait"][own] == 0) & (calls["clock"][own] == int(Clock.FUTURE))]
-        keys = calls["step"].astype(np.int64) * 16 + calls["phase"]
-        phase = keys[host.call]
-        changes = np.append(np.flatnonzero(phase[1:] != phase[:-1]) + 1, len(phase))
-        begun = np.searchsorted(host.begin, times["t_begin"][unobserved], side="right") - 1
-        after = changes[np.minimum(np.searchsorted(changes, begun, side="right"), len(changes) - 1)]
+        phase, step = calls["phase"][host.call], calls["step"][host.call]
+        changes = np.append(np.flatnonzero((phase[1:] != phase[:-1]) | (step[1:] != step[:-1])) + 1, len(phase))
+        after = changes[np.minimum(np.searchsorted(changes, self._place[unobserved], side="right"), len(changes) - 1)]
         reach = np.maximum.accumulate(host.end)
         at, waited = np.concatenate([at, after]), np.concatenate([explicit, unobserved])
-        moments = np.concatenate([moments, reach[after - 1] if len(reach) else after])
-        ended = times["t_end"][waited] <= moments
-        at, waited, moments = at[ended], waited[ended], moments[ended]
+        moments = np.concatenate([moments, reach[after - 1]])
         order = np.lexsort((times["t_end"][waited], moments, at))
-        at, waited, moments = at[order], waited[order], moments[order]
-        # A wait that took no time does not make the step of its call longer.
-        step = host.step[np.maximum(at - 1, 0)] if len(host.step) else at
-        own = moments, moments, waited, np.zeros(len(at), bool), step
-        columns = zip(host, own, strict=True)
-        return _Host(*(np.insert(column, at, values) for column, values in columns))
+        order = order[times["t_end"][waited[order]] <= moments[order]]
+        return at[order], waited[order], moments[order]
 
     def _add_host(self, row: int, host: _Host, ended: Array) -> None:
         """Add the edges of a process. `ended`: the event at which the operation of each call ended, -1: not known."""
@@ -349,11 +352,28 @@ class _Builder:
         is_message[calls.matched] = messages[calls.channel[calls["instance"][calls.matched]]]
         sends = is_message & is_source & ~is_target
         receives = is_message & ~is_source
-        waiting = known & sends[replayed] & (call_times.wait[replayed] > 0)
+        waiting = (
+            known
+            & sends[replayed]
+            & self._wait_for_receives(sends & call_times.known, np.flatnonzero(receives))[replayed]
+        )
         return (
             (np.flatnonzero(matched & is_source), np.flatnonzero(known & is_target[replayed])),
             (np.flatnonzero(receives), np.flatnonzero(waiting)),
         )
+
+    def _wait_for_receives(self, sends: Array, receives: Array) -> Array:
+        """Return which of some sends wait for their receives, bool, shape (calls,).
+
+        A library buffers small messages: those of at most the size of one that ended before its receive had begun. If
+        the receive began first, or meanwhile, the log of this send alone does not show whether it would have waited.
+        """
+        calls, payload = self._calls, self._calls["payload"]
+        received = np.full(len(calls.channel), np.iinfo(np.int64).max)
+        received[calls["instance"][receives]] = self._times["arrival"][receives]
+        at = np.flatnonzero(sends)
+        buffered = at[self._times["t_end"][at] < received[calls["instance"][at]]]
+        return np.asarray(sends & (payload > payload[buffered].max(initial=-1)))
 
     def _arrivals(self, sources: Array, first_event: int) -> tuple[Array, Array, Array]:
         """Add an event for each instance of `sources`: the last of them arrives.
