@@ -33,6 +33,8 @@ from commtrace.operations import MESSAGES
 from .recorded_graph import Part, Replay
 
 WORST: Final = "worst"
+_MAX_OVERLAPPING: Final = 64
+"""Transfers of a rank after each one, by begin, among which those that overlap it are searched for."""
 MAX_STRAGGLERS: Final = 16
 """Ranks among which the worst straggler is searched for: those that compute longest beyond the others."""
 SELECTORS: Final = {"role": "dimension", "op": "operation", "purpose": "purpose"}
@@ -263,21 +265,66 @@ def _network(text: str, value: str) -> NamedChange:
 
 
 def _on_network(run: ReplayedRun, delays: Array, new: Network, recorded: Network | None) -> Array:
-    """Return the delays on another network; operations that it does not predict keep theirs."""
+    """Return the delays on another network; operations that it does not predict keep theirs.
+
+    Transfers of a rank that overlap share its link: the expected time of each one includes the part of the others that
+    overlaps it. Relative to the network of the run, a transfer keeps what it took beyond its expected time and the
+    error of that, such as the time of a busy processor; the rest changes as the expected times do.
+    """
     replay = run.replay
     edges = np.flatnonzero((replay.part == Part.TRANSFER) & (delays > 0))
-    factor, fixed = np.ones(len(edges)), np.full(len(edges), np.nan)
-    for op, payload, ranks, hosts, at in _kinds_of_calls(run, replay.call[edges]):
-        expected = new.expected(op, payload, ranks, hosts)
-        if expected is None:
-            continue
-        if recorded is None:
-            fixed[at] = expected.total_us * 1e3
-        elif (before := recorded.expected(op, payload, ranks, hosts)) is not None and before.total_us > 0:
-            factor[at] = expected.total_us / before.total_us
+    calls, first = np.unique(replay.call[edges], return_index=True)
+    before, after = np.full((2, len(calls)), np.nan)
+    for op, payload, ranks, hosts, at in _kinds_of_calls(run, calls):
+        if (expected := new.expected(op, payload, ranks, hosts)) is not None:
+            after[at] = expected.total_us * 1e3
+        if recorded is not None and (expected := recorded.expected(op, payload, ranks, hosts)) is not None:
+            before[at] = expected.total_us * 1e3
     result = delays.copy()
-    result[edges] = np.where(np.isnan(fixed), delays[edges] * factor, fixed)
+    if recorded is None:
+        changed = after
+    else:
+        transfer = delays[edges[first]]
+        before, after = _on_shared_link(run, calls, before, after)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            flight = (replay.paths.blocked.times["t_end"] - replay.paths.blocked.times["release"])[calls]
+            overhead = np.maximum(flight - before * (1 + (recorded.held_out_error or 0)), 0)
+            changed = transfer * (after + overhead) / (before + overhead)
+    number = np.searchsorted(calls, replay.call[edges])
+    result[edges] = np.where(np.isfinite(changed), changed, delays[edges[first]])[number]
     return result
+
+
+def _on_shared_link(run: ReplayedRun, calls: Array, *expected: Array) -> list[Array]:
+    """Return expected times with the part of each other transfer of the rank that overlaps it in the recorded run.
+
+    Args:
+        run: The run.
+        calls: Calls, ascending.
+        expected: Their expected times, ns, NaN: not known; each of shape (calls,).
+    """
+    paths = run.replay.paths
+    begin, end = (paths.blocked.times[name][calls].astype(float) for name in ("release", "t_end"))
+    order = np.lexsort((begin, paths.calls["process"][calls]))
+    process, begin, end = paths.calls["process"][calls][order], begin[order], end[order]
+    length = np.maximum(end - begin, 1)
+    times = [own[order] for own in expected]
+    sums = [own.copy() for own in times]
+    for lag in range(1, len(calls)):
+        same = process[lag:] == process[:-lag]
+        overlap = np.where(same, np.minimum(end[lag:], end[:-lag]) - begin[lag:], 0).clip(min=0)
+        if not (same & (np.maximum.accumulate(end)[:-lag] > begin[lag:])).any() or lag > _MAX_OVERLAPPING:
+            break
+        for own, total in zip(times, sums, strict=True):
+            known = np.nan_to_num(own)
+            total[:-lag] += known[lag:] * overlap / length[lag:]
+            total[lag:] += known[:-lag] * overlap / length[:-lag]
+    results = []
+    for total in sums:
+        result = np.empty(len(total))
+        result[order] = total
+        results.append(result)
+    return results
 
 
 def _kinds_of_calls(run: ReplayedRun, call: Array) -> Iterator[tuple[str, int, int, int, Array]]:

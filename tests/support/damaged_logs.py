@@ -226,6 +226,8 @@ def commands(log: Path, undamaged: Path, reference: Path, out: Path) -> dict[str
         "export perfetto": ("export", log, "--out", out / "events.pftrace", "--force"),
         "scaling": ("scaling", log, reference),
         "scaling json": ("scaling", reference, log, "--json"),
+        "whatif": ("whatif", log, "--required-bandwidth"),
+        "whatif json": ("whatif", log, "--json"),
         "recover": ("recover", log),
     }
     runs = {name: functools.partial(_run, tuple(map(str, words))) for name, words in arguments.items()}

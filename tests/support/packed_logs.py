@@ -30,7 +30,8 @@ def assert_equal(log: Path, packed: Path, other: Path, capsys: pytest.CaptureFix
     """Assert that commands give equal results for both, to the byte."""
     for command in (
         ("report", "LOG", "--json"), ("check", "LOG", "--width", "9999"), ("diff", "LOG", other, "--json"),
-        ("scaling", "LOG", other, "--json"), ("export", "LOG", "--out", log.parent / "events.csv", "--force"),
+        ("scaling", "LOG", other, "--json"), ("whatif", "LOG", "--json"),
+        ("export", "LOG", "--out", log.parent / "events.csv", "--force"),
     ):  # fmt: skip
         found, files = [], []
         for directory in (log, packed):

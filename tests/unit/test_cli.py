@@ -61,7 +61,16 @@ def test_an_error_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize(
     "command",
-    [["report"], ["scaling", "."], ["check"], ["diff", "."], ["export", "--out", "e.csv"], ["pack"], ["recover"]],
+    [
+        ["report"],
+        ["scaling", "."],
+        ["check"],
+        ["diff", "."],
+        ["export", "--out", "e.csv"],
+        ["pack"],
+        ["recover"],
+        ["whatif"],
+    ],
 )
 def test_a_missing_directory_is_a_failure(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ QUICK = (
     "events",
     "recover",
     "scaling",
+    "whatif",
 )
 
 

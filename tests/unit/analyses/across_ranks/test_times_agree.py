@@ -18,6 +18,7 @@ from commtrace import cli
 from commtrace.analyses.across_ranks.critical_paths import chosen_steps
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.scaling.step_times import step_times
+from commtrace.analyses.what_if.predictions import replayed_run
 from commtrace.errors import LogError
 from commtrace.formatting import format_duration
 from commtrace.run import Run, open_run
@@ -168,6 +169,7 @@ def assert_steps_agree(run: Run, reference: Reference) -> None:
     paths = run.step_paths
     if paths is None:
         return
+    assert replayed_run(run).replay.error_ns < 1
     tables = run.tables()
     for times in rows_of(tables["step_times"]):
         begin, end = (

@@ -1,0 +1,166 @@
+"""Predictions of `commtrace whatif` beside what happened: real jobs of gloo before and after one change.
+
+Links are network namespaces whose only interface is limited by a token bucket filter (tc-tbf(8)); this needs root. The
+prediction is made from the log of the first run before the second one starts. Of networks, each ordered pair counts.
+
+    sudo python benchmarks/what_if_pairs.py --out pairs.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from commtrace.analyses.what_if.predictions import replayed_run, what_if
+from commtrace.run import open_run
+
+TRAINING: Final = Path(__file__).with_name("what_if_training.py")
+RATES: Final = ("200mbit", "500mbit", "1gbit", "3gbit", "8gbit")
+SCHEMES: Final = ("ddp", "zero1", "fsdp2")
+RANKS: Final = 2
+LATE: Final = (10.0, 30.0, 80.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pair of runs: the prediction from the first one, and the second one. Times in ns."""
+
+    kind: str
+    name: str
+    change: str
+    before_ns: float
+    predicted_ns: float
+    low_ns: float
+    high_ns: float
+    measured_ns: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted_ns / self.measured_ns - 1
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the measured step lies in the interval."""
+        return self.low_ns <= self.measured_ns <= self.high_ns
+
+
+@contextlib.contextmanager
+def link(rate: str) -> Iterator[list[str]]:
+    """Yield the prefix of a command that runs where all bytes between processes pass one link of this rate."""
+    name = f"whatif-{os.getpid()}"
+    inside = ["ip", "netns", "exec", name]
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        subprocess.run([*inside, "ip", "link", "set", "lo", "mtu", "9000", "up"], check=True)
+        shape = ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+        subprocess.run([*inside, *shape], check=True)
+        yield inside
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+def train(inside: Sequence[str], log: Path, scheme: str, *options: str) -> None:
+    """Record a training."""
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--master-port=29611"]
+    environment = {**os.environ, "COMMTRACE": str(log), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [*inside, "timeout", "300", *launch, str(TRAINING), scheme, *options]
+    subprocess.run(command, check=True, env=environment, capture_output=True)
+
+
+def bench(inside: Sequence[str], out: Path) -> None:
+    """Measure the network."""
+    operations = "all_reduce,all_gather,reduce_scatter,broadcast,barrier"
+    options = ["--operations", operations, "--max-bytes", "8m", "--seconds", "0.1", "--out", str(out), "--force"]
+    command = [
+        *inside,
+        "timeout",
+        "300",
+        sys.executable,
+        "-m",
+        "commtrace.cli",
+        "bench",
+        "--nproc",
+        str(RANKS),
+        *options,
+    ]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def median_step_ns(log: Path) -> float:
+    """Return the median step of a run."""
+    return float(what_if(replayed_run(open_run(log)))["step_ns"].iloc[0])
+
+
+def predicted(kind: str, name: str, log: Path, change: str, after: Path) -> Case:
+    """Return the prediction of a change of one run, and the measured step of another one."""
+    table = what_if(replayed_run(open_run(log)), [change])
+    row = table.iloc[-1]
+    values = (row.step_ns, row.low_ns, row.high_ns)
+    return Case(kind, name, change, float(table["step_ns"].iloc[0]), *map(float, values), median_step_ns(after))
+
+
+def networks(folder: Path) -> Iterator[Case]:
+    """Yield a case for each ordered pair of networks and scheme."""
+    for rate in RATES:
+        with link(rate) as inside:
+            bench(inside, folder / f"{rate}.json")
+            for scheme in SCHEMES:
+                train(inside, folder / rate / scheme, scheme)
+    for before, after in itertools.permutations(RATES, 2):
+        for scheme in SCHEMES:
+            change = f"network={folder / after}.json,{folder / before}.json"
+            own = predicted(
+                "network", f"{scheme}, {before} to {after}", folder / before / scheme, change, folder / after / scheme
+            )
+            yield own
+
+
+def stragglers(folder: Path) -> Iterator[Case]:
+    """Yield a case for each scheme and late rank: without it."""
+    rate = "3gbit"
+    with link(rate) as inside:
+        for scheme, late_ms in itertools.product(SCHEMES, LATE):
+            log, after = folder / f"late-{scheme}-{late_ms:g}", folder / f"prompt-{scheme}-{late_ms:g}"
+            train(inside, log, scheme, "late=1", f"late_ms={late_ms}")
+            train(inside, after, scheme)
+            yield predicted("straggler", f"{scheme}, {late_ms:g} ms", log, "without-straggler=worst", after)
+
+
+def main() -> None:
+    """Run all pairs, print them, misses first, and write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("pairs.json"))
+    parser.add_argument("--kind", choices=("network", "straggler"), action="append")
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    makers = {"network": networks, "straggler": stragglers}
+    folder = options.folder or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    cases = [case for kind in options.kind or makers for case in makers[kind](folder)]
+    options.out.write_text(json.dumps([asdict(case) for case in cases], indent=1))
+    for case in sorted(cases, key=lambda case: -abs(case.error)):
+        times = (case.before_ns, case.predicted_ns, case.low_ns, case.high_ns, case.measured_ns)
+        shown = "  ".join(f"{ns / 1e6:8.1f}" for ns in times)
+        print(f"{case.kind:10} {case.name:32} {shown}  {case.error:+7.1%}  {'' if case.is_inside else 'outside'}")
+    for kind in {case.kind for case in cases}:
+        errors = [abs(case.error) for case in cases if case.kind == kind]
+        inside = sum(case.is_inside for case in cases if case.kind == kind) / len(errors)
+        print(
+            f"{kind}: {len(errors)} cases, median error {statistics.median(errors):.1%}, in the interval {inside:.0%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

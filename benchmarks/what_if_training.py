@@ -1,0 +1,93 @@
+"""python what_if_training.py SCHEME [NAME=VALUE ...]: a training whose network, computation or late rank is changed.
+
+SCHEME: ddp, zero1, fsdp2 or messages. Values: steps, width, layers, samples, bucket_mb, dtype, late (a rank), late_ms.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+SCHEME = sys.argv[1]
+OPTIONS: dict[str, Any] = {
+    "steps": 30, "width": 512, "layers": 8, "samples": 256, "bucket_mb": 4.0, "dtype": "float32", "late": -1,
+    "late_ms": 0.0,
+}  # fmt: skip
+for argument in sys.argv[2:]:
+    name, _, value = argument.partition("=")
+    OPTIONS[name] = type(OPTIONS[name])(value)
+
+
+class Late(nn.Module):
+    """One rank computes longer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == OPTIONS["late"]:
+            time.sleep(OPTIONS["late_ms"] / 1000)
+        return x
+
+
+def main() -> None:
+    """Train."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {int(os.environ["LOCAL_RANK"]) % (os.cpu_count() or 1)})
+    dist.init_process_group("gloo")
+    width = OPTIONS["width"]
+    layers = [layer for _ in range(OPTIONS["layers"]) for layer in (nn.Linear(width, width), nn.ReLU())]
+    model: Any = nn.Sequential(Late(), *layers).to(getattr(torch, OPTIONS["dtype"]))
+    step = {"ddp": ddp, "zero1": zero1, "fsdp2": fsdp2}[SCHEME](model)
+    x = torch.randn(OPTIONS["samples"], width).to(getattr(torch, OPTIONS["dtype"]))
+    for _ in range(OPTIONS["steps"]):
+        step(x)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ddp(model: Any) -> Any:
+    """Return a step of DDP."""
+    replica = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=OPTIONS["bucket_mb"])
+    return stepper(replica, torch.optim.SGD(replica.parameters(), 0.001))
+
+
+def zero1(model: Any) -> Any:
+    """Return a step of DDP with a sharded optimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    replica = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=OPTIONS["bucket_mb"])
+    return stepper(replica, ZeroRedundancyOptimizer(replica.parameters(), torch.optim.SGD, lr=0.001))
+
+
+def fsdp2(model: Any) -> Any:
+    """Return a step of FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return stepper(model, torch.optim.SGD(model.parameters(), 0.001))
+
+
+def stepper(model: Any, optimizer: Any) -> Any:
+    """Return a function that trains one step."""
+
+    def step(x: torch.Tensor) -> None:
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
