@@ -82,7 +82,7 @@ def train(inside: Sequence[str], log: Path, scheme: str, *options: str) -> None:
 def bench(inside: Sequence[str], out: Path) -> None:
     """Measure the network."""
     operations = "all_reduce,all_gather,reduce_scatter,broadcast,barrier"
-    options = ["--operations", operations, "--max-bytes", "8m", "--seconds", "0.1", "--out", str(out), "--force"]
+    options = ["--operations", operations, "--max-bytes", "8m", "--seconds", "0.2", "--out", str(out), "--force"]
     command = [
         *inside,
         "timeout",
@@ -107,8 +107,8 @@ def predicted(kind: str, name: str, log: Path, change: str, after: Path) -> Case
     """Return the prediction of a change of one run, and the measured step of another one."""
     table = what_if(replayed_run(open_run(log)), [change])
     row = table.iloc[-1]
-    values = (row.step_ns, row.low_ns, row.high_ns)
-    return Case(kind, name, change, float(table["step_ns"].iloc[0]), *map(float, values), median_step_ns(after))
+    before, step, low, high = map(float, (table["step_ns"].iloc[0], row.step_ns, row.low_ns, row.high_ns))
+    return Case(kind, name, change, before, step, low, high, median_step_ns(after))
 
 
 def networks(folder: Path) -> Iterator[Case]:
