@@ -18,6 +18,7 @@ processes or a cluster can share the work. To add an analysis, write a module wi
     across_ranks/           clocks, waits, critical paths, stuck calls, ends of processes
     compare/                recorded calls and those that were expected
     scaling/, side_by_side  several runs
+    what_if/                steps replayed with changes
     live/                   a run while it is recorded: its state, and incidents
     process_settings, setup_section         settings of one process; ranks and runs whose settings differ
     coverage, log_section, tracing_cost     what the log holds and lacks, and what recording cost

@@ -37,11 +37,11 @@ from commtrace.errors import LogError
 from commtrace.formatting import format_count, format_share, is_known
 from commtrace.volume import wire_bytes
 
+from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_TARGETS
 from .changes import NamedChange, ReplayedRun, all_changes, parse_change, worst_straggler
 from .recorded_graph import Part, Replay, replay_of
 
 AS_RECORDED: Final = "as recorded"
-EXPOSED_TARGETS: Final = (0.2, 0.1, 0.05)
 _COLUMNS: Final = ("payload", "local", "peer", "purpose")
 _MAX_EVENTS_AT_ONCE: Final = 1 << 24
 """Events that are computed at a time: they limit memory."""
@@ -86,10 +86,11 @@ WHAT_IF_RUN: Final = TableSpec("what_if_run", "What was replayed", "One row.", (
         "Rank without whose additional computation the step becomes shortest; missing without several ranks."),
     duration("error_ns", "replay error", "Largest difference between a replayed and the recorded time of an event."),
 ))  # fmt: skip
-TABLES: Final = (WHAT_IF, REQUIRED_BANDWIDTH, WHAT_IF_RUN)
+TABLES: Final = (WHAT_IF, REQUIRED_BANDWIDTH, WHAT_IF_RUN, BANDWIDTH_BOUNDS)
 SECTIONS: Final = (
     Section("what-if", "Steps with changes", (WHAT_IF,)),
-    Section("required-bandwidth", "Bandwidth that hides communication", (REQUIRED_BANDWIDTH,)),
+    Section("required-bandwidth", REQUIRED_BANDWIDTH.title, (REQUIRED_BANDWIDTH,)),
+    Section("bandwidth-bounds", BANDWIDTH_BOUNDS.title, (BANDWIDTH_BOUNDS,)),
 )
 """The sections of the text, in its order."""
 
@@ -101,7 +102,10 @@ def replayed_run(run: AnalysedRun) -> ReplayedRun:
         LogError: The steps cannot be replayed; the message says why.
     """
     if run.simulated:
-        raise LogError(f"{run.log.path}: a dry run has no times; pass a recorded run")
+        raise LogError(
+            f"{run.log.path}: a dry run has no times; pass a recorded run, or state the computation of a step: "
+            "--required-bandwidth --computation 250ms"
+        )
     run.require_events("a replay")
     paths = read_step_paths(run, run.clocks, MAX_CALLS, _COLUMNS)
     if paths is None:

@@ -80,6 +80,14 @@ def operation_percentage(text: str) -> tuple[str, Fraction]:
     return operation, percentage(share)
 
 
+def duration_seconds(text: str) -> float:
+    """Parse a duration with its unit, such as "250ms", in seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 250ms; units are us, ms and s")
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+
+
 def numbers_and_ranges(text: str) -> list[int]:
     """Parse integers and ranges, separated by commas: "0-15,64"."""
     try:

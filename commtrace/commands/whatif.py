@@ -7,6 +7,7 @@ all ranks. Options of changes compose, in the order in which they are given:
     commtrace whatif logs/run1 --scale-network 2x --without-straggler worst
     commtrace whatif logs/run1 --network new.json,old.json
     commtrace whatif logs/run1 --required-bandwidth
+    commtrace whatif logs/dryrun --required-bandwidth --computation 250ms
 
 Each prediction has a 90 % interval, and says what limits the step after the
 change. Exit status: 0, or 2 if the steps cannot be replayed.
@@ -15,10 +16,19 @@ change. Exit status: 0, or 2 if the steps cannot be replayed.
 from __future__ import annotations
 
 import argparse
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
-from .option_types import add_shared
+from commtrace.errors import CommtraceError
+
+from .exit_status import AS_EXPECTED
+from .option_types import add_shared, duration_seconds
 from .report import print_text
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from commtrace.run import Run
 
 _VALUES: Final = {
     "--network": ("NET[,NET]", "operations take what a network predicts (a file of commtrace bench, a description, or "
@@ -59,19 +69,27 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--required-bandwidth", action="store_true",
         help="how much faster transfers must be to be hidden, by dimension")  # fmt: skip
+    parser.add_argument("--computation", metavar="TIME", type=duration_seconds,
+        help="computation of a step, such as 250ms, instead of the times of the run: for dry runs")  # fmt: skip
+    parser.add_argument("--latency", metavar="TIME", type=duration_seconds, default=0.0,
+        help="latency of a call beside --computation, such as 5us (default: 0)")  # fmt: skip
     add_shared(parser, "--json", "--width")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the predictions."""
-    from commtrace.analyses.report.document import what_if_to_json
-    from commtrace.analyses.report.several_runs_text import render_what_if
-    from commtrace.analyses.what_if import predictions
+    from commtrace.analyses.what_if import bandwidth_bounds, predictions
     from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
+    if arguments.computation is not None and (arguments.changes or arguments.all or not arguments.required_bandwidth):
+        raise CommtraceError("--computation is only for --required-bandwidth, without changes")
     opened = open_run(arguments.directory, recover=True)
     try:
+        if arguments.computation is not None:
+            stated = arguments.computation, arguments.latency
+            tables = {"bandwidth_bounds": bandwidth_bounds.bandwidth_bounds(opened, *stated)}
+            return _show(opened, tables, [bandwidth_bounds.sentence(*stated)], arguments)
         replayed = predictions.replayed_run(opened)
         catalogue = arguments.all or not (arguments.changes or arguments.required_bandwidth)
         tables = {"what_if": predictions.what_if(replayed, arguments.changes, catalogue=catalogue)}
@@ -80,9 +98,15 @@ def run(arguments: argparse.Namespace) -> int:
         tables["what_if_run"] = predictions.run_facts(replayed)
     finally:  # damaged records are known only after reading
         print_notes(opened.notes)
-    texts = [*predictions.sentences(tables)]
+    return _show(opened, tables, [*predictions.sentences(tables)], arguments)
+
+
+def _show(opened: Run, tables: Mapping[str, pd.DataFrame], texts: Sequence[str], arguments: argparse.Namespace) -> int:
+    from commtrace.analyses.report.document import what_if_to_json
+    from commtrace.analyses.report.several_runs_text import render_what_if
+
     if arguments.json:
         print(what_if_to_json(opened, tables, texts))
     else:
         print_text(render_what_if(tables, texts, arguments.width), arguments.width)
-    return 0
+    return AS_EXPECTED

@@ -30,7 +30,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -90,7 +90,8 @@ class Job:
             table[column] -= first.loc[table["step"]].to_numpy()
         table = table.sort_values("step")
         groups = table.groupby(["dp_rank", "stage", "optype", "seq_id"])
-        start, end = ({key: rows[column].to_numpy() for key, rows in groups} for column in ("begin", "until"))
+        times = {column: {_key(key): rows[column].to_numpy() for key, rows in groups} for column in ("begin", "until")}
+        start, end = times["begin"], times["until"]
         assert {len(times) for times in start.values()} == {len(first)}, "each operation is in each step"
         return cls(start, end, int(table["dp_rank"].max()) + 1, int(table["stage"].max()) + 1)
 
@@ -104,7 +105,12 @@ class Job:
         return [key for key in own if key[2] in types]
 
     def step_seconds(self) -> Array:
-        return np.max([times for key, times in self.end.items() if key[2] == "optimizer"], axis=0)
+        return np.asarray(np.max([times for key, times in self.end.items() if key[2] == "optimizer"], axis=0))
+
+
+def _key(values: Any) -> Key:
+    rank, stage, kind, number = values
+    return int(rank), int(stage), str(kind), int(number)
 
 
 @dataclass
@@ -284,10 +290,10 @@ def replayed(model: Model) -> Replayed:
             add(arrived, number[key] + 1, "transfer", key, job.end[key] - last)
     start = np.full(events, -np.inf)
     start[begin] = 0
-    source, target, kind, key_of_edge = zip(*edges, strict=True)
+    froms, targets, kinds, keys_of_edges = (np.array(column, object) for column in zip(*edges, strict=True))
     ends = np.array([number[key] + 1 for key in keys if key[2] == "optimizer"])
-    graph = EventGraph(start, np.array(source), np.array(target))
-    return Replayed(graph, np.array(delays).T, np.array(kind), np.array(key_of_edge, object), ends)
+    graph = EventGraph(start, froms.astype(np.int64), targets.astype(np.int64))
+    return Replayed(graph, np.array(delays).T, kinds.astype(str), keys_of_edges, ends)
 
 
 @pytest.mark.parametrize("name", [*LIMITS])
