@@ -3,7 +3,8 @@
 Links are network namespaces whose only interface is limited by a token bucket filter (tc-tbf(8)); this needs root. The
 prediction is made from the log of the first run before the second one starts. Of networks, each ordered pair counts.
 
-    sudo python benchmarks/what_if_pairs.py --out pairs.json
+    sudo python benchmarks/what_if_pairs.py --out pairs.json    # 11 minutes; prints docs/explanation/replay-pairs.md
+    python benchmarks/what_if_pairs.py --show pairs.json
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -26,7 +28,8 @@ from commtrace.analyses.what_if.predictions import replayed_run, what_if
 from commtrace.run import open_run
 
 TRAINING: Final = Path(__file__).with_name("what_if_training.py")
-RATES: Final = ("200mbit", "500mbit", "1gbit", "3gbit", "8gbit")
+RATES: Final = ("300mbit", "1gbit", "2gbit", "4gbit", "8gbit")
+STEPS: Final = 40
 SCHEMES: Final = ("ddp", "zero1", "fsdp2")
 RANKS: Final = 2
 LATE: Final = (10.0, 30.0, 80.0)
@@ -75,7 +78,7 @@ def train(inside: Sequence[str], log: Path, scheme: str, *options: str) -> None:
     """Record a training."""
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--master-port=29611"]
     environment = {**os.environ, "COMMTRACE": str(log), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [*inside, "timeout", "300", *launch, str(TRAINING), scheme, *options]
+    command = [*inside, "timeout", "300", *launch, str(TRAINING), scheme, f"steps={STEPS}", *options]
     subprocess.run(command, check=True, env=environment, capture_output=True)
 
 
@@ -128,14 +131,17 @@ def networks(folder: Path) -> Iterator[Case]:
 
 
 def stragglers(folder: Path) -> Iterator[Case]:
-    """Yield a case for each scheme and late rank: without it."""
-    rate = "3gbit"
-    with link(rate) as inside:
-        for scheme, late_ms in itertools.product(SCHEMES, LATE):
-            log, after = folder / f"late-{scheme}-{late_ms:g}", folder / f"prompt-{scheme}-{late_ms:g}"
-            train(inside, log, scheme, "late=1", f"late_ms={late_ms}")
-            train(inside, after, scheme)
-            yield predicted("straggler", f"{scheme}, {late_ms:g} ms", log, "without-straggler=worst", after)
+    """Yield a case for each scheme and late rank, without it, and a control: a run predicted from an equal one."""
+    with link("4gbit") as inside:
+        for scheme in SCHEMES:
+            equal = [folder / f"{scheme}-{number}" for number in range(len(LATE))]
+            for late_ms, after in zip(LATE, equal, strict=True):
+                log = folder / f"{scheme}-late-{late_ms:g}"
+                train(inside, log, scheme, "late=1", f"late_ms={late_ms}")
+                train(inside, after, scheme)
+                yield predicted("straggler", f"{scheme}, {late_ms:g} ms", log, "without-straggler=worst", after)
+            for before, after in itertools.pairwise(equal):
+                yield predicted("control", f"{scheme}, {before.name} and {after.name}", before, "compute=1x", after)
 
 
 def main() -> None:
@@ -144,22 +150,34 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("pairs.json"))
     parser.add_argument("--kind", choices=("network", "straggler"), action="append")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--show", type=Path, help="print the results in a file again, and measure nothing")
     options = parser.parse_args()
+    if options.show is not None:
+        print(*tables([Case(**case) for case in json.loads(options.show.read_text())]), sep="\n")
+        return
     makers = {"network": networks, "straggler": stragglers}
     folder = options.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     cases = [case for kind in options.kind or makers for case in makers[kind](folder)]
     options.out.write_text(json.dumps([asdict(case) for case in cases], indent=1))
+    print(*tables(cases), sep="\n")
+
+
+def tables(cases: Sequence[Case]) -> Iterator[str]:
+    """Yield the results as tables in Markdown, the largest errors first; times in ms."""
+    yield from ("| kind | cases | median error | 90 % within | in the interval |", "| --- " * 5 + "|")
+    for kind in dict.fromkeys(case.kind for case in cases):
+        own = [case for case in cases if case.kind == kind]
+        errors = sorted(abs(case.error) for case in own)
+        ninth = errors[math.ceil(0.9 * len(errors)) - 1]
+        inside = sum(case.is_inside for case in own)
+        yield f"| {kind} | {len(own)} | {statistics.median(errors):.1%} | {ninth:.1%} | {inside} |"
+    yield from ("", "| kind | case | before | predicted | interval | measured | error |", "| --- " * 7 + "|")
     for case in sorted(cases, key=lambda case: -abs(case.error)):
-        times = (case.before_ns, case.predicted_ns, case.low_ns, case.high_ns, case.measured_ns)
-        shown = "  ".join(f"{ns / 1e6:8.1f}" for ns in times)
-        print(f"{case.kind:10} {case.name:32} {shown}  {case.error:+7.1%}  {'' if case.is_inside else 'outside'}")
-    for kind in {case.kind for case in cases}:
-        errors = [abs(case.error) for case in cases if case.kind == kind]
-        inside = sum(case.is_inside for case in cases if case.kind == kind) / len(errors)
-        print(
-            f"{kind}: {len(errors)} cases, median error {statistics.median(errors):.1%}, in the interval {inside:.0%}"
-        )
+        ns = case.before_ns, case.predicted_ns, case.low_ns, case.high_ns, case.measured_ns
+        before, step, low, high, measured = (f"{time / 1e6:.1f}" for time in ns)
+        interval = f"{low} to {high}{'' if case.is_inside else ', outside'}"
+        yield f"| {case.kind} | {case.name} | {before} | {step} | {interval} | {measured} | {case.error:+.1%} |"
 
 
 if __name__ == "__main__":

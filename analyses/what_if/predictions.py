@@ -34,7 +34,7 @@ from commtrace.analyses.table_specs.spec import (
     word_column,
 )
 from commtrace.errors import LogError
-from commtrace.formatting import format_count, format_share, is_known
+from commtrace.formatting import format_count, is_known
 from commtrace.volume import wire_bytes
 
 from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_TARGETS
@@ -202,6 +202,8 @@ def _limits(replayed: ReplayedRun, delays: Array, times: Array) -> Iterator[str]
     replay, calls = replayed.replay, replayed.replay.paths.calls
     steps = replay.durations(times)
     counted = np.arange(_first(replay), len(steps))
+    has_dimensions = len(np.unique(calls["role"][replay.call[replayed.selected("")]])) > 1
+    columns = ("role", "op") if has_dimensions else ("op",)
     step = int(counted[np.argsort(steps[counted], kind="stable")[(len(counted) - 1) // 2]])
     ends = times[replay.ends].max(axis=0)
     begin = ends[step - 1] if step else replay.begin_ns
@@ -216,14 +218,14 @@ def _limits(replayed: ReplayedRun, delays: Array, times: Array) -> Iterator[str]
         part, call = Part(int(replay.part[edge])), int(replay.call[edge])
         name = {Part.COMPUTATION: "computation", Part.CALL: "inside calls"}.get(part, "")
         if part == Part.TRANSFER:
-            name = f"{calls.text('op', np.array(call))} ({calls.text('role', np.array(call))})"
+            name = " ".join(str(calls.text(column, np.array(call))) for column in columns)
         if name:
             sums[name] += max(0.0, ns)
         moment = min(moment, earlier)
     total = float(steps[step])
     for name, ns in sums.most_common(_MAX_LIMITS):
         if total > 0 and ns / total >= _MIN_LIMIT:
-            yield f"{name} {format_share(ns / total)}"
+            yield f"{name} {ns / total:.0%}"
 
 
 def required_bandwidth(replayed: ReplayedRun, changes: Sequence[str] = ()) -> pd.DataFrame:
@@ -316,7 +318,8 @@ def sentences(tables: dict[str, pd.DataFrame]) -> Iterator[str]:
     row = next(tables[WHAT_IF_RUN.name].itertuples())
     yield (
         f"{format_count(row.steps)} steps of {format_count(row.ranks)} ranks were replayed. Computation, and the order "
-        "of calls, stay as recorded; a change that shifts work between processors that ranks share is not predicted."
+        "of calls, stay as recorded; processors that ranks and transfers share are not modelled. The interval is for "
+        "other steps of this run; runs may differ more."
     )
     if tables[WHAT_IF.name]["low_ns"].isna().any():
         yield "A described network is ideal: its error is not known, and real steps take longer."

@@ -28,11 +28,14 @@ import numpy as np
 from commtrace.analyses.across_ranks.blocked_time import Timeline
 from commtrace.analyses.across_ranks.critical_paths import StepPaths
 from commtrace.analyses.across_ranks.dependencies import SOURCE, TARGET, UNCERTAIN
-from commtrace.analyses.grouping import Array
+from commtrace.analyses.grouping import Array, group_rows
 from commtrace.durations import wait_begin
 from commtrace.schema import Clock, Flag
 
 from .event_graph import EventGraph
+
+_AT_ONCE_NS: Final = 50_000
+"""Longest wait for an operation that had ended before: the time that the observation takes."""
 
 
 class Part(IntEnum):
@@ -151,6 +154,8 @@ class _Builder:
 
     def __init__(self, paths: StepPaths) -> None:
         self._paths, self._calls, self._times = paths, paths.calls, paths.blocked.times
+        self._ended = paths.blocked.times["t_end"].copy()
+        """When each operation ended, ns; an estimate where its end was observed late."""
         self._wait_begin, self._place = wait_begin(paths.calls), np.zeros(len(paths.calls), np.int64)
         lines = paths.blocked.timelines
         self._hosts = [self._host(lines[process], paths.ends[row, 0]) for row, process in enumerate(lines)]
@@ -261,9 +266,11 @@ class _Builder:
         launch = host.is_call & ~inside
         self._edges.add(begins[launch], ends[launch], (host.end - host.begin)[launch], Part.CALL, host.call[launch])
         waits = ~host.is_call
-        self._edges.add(begins[waits], ends[waits], 0, Part.ORDER, host.call[waits])
+        # The part of a wait after the end of its operation: the observation itself.
+        rest = host.end - np.maximum(host.begin, np.where(operation >= 0, self._ended[host.call], host.begin))
+        self._edges.add(begins[waits], ends[waits], rest[waits], Part.CALL, host.call[waits])
         waits &= operation >= 0
-        self._edges.add(operation[waits], ends[waits], 0, Part.ORDER, host.call[waits])
+        self._edges.add(operation[waits], ends[waits], rest[waits], Part.CALL, host.call[waits])
 
     def _add_step_ends(self, first_event: int) -> Array:
         """Add an event per process and step: its calls have ended. Return them, shape (processes, steps)."""
@@ -296,7 +303,7 @@ class _Builder:
             of an operation, NaN: none, shape (events,); its earliest time, -inf: none.
         """
         calls, times = self._calls, self._times
-        arrival, end = times["arrival"], times["t_end"]
+        arrival, end = times["arrival"], self._ended
         used = np.zeros(len(calls), bool)
         for host in self._hosts:
             used[host.call] = True
@@ -323,6 +330,8 @@ class _Builder:
             recorded.append(np.full(len(instance), np.nan))
             starts.append(first)
             next_event += len(instance)
+        self._estimate_late_ends(replayed, released)
+        recorded[0] = end[nodes].astype(float)
         previous, queued = self._queue(replayed)
         released[queued] = np.maximum(released[queued], end[previous])
         transfer = end[replayed] - released
@@ -392,9 +401,37 @@ class _Builder:
         self._edges.add(self._begun[call], first_event + number[inside], late[inside], Part.ORDER, call)
         return instance, arrived, start
 
+    def _estimate_late_ends(self, replayed: Array, released: Array) -> None:
+        """Estimate the ends of background operations that a wait or a poll found ended.
+
+        They take what the others with the same operation, payload and number of ranks do: the median of those whose end
+        was seen when it occurred; if there are none, the shortest time until a wait found one ended.
+
+        Args:
+            replayed: Calls.
+            released: When each of them was released, ns.
+        """
+        calls, times = self._calls, self._times
+        waited = np.maximum(times["t_wait"], times["t_return"])[replayed]
+        blocked = np.where(calls["clock"][replayed] == int(Clock.WAIT), self._ended[replayed] - waited, 0)
+        late = np.isin(calls["clock"][replayed], (int(Clock.WAIT), int(Clock.TEST))) & (blocked <= _AT_ONCE_NS)
+        late &= (calls["flags"][replayed] & int(Flag.ASYNC)) > 0
+        if not late.any():
+            return
+        sizes = np.zeros(len(calls), np.int64)
+        sizes[calls.matched] = calls.expected[calls["instance"][calls.matched]]
+        transfer = self._ended[replayed] - released
+        _, kinds = group_rows([calls["op"][replayed], calls["payload"][replayed], sizes[replayed]])
+        for kind in np.unique(kinds[late]).tolist():
+            own = kinds == kind
+            seen = transfer[own & ~late]
+            typical = np.median(seen) if len(seen) else transfer[own].min()
+            at = np.flatnonzero(own & late)
+            self._ended[replayed[at]] = released[at] + np.minimum(transfer[at], max(0, typical))
+
     def _queue(self, replayed: Array) -> tuple[Array, Array]:
         """Return calls, and the positions in `replayed` of the operations of their group that run after them."""
-        calls, end = self._calls, self._times["t_end"]
+        calls, end = self._calls, self._ended
         instance = calls["instance"][replayed]
         at = np.flatnonzero(instance >= 0)
         channel = calls.channel[instance[at]]

@@ -197,8 +197,8 @@ def random_program(chance: random.Random, ranks: int, steps: int) -> Program:
     return program
 
 
-def write(program: Program, ran: Ran, folder: Path) -> None:
-    """Write the log of an execution."""
+def write(program: Program, ran: Ran, folder: Path, clock: Clock = Clock.FUTURE) -> None:
+    """Write the log of an execution; `clock` observes the ends of background operations."""
     log = LogFactory(folder)
     everyone = [*range(program.ranks)]
     for rank in everyone:
@@ -207,22 +207,24 @@ def write(program: Program, ran: Ran, folder: Path) -> None:
         for row in KIND_ROWS:
             files.add("kinds", **row)
         rows = [
-            _record(program, ran, rank, instruction)
+            _record(program, ran, rank, instruction, clock)
             for instruction in program.instructions[rank]
             if instruction.what == "call"
         ]
         files.write(rows).end()
 
 
-def _record(program: Program, ran: Ran, rank: int, instruction: Instruction) -> Records:
+def _record(program: Program, ran: Ran, rank: int, instruction: Instruction, observer: Clock) -> Records:
     operation, key = program.operations[instruction.operation], (rank, instruction.operation)
     kind, peer = operation.kind, operation.root if operation.kind == BROADCAST else -1
     if kind == SEND:
         source, destination = operation.ranks
         kind, peer = (SEND, destination) if rank == source else (RECV, source)
     payload = 0 if kind == BARRIER else 64 if operation.is_buffered else 1 << 20
-    clock = Clock.FUTURE if operation.is_async else Clock.RETURN
+    clock = observer if operation.is_async else Clock.RETURN
     times = {"t_begin": ran.begun[key], "t_return": ran.returned[key], "t_end": ran.ended[key]}
+    if clock == Clock.WAIT:
+        times["t_end"] = max(times["t_end"], ran.waited[key])
     return record(
         kind=kind, seq=operation.seq, peer=peer, payload=payload, site=2,
         t_wait=ran.waited[key] if operation.is_async else 0, clock=clock,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from factory import ALL_REDUCE
+from factory import ALL_REDUCE, BARRIER
 from replayed_programs import Instruction, Operation, Program, Ran, random_program, run, shows_buffered, write
 
 from commtrace.analyses.what_if.changes import parse_change
@@ -16,6 +16,7 @@ from commtrace.analyses.what_if.event_graph import CircularEventsError, EventGra
 from commtrace.analyses.what_if.predictions import replayed_run, what_if
 from commtrace.analyses.what_if.recorded_graph import Part
 from commtrace.run import open_run
+from commtrace.schema import Clock
 
 US = 1_000
 STEPS = 6
@@ -116,3 +117,26 @@ def test_parts_are_those_of_the_program(tmp_path: Path) -> None:
     assert sums[Part.TRANSFER] == 3 * 2 * 2 * 70
     expected = {"without-straggler=worst": 170, "without-straggler=0": 220, "balance": 195, "no-wait": 220}
     assert {change: what_if(replayed, [change])["step_ns"].iloc[-1] / US for change in expected} == expected
+
+
+def test_ends_that_waits_observed_late(tmp_path: Path) -> None:
+    """Background operations take 50 us. Their end is seen when it occurs in every third step, else at a later wait."""
+    program = Program(2, [], [[], []])
+    for step in range(9):
+        transfer = dict.fromkeys((0, 1), 50 * US)
+        program.operations.append(Operation(ALL_REDUCE, (0, 1), 0, transfer, 2 * step, True))
+        program.operations.append(Operation(BARRIER, (0, 1), 0, transfer, 2 * step + 1, False))
+        for rank in (0, 1):
+            program.instructions[rank] += [
+                Instruction("call", 0, 2 * step, step=step),
+                Instruction("compute", (400 if step % 3 else 10) * US, -1, step=step),
+                Instruction("wait", 0, 2 * step, step=step),
+                Instruction("call", 0, 2 * step + 1, step=step),
+            ]
+    before = ran(program)
+    write(program, before, tmp_path, clock=Clock.WAIT)
+    replayed = replayed_run(open_run(tmp_path))
+    assert replayed.replay.error_ns == 0
+    found = replayed.replay.step_ns(parse_change("compute=0.01x").apply(replayed, replayed.replay.delays))
+    expected = run(program, lambda rank, number, ns: ns // 100, lambda operation, rank: operation.transfer[rank])
+    assert found[1:] == pytest.approx(expected.step_ns(2, range(1, 8))[1:], abs=US)
