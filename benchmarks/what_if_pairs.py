@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from commtrace.analyses.what_if.predictions import replayed_run, what_if
+from commtrace.analyses.what_if.predictions import replayed_run, variation_of_runs, what_if
 from commtrace.run import open_run
 
 TRAINING: Final = Path(__file__).with_name("what_if_training.py")
@@ -75,7 +75,9 @@ def link(rate: str) -> Iterator[list[str]]:
 
 
 def train(inside: Sequence[str], log: Path, scheme: str, *options: str) -> None:
-    """Record a training."""
+    """Record a training, unless that was done before."""
+    if log.exists():
+        return
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--master-port=29611"]
     environment = {**os.environ, "COMMTRACE": str(log), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [*inside, "timeout", "300", *launch, str(TRAINING), scheme, f"steps={STEPS}", *options]
@@ -83,7 +85,9 @@ def train(inside: Sequence[str], log: Path, scheme: str, *options: str) -> None:
 
 
 def bench(inside: Sequence[str], out: Path) -> None:
-    """Measure the network."""
+    """Measure the network, unless that was done before."""
+    if out.exists():
+        return
     operations = "all_reduce,all_gather,reduce_scatter,broadcast,barrier"
     options = ["--operations", operations, "--max-bytes", "8m", "--seconds", "0.2", "--out", str(out), "--force"]
     command = [
@@ -106,12 +110,27 @@ def median_step_ns(log: Path) -> float:
     return float(what_if(replayed_run(open_run(log)))["step_ns"].iloc[0])
 
 
-def predicted(kind: str, name: str, log: Path, change: str, after: Path) -> Case:
-    """Return the prediction of a change of one run, and the measured step of another one."""
-    table = what_if(replayed_run(open_run(log)), [change])
+def predicted(kind: str, name: str, log: Path, change: str, after: Path, equal: Sequence[Path] = ()) -> Case:
+    """Return the prediction of a change of one run, and the measured step of another one.
+
+    Args:
+        kind: Kind of the change.
+        name: Name of the case.
+        log: The run before the change.
+        change: The change.
+        after: The run after it.
+        equal: Runs that are equal among themselves, for the variation between runs.
+    """
+    variation = variation_of_runs([replayed_run(open_run(path)) for path in equal])
+    table = what_if(replayed_run(open_run(log)), [change], variation=variation)
     row = table.iloc[-1]
     before, step, low, high = map(float, (table["step_ns"].iloc[0], row.step_ns, row.low_ns, row.high_ns))
     return Case(kind, name, change, before, step, low, high, median_step_ns(after))
+
+
+def equal_runs(folder: Path, scheme: str) -> list[Path]:
+    """Return the logs of runs of a scheme that differ in nothing."""
+    return [folder / f"{scheme}-{number}" for number in range(len(LATE))]
 
 
 def networks(folder: Path) -> Iterator[Case]:
@@ -124,38 +143,42 @@ def networks(folder: Path) -> Iterator[Case]:
     for before, after in itertools.permutations(RATES, 2):
         for scheme in SCHEMES:
             change = f"network={folder / after}.json,{folder / before}.json"
-            own = predicted(
-                "network", f"{scheme}, {before} to {after}", folder / before / scheme, change, folder / after / scheme
-            )
-            yield own
+            logs = folder / before / scheme, folder / after / scheme
+            yield predicted(
+                "network", f"{scheme}, {before} to {after}", logs[0], change, logs[1], equal_runs(folder, scheme)
+            )  # fmt: skip
 
 
 def stragglers(folder: Path) -> Iterator[Case]:
     """Yield a case for each scheme and late rank, without it, and a control: a run predicted from an equal one."""
     with link("4gbit") as inside:
         for scheme in SCHEMES:
-            equal = [folder / f"{scheme}-{number}" for number in range(len(LATE))]
+            equal = equal_runs(folder, scheme)
             for late_ms, after in zip(LATE, equal, strict=True):
-                log = folder / f"{scheme}-late-{late_ms:g}"
-                train(inside, log, scheme, "late=1", f"late_ms={late_ms}")
+                train(inside, folder / f"{scheme}-late-{late_ms:g}", scheme, "late=1", f"late_ms={late_ms}")
                 train(inside, after, scheme)
-                yield predicted("straggler", f"{scheme}, {late_ms:g} ms", log, "without-straggler=worst", after)
+            for late_ms, after in zip(LATE, equal, strict=True):
+                log, others = folder / f"{scheme}-late-{late_ms:g}", [path for path in equal if path != after]
+                yield predicted("straggler", f"{scheme}, {late_ms:g} ms", log, "without-straggler=worst", after, others)
             for before, after in itertools.pairwise(equal):
-                yield predicted("control", f"{scheme}, {before.name} and {after.name}", before, "compute=1x", after)
+                others = [path for path in equal if path != after]
+                yield predicted(
+                    "control", f"{scheme}, {before.name} and {after.name}", before, "compute=1x", after, others
+                )
 
 
 def main() -> None:
     """Run all pairs, print them, misses first, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("pairs.json"))
-    parser.add_argument("--kind", choices=("network", "straggler"), action="append")
+    parser.add_argument("--kind", choices=("straggler", "network"), action="append")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--show", type=Path, help="print the results in a file again, and measure nothing")
     options = parser.parse_args()
     if options.show is not None:
         print(*tables([Case(**case) for case in json.loads(options.show.read_text())]), sep="\n")
         return
-    makers = {"network": networks, "straggler": stragglers}
+    makers = {"straggler": stragglers, "network": networks}  # the first has the equal runs
     folder = options.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     cases = [case for kind in options.kind or makers for case in makers[kind](folder)]

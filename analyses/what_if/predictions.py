@@ -1,9 +1,11 @@
 """Predicted step times of a changed run, and the bandwidth that hides communication.
 
-The prediction of a change is the median over the replayed steps. Its 90 % interval has three independent parts, added
-as squares: the error of the median, from the variation between steps (1.2533 standard errors of the mean, with the
-median absolute deviation as spread); the difference between the medians of the first and the second half of the steps,
-which is what a median predicts of later steps; and the error of changed transfers, where a network predicts them.
+The prediction of a change is the median over the replayed steps. Its 90 % interval has independent parts, added as
+squares: the error of the median, from the variation between steps (1.2533 standard errors of the mean, with the median
+absolute deviation as spread); the difference between the medians of the first and the second half of the steps, which
+is what a median predicts of later steps; the error of changed transfers, where a network predicts them; and, if there
+are other runs of the same program, the variation between runs: the prediction interval of one more run, from Student's
+distribution.
 
 What limits a step are the parts of its critical path after the change.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -53,6 +56,8 @@ _MEDIAN_ERROR: Final = 1.2533
 _LEAST_STEPS: Final = 3
 """Number of steps up to which all of them count."""
 _MAX_LIMITS: Final = 2
+_STUDENT_95: Final = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
+"""95 % quantiles of Student's distribution by degrees of freedom from 1; for more, the last one is an upper bound."""
 _MIN_LIMIT: Final = 0.02
 
 WHAT_IF: Final = TableSpec("what_if", "Steps with changes", "A row per change, the first one is the recorded run.", (
@@ -82,6 +87,7 @@ WHAT_IF_RUN: Final = TableSpec("what_if_run", "What was replayed", "One row.", (
     count("steps", "steps", "Replayed steps."),
     count("ranks", "ranks", "Ranks."),
     count("calls", "calls", "Their calls."),
+    count("equal_runs", "equal runs", "Other runs of the same program, which the intervals take into account."),
     shared.ranks_column("worst_rank", "worst straggler",
         "Rank without whose additional computation the step becomes shortest; missing without several ranks."),
     duration("error_ns", "replay error", "Largest difference between a replayed and the recorded time of an event."),
@@ -116,25 +122,29 @@ def replayed_run(run: AnalysedRun) -> ReplayedRun:
     return ReplayedRun(run, replay_of(paths))
 
 
-def what_if(replayed: ReplayedRun, changes: Sequence[str] = (), *, catalogue: bool = False) -> pd.DataFrame:
+def what_if(
+    replayed: ReplayedRun, changes: Sequence[str] = (), *, catalogue: bool = False, variation: float = 0.0
+) -> pd.DataFrame:
     """Return the table `what_if`.
 
     Args:
         replayed: The run.
         changes: Changes that are made together (`changes`).
         catalogue: Whether to add a row for each change of the catalogue, on top of `changes`; the largest gain first.
+        variation: Half of the interval that is due to the variation between runs, relative (`variation_of_runs`).
 
     Raises:
         CommtraceError: A change is none, or does not apply to the run.
     """
     replay = replayed.replay
-    rows = [_row(replayed, AS_RECORDED, replay.delays[None], 0.0)]
+    predicted = partial(_row, replayed, variation)
+    rows = [predicted(AS_RECORDED, replay.delays[None], 0.0)]
     named = [parse_change(text) for text in changes]
     if named:
-        rows.append(_row(replayed, " ".join(changes), *_changed(replayed, named)))
+        rows.append(predicted(" ".join(changes), *_changed(replayed, named)))
     if catalogue:
         more = [(change.text, _changed(replayed, [*named, change])) for change in all_changes(replayed)]
-        found = [_row(replayed, f"{'... ' * bool(named)}{text}", *changed) for text, changed in more]
+        found = [predicted(f"{'... ' * bool(named)}{text}", *changed) for text, changed in more]
         rows += sorted(found, key=lambda row: row.step_ns)
     table = pd.DataFrame([asdict(row) for row in rows])
     return table.assign(gain=1 - table["step_ns"] / rows[0].step_ns)[WHAT_IF.column_names]
@@ -171,13 +181,23 @@ def _changed(replayed: ReplayedRun, changes: Sequence[NamedChange]) -> tuple[Arr
     return np.stack([delays, *variants]), error
 
 
-def _row(replayed: ReplayedRun, text: str, delays: Array, error: float | None) -> _Prediction:
+def variation_of_runs(runs: Sequence[ReplayedRun]) -> float:
+    """Return half of the 90 % interval of the step of one more run, relative, from equal runs; 0.0 for only one."""
+    if len(runs) < 2:
+        return 0.0
+    steps = np.array([median_step_ns(run.replay, run.replay.delays) for run in runs])
+    student = _STUDENT_95[min(len(runs) - 1, len(_STUDENT_95)) - 1]
+    return float(student * np.sqrt(1 + 1 / len(runs)) * np.std(steps, ddof=1) / np.mean(steps))
+
+
+def _row(replayed: ReplayedRun, variation: float, text: str, delays: Array, error: float | None) -> _Prediction:
     """Return a row without its gain, given delays as from `_changed`."""
     replay = replayed.replay
     times = replay.graph.times(delays)
     steps = replay.durations(times)[..., _first(replay) :]
     step_ns = float(np.median(steps[0]))
-    half = np.sqrt(_spread(steps[0]) ** 2 + float(np.abs(np.median(steps, axis=-1) - step_ns).max()) ** 2)
+    of_network = float(np.abs(np.median(steps, axis=-1) - step_ns).max())
+    half = float(np.linalg.norm([_spread(steps[0]), of_network, variation * step_ns]))
     low, high = (None, None) if error is None else (max(0.0, step_ns - half), step_ns + half)
     return _Prediction(text, step_ns, low, high, ", ".join(_limits(replayed, delays[0], times[0])))
 
@@ -304,12 +324,13 @@ def _wire_and_bandwidth(replayed: ReplayedRun, delays: Array, edges: Array) -> t
     return per_step, total / seconds / 1e9 if seconds > 0 else None
 
 
-def run_facts(replayed: ReplayedRun) -> pd.DataFrame:
+def run_facts(replayed: ReplayedRun, equal_runs: int = 0) -> pd.DataFrame:
     """Return the table `what_if_run`."""
     replay = replayed.replay
     ranks = replayed.ranks()
     worst = str(worst_straggler(replayed, replay.delays)[0]) if len(ranks) > 1 else None
-    facts = len(replay.paths.steps), len(ranks), int((replay.part == Part.TRANSFER).sum()), worst, replay.error_ns
+    calls = len(np.unique(replay.call[replay.part == Part.TRANSFER]))
+    facts = len(replay.paths.steps), len(ranks), calls, equal_runs, worst, replay.error_ns
     return pd.DataFrame([facts], columns=WHAT_IF_RUN.column_names)
 
 
@@ -318,8 +339,11 @@ def sentences(tables: dict[str, pd.DataFrame]) -> Iterator[str]:
     row = next(tables[WHAT_IF_RUN.name].itertuples())
     yield (
         f"{format_count(row.steps)} steps of {format_count(row.ranks)} ranks were replayed. Computation, and the order "
-        "of calls, stay as recorded; processors that ranks and transfers share are not modelled. The interval is for "
-        "other steps of this run; runs may differ more."
+        "of calls, stay as recorded; processors that ranks and transfers share are not modelled."
     )
+    if row.equal_runs:
+        yield f"The intervals are for one more run, from {format_count(row.equal_runs + 1)} equal runs."
+    else:
+        yield "The intervals are for other steps of this run; runs may differ more (--equal DIR)."
     if tables[WHAT_IF.name]["low_ns"].isna().any():
         yield "A described network is ideal: its error is not known, and real steps take longer."

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from commtrace.errors import CommtraceError
@@ -67,6 +68,9 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all", action="store_true", help="also add each change of the catalogue, the largest gain first"
     )
+    parser.add_argument("--equal", metavar="DIR", type=Path, action="append", default=[],
+        help="another run of the same program and settings: intervals then cover the variation between runs; may be "
+        "repeated")  # fmt: skip
     parser.add_argument("--required-bandwidth", action="store_true",
         help="how much faster transfers must be to be hidden, by dimension")  # fmt: skip
     parser.add_argument("--computation", metavar="TIME", type=duration_seconds,
@@ -91,11 +95,13 @@ def run(arguments: argparse.Namespace) -> int:
             tables = {"bandwidth_bounds": bandwidth_bounds.bandwidth_bounds(opened, *stated)}
             return _show(opened, tables, [bandwidth_bounds.sentence(*stated)], arguments)
         replayed = predictions.replayed_run(opened)
+        equal = [predictions.replayed_run(open_run(path)) for path in arguments.equal]
+        variation = predictions.variation_of_runs([replayed, *equal])
         catalogue = arguments.all or not (arguments.changes or arguments.required_bandwidth)
-        tables = {"what_if": predictions.what_if(replayed, arguments.changes, catalogue=catalogue)}
+        tables = {"what_if": predictions.what_if(replayed, arguments.changes, catalogue=catalogue, variation=variation)}
         if arguments.required_bandwidth:
             tables["required_bandwidth"] = predictions.required_bandwidth(replayed, arguments.changes)
-        tables["what_if_run"] = predictions.run_facts(replayed)
+        tables["what_if_run"] = predictions.run_facts(replayed, len(equal))
     finally:  # damaged records are known only after reading
         print_notes(opened.notes)
     return _show(opened, tables, [*predictions.sentences(tables)], arguments)

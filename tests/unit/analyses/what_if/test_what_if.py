@@ -71,6 +71,21 @@ def test_text(width: int, late: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "8 steps of 4 ranks were replayed." in text
 
 
+def test_equal_runs_widen_the_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three runs without variation between steps: 160, 150 and 170 us. Student's 95 % quantile is 2.92."""
+    first, second, third = (str(alternating(tmp_path / str(us), us, 50)) for us in (110, 100, 120))
+    assert main(["whatif", first, "--scale-network", "1x", "--equal", second, "--equal", third, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    row = document["tables"]["what_if"][1]
+    half = 2.92 * (4 / 3) ** 0.5 * 10 * US
+    assert [row["low_ns"], row["high_ns"]] == pytest.approx([160 * US - half, 160 * US + half])
+    assert "The intervals are for one more run, from 3 equal runs." in document["sentences"]
+    assert main(["whatif", first, "--scale-network", "1x", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["tables"]["what_if"][1]["low_ns"] == 160 * US
+    assert any("runs may differ more (--equal DIR)" in sentence for sentence in document["sentences"])
+
+
 def test_changes_compose_in_their_order(tmp_path: Path) -> None:
     replayed = replayed_run(commtrace.open(alternating(tmp_path, 100, 60)))
     expected = {
