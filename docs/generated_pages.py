@@ -184,6 +184,11 @@ _TABLE_SECTIONS: Final = (
         "`commtrace scaling DIR DIR ... --json`, and `commtrace.scaling`.",
         TABLE_GROUPS["scaling"],
     ),
+    (
+        "Tables of predicted changes",
+        "`commtrace whatif DIR --json`; `commtrace.open(DIR).what_if(...)` returns the first.",
+        TABLE_GROUPS["what_if"],
+    ),
 )
 
 _WIDTH: Final = 100

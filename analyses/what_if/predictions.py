@@ -23,7 +23,7 @@ import pandas as pd
 
 from commtrace.analyses.across_ranks.critical_paths import MAX_CALLS, read_step_paths
 from commtrace.analyses.analysed_run import AnalysedRun
-from commtrace.analyses.grouping import Array
+from commtrace.analyses.grouping import Array, rows_of
 from commtrace.analyses.sections import Section
 from commtrace.analyses.table_specs import shared_columns as shared
 from commtrace.analyses.table_specs.spec import (
@@ -336,13 +336,13 @@ def run_facts(replayed: ReplayedRun, equal_runs: int = 0) -> pd.DataFrame:
 
 def sentences(tables: dict[str, pd.DataFrame]) -> Iterator[str]:
     """Yield what was replayed, and what the predictions assume."""
-    row = next(tables[WHAT_IF_RUN.name].itertuples())
+    row = next(rows_of(tables[WHAT_IF_RUN.name]))
     yield (
         f"{format_count(row.steps)} steps of {format_count(row.ranks)} ranks were replayed. Computation, and the order "
         "of calls, stay as recorded; processors that ranks and transfers share are not modelled."
     )
     if row.equal_runs:
-        yield f"The intervals are for one more run, from {format_count(row.equal_runs + 1)} equal runs."
+        yield f"The intervals are for one more run, from {format_count(1 + int(row.equal_runs))} equal runs."
     else:
         yield "The intervals are for other steps of this run; runs may differ more (--equal DIR)."
     if tables[WHAT_IF.name]["low_ns"].isna().any():

@@ -17,6 +17,7 @@ import ranks
 import recorders
 from draws import DRAWS
 
+from commtrace.analyses.what_if.predictions import replayed_run
 from commtrace.run import open_run
 
 pytestmark = pytest.mark.exhaustive
@@ -52,9 +53,9 @@ def delays(nursery: ranks.Nursery, folder: Path, scheme: str, size: int, *delay:
     else:
         statuses, outputs = nursery.run("delayed", folder, scheme, *delay, ranks=size)
         assert statuses == [0] * size, "\n".join(outputs)
-    return [
-        {str(name): value for name, value in row.items()} for row in open_run(folder).table("delays").to_dict("records")
-    ]
+    run = open_run(folder)
+    assert replayed_run(run).replay.error_ns == 0, "a replay gives back what was recorded"
+    return [{str(name): value for name, value in row.items()} for row in run.table("delays").to_dict("records")]
 
 
 def retry(folder: Path, attempt: Callable[[Path], None]) -> None:
