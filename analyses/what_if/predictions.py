@@ -37,11 +37,12 @@ from commtrace.analyses.table_specs.spec import (
     word_column,
 )
 from commtrace.errors import LogError
-from commtrace.formatting import format_count, is_known
+from commtrace.formatting import format_count, format_duration, is_known
 from commtrace.volume import wire_bytes
 
 from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_TARGETS
 from .changes import NamedChange, ReplayedRun, all_changes, parse_change, worst_straggler
+from .event_graph import CircularEventsError
 from .recorded_graph import Part, Replay, replay_of
 
 AS_RECORDED: Final = "as recorded"
@@ -78,8 +79,8 @@ REQUIRED_BANDWIDTH: Final = TableSpec("required_bandwidth", "Bandwidth that hide
     share("exposed", "exposed now", "Part of the step that would be saved if these transfers took no time."),
     *(
         column("ratio", lambda value: f"{value:.3g}x" if is_known(value) else "-", f"speed_{round(100 * target)}",
-            f"for {target:.0%}", f"How much faster these transfers must be for {target:.0%} exposed; missing if no "
-            "speed that was examined suffices.")
+            f"for {target:.0%}", f"How much faster these transfers must be for {target:.0%} exposed; from 1/1,024 "
+            "to 16,384 times are examined; missing if none suffices.")
         for target in EXPOSED_TARGETS
     ),
 ))  # fmt: skip
@@ -119,7 +120,14 @@ def replayed_run(run: AnalysedRun) -> ReplayedRun:
             f"{run.log.path}: its steps cannot be replayed: this needs three training steps of all ranks, with ends of "
             "calls observed on the host, and enough calls between hosts to compare their clocks"
         )
-    return ReplayedRun(run, replay_of(paths))
+    replay = replay_of(paths)
+    try:
+        replay.graph.times(replay.delays)
+    except CircularEventsError as error:
+        raise LogError(
+            f"{run.log.path}: its steps cannot be replayed, since its times contradict each other: {error}"
+        ) from None
+    return ReplayedRun(run, replay)
 
 
 def what_if(
@@ -272,7 +280,7 @@ def _required(replayed: ReplayedRun, delays: Array, dimension: str, edges: Array
     }  # fmt: skip
     for target in EXPOSED_TARGETS:
         enough = np.flatnonzero(shares <= target)
-        speed: float | None = None
+        speed = float(_SPEEDS[0]) if len(enough) else None
         if len(enough) and enough[0]:
             # The share falls with the speed: interpolate between the last one above and the first one below.
             x, y = np.log(_SPEEDS[enough[0] - 1 : enough[0] + 1]), shares[enough[0] - 1 : enough[0] + 1]
@@ -341,6 +349,8 @@ def sentences(tables: dict[str, pd.DataFrame]) -> Iterator[str]:
         f"{format_count(row.steps)} steps of {format_count(row.ranks)} ranks were replayed. Computation, and the order "
         "of calls, stay as recorded; processors that ranks and transfers share are not modelled."
     )
+    if row.error_ns:
+        yield f"The replay gives back the recorded times within {format_duration(row.error_ns)}."
     if row.equal_runs:
         yield f"The intervals are for one more run, from {format_count(1 + int(row.equal_runs))} equal runs."
     else:
