@@ -36,7 +36,7 @@ WORST: Final = "worst"
 _MAX_OVERLAPPING: Final = 64
 """Transfers of a rank after each one, by begin, among which those that overlap it are searched for."""
 MAX_STRAGGLERS: Final = 16
-"""Ranks among which the worst straggler is searched for: those that compute longest beyond the others."""
+"""Ranks among which the worst straggler is searched for: those that compute longest beyond the median of all."""
 SELECTORS: Final = {"role": "dimension", "op": "operation", "purpose": "purpose"}
 """Columns of calls by whose labels a change may select -> their names."""
 
@@ -217,10 +217,8 @@ def worst_straggler(run: ReplayedRun, delays: Array) -> tuple[int, Array]:
     """Return the rank without whose additional computation the median step is shortest, and the delays without it."""
     gaps = run.gaps
     sums = gaps.sums(delays)
-    excess = np.zeros(len(run.replay.paths.processes))
-    for process in range(len(excess)):
-        others = gaps.of_others(sums, np.median, process)
-        excess[process] = np.nansum(np.maximum(sums - others, 0))
+    beyond = np.maximum(sums - gaps.of_others(sums, np.median, None), 0)
+    excess = np.bincount(gaps.process, np.nan_to_num(beyond), len(run.replay.paths.processes))
     candidates = np.argsort(-excess, kind="stable")[:MAX_STRAGGLERS].tolist()
     changed = [_without(run, delays, process) for process in candidates]
     medians = np.median(run.replay.step_ns(np.stack(changed)), axis=-1)

@@ -56,6 +56,8 @@ _TO_DEVIATION: Final = 1.4826
 _MEDIAN_ERROR: Final = 1.2533
 _LEAST_STEPS: Final = 3
 """Number of steps up to which all of them count."""
+_LEAST_FOR_INTERVAL: Final = 4
+"""Number of steps without which their variation is not known."""
 _MAX_LIMITS: Final = 2
 _STUDENT_95: Final = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 """95 % quantiles of Student's distribution by degrees of freedom from 1; for more, the last one is an upper bound."""
@@ -64,7 +66,8 @@ _MIN_LIMIT: Final = 0.02
 WHAT_IF: Final = TableSpec("what_if", "Steps with changes", "A row per change, the first one is the recorded run.", (
     text_column("change", "change", "What is changed, as it is written; several compose.", shortenable=True),
     duration("step_ns", "step", "Predicted duration of a step: median over the replayed steps."),
-    duration("low_ns", "from", "Lower end of its 90 % interval; missing if the error of a network is not known."),
+    duration("low_ns", "from",
+        "Lower end of its 90 % interval; missing for fewer than 4 steps, or if the error of a network is not known."),
     duration("high_ns", "to", "Upper end likewise."),
     share("gain", "gain", "Part of the recorded step that it saves; negative: the step becomes longer."),
     text_column("limits", "then limited by",
@@ -206,7 +209,8 @@ def _row(replayed: ReplayedRun, variation: float, text: str, delays: Array, erro
     step_ns = float(np.median(steps[0]))
     of_network = float(np.abs(np.median(steps, axis=-1) - step_ns).max())
     half = float(np.linalg.norm([_spread(steps[0]), of_network, variation * step_ns]))
-    low, high = (None, None) if error is None else (max(0.0, step_ns - half), step_ns + half)
+    has_interval = error is not None and len(steps[0]) >= _LEAST_FOR_INTERVAL
+    low, high = (max(0.0, step_ns - half), step_ns + half) if has_interval else (None, None)
     return _Prediction(text, step_ns, low, high, ", ".join(_limits(replayed, delays[0], times[0])))
 
 
@@ -355,5 +359,8 @@ def sentences(tables: dict[str, pd.DataFrame]) -> Iterator[str]:
         yield f"The intervals are for one more run, from {format_count(1 + int(row.equal_runs))} equal runs."
     else:
         yield "The intervals are for other steps of this run; runs may differ more (--equal DIR)."
-    if tables[WHAT_IF.name]["low_ns"].isna().any():
+    unknown = tables[WHAT_IF.name]["low_ns"].isna()
+    if unknown.all():
+        yield "There are no intervals: with so few steps, their variation is not known."
+    elif unknown.any():
         yield "A described network is ideal: its error is not known, and real steps take longer."

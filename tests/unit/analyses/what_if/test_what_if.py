@@ -31,7 +31,7 @@ def late(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def alternating(folder: Path, compute_us: int, transfer_us: int, steps: int = 6) -> Path:
+def alternating(folder: Path, compute_us: int, transfer_us: int, steps: int = 8) -> Path:
     """Write a run of two ranks that compute and all_reduce 1 MiB in turn."""
     program = Program(2, [], [[], []])
     for step in range(steps):
@@ -84,6 +84,13 @@ def test_equal_runs_widen_the_interval(tmp_path: Path, capsys: pytest.CaptureFix
     document = json.loads(capsys.readouterr().out)
     assert document["tables"]["what_if"][1]["low_ns"] == 160 * US
     assert any("runs may differ more (--equal DIR)" in sentence for sentence in document["sentences"])
+
+
+def test_too_few_steps_have_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["whatif", str(alternating(tmp_path, 100, 50, steps=5)), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {row["low_ns"] for row in document["tables"]["what_if"]} == {None}
+    assert any("There are no intervals: with so few steps" in sentence for sentence in document["sentences"])
 
 
 def test_changes_compose_in_their_order(tmp_path: Path) -> None:
