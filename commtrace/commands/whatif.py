@@ -1,7 +1,7 @@
 """Predict the step time of a recorded run after a change.
 
-The last steps are replayed: computation, calls, and what each call waits for, on
-all ranks. Options of changes compose, in the order in which they are given:
+The last steps are replayed: computation, calls, and what each call waits for,
+on all ranks. Options of changes compose, in the order in which they are given:
 
     commtrace whatif logs/run1 --all
     commtrace whatif logs/run1 --scale-network 2x --without-straggler worst
