@@ -1,7 +1,7 @@
 """Predictions of `commtrace whatif` beside what happened: real jobs of gloo before and after one change.
 
-Links are network namespaces whose only interface is limited by a token bucket filter (tc-tbf(8)); this needs root. The
-prediction is made from the log of the first run before the second one starts. Of networks, each ordered pair counts.
+Links are network namespaces whose only interface is limited by a token bucket filter (tc-tbf(8)); this needs root. A
+prediction reads only the log of the first run, and equal runs for its interval. Of networks, each ordered pair counts.
 
     sudo python benchmarks/what_if_pairs.py --out pairs.json    # 11 minutes; prints docs/explanation/replay-pairs.md
     python benchmarks/what_if_pairs.py --show pairs.json
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from commtrace.analyses.what_if.predictions import replayed_run, variation_of_runs, what_if
+from commtrace.analyses.what_if.predictions import median_step_ns, replayed_run, variation_of_runs, what_if
 from commtrace.run import open_run
 
 TRAINING: Final = Path(__file__).with_name("what_if_training.py")
@@ -90,24 +90,9 @@ def bench(inside: Sequence[str], out: Path) -> None:
         return
     operations = "all_reduce,all_gather,reduce_scatter,broadcast,barrier"
     options = ["--operations", operations, "--max-bytes", "8m", "--seconds", "0.2", "--out", str(out), "--force"]
-    command = [
-        *inside,
-        "timeout",
-        "300",
-        sys.executable,
-        "-m",
-        "commtrace.cli",
-        "bench",
-        "--nproc",
-        str(RANKS),
-        *options,
-    ]
+    launch = [sys.executable, "-m", "commtrace.cli", "bench", "--nproc", str(RANKS)]
+    command = [*inside, "timeout", "300", *launch, *options]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
-def median_step_ns(log: Path) -> float:
-    """Return the median step of a run."""
-    return float(what_if(replayed_run(open_run(log)))["step_ns"].iloc[0])
 
 
 def predicted(kind: str, name: str, log: Path, change: str, after: Path, equal: Sequence[Path] = ()) -> Case:
@@ -125,7 +110,8 @@ def predicted(kind: str, name: str, log: Path, change: str, after: Path, equal: 
     table = what_if(replayed_run(open_run(log)), [change], variation=variation)
     row = table.iloc[-1]
     before, step, low, high = map(float, (table["step_ns"].iloc[0], row.step_ns, row.low_ns, row.high_ns))
-    return Case(kind, name, change, before, step, low, high, median_step_ns(after))
+    measured = replayed_run(open_run(after)).replay
+    return Case(kind, name, change, before, step, low, high, float(median_step_ns(measured, measured.delays)))
 
 
 def equal_runs(folder: Path, scheme: str) -> list[Path]:

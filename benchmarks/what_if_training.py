@@ -1,6 +1,6 @@
 """python what_if_training.py SCHEME [NAME=VALUE ...]: a training whose network, computation or late rank is changed.
 
-SCHEME: ddp, zero1, fsdp2 or messages. Values: steps, width, layers, samples, bucket_mb, dtype, late (a rank), late_ms.
+SCHEME: ddp, zero1 or fsdp2. Values: steps, width, layers, samples, bucket_mb, dtype, late (a rank), late_ms.
 """
 
 from __future__ import annotations

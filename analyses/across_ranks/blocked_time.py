@@ -206,8 +206,7 @@ def _timelines(calls: MatchedCalls, call_times: CallTimes, times: Mapping[str, A
 def _may_wait(calls: MatchedCalls) -> Array:
     """Return whether each call may wait for other ranks, bool, shape (calls,)."""
     may_wait = (calls["depends"] & (SOURCE | TARGET | UNCERTAIN)) > 0
-    may_wait[calls.matched] &= (calls.expected > 1)[calls["instance"][calls.matched]]
-    return np.asarray(may_wait)
+    return np.asarray(may_wait & calls.per_call(calls.expected > 1, otherwise=True))
 
 
 def _unobserved_waits(

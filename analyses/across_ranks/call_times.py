@@ -77,13 +77,13 @@ class CallTimes:
             usable &= (calls.complete & agree(calls) & (calls.expected > 1))[instance]
         usable &= (depends & (SOURCE | TARGET | UNCERTAIN)) > 0
         first, last = _last_arrivals(calls, (depends & (SOURCE | UNCERTAIN)) > 0, clocks)
-        sends = _sends(calls)
-        if sends.any():
-            receive_first, receive_last = _last_arrivals(calls, _receives(calls), clocks)
+        is_send = sends(calls)
+        if is_send.any():
+            receive_first, receive_last = _last_arrivals(calls, receives(calls), clocks)
             # A buffered send has ended before its receive arrives: it does not wait.
-            first = np.where(sends, np.where(receive_first <= end, receive_first, 0), first)
-            last = np.where(sends, np.where(receive_first <= end, receive_last, 0), last)
-        waiting = ((depends & (TARGET | UNCERTAIN)) > 0) | sends
+            first = np.where(is_send, np.where(receive_first <= end, receive_first, 0), first)
+            last = np.where(is_send, np.where(receive_first <= end, receive_last, 0), last)
+        waiting = ((depends & (TARGET | UNCERTAIN)) > 0) | is_send
         duration = np.where(usable, end - arrival, 0)
         shortest, longest = (
             np.where(usable & waiting, np.clip(moment, arrival, np.maximum(end, arrival)) - arrival, 0)
@@ -109,10 +109,9 @@ class CallTimes:
     def last_process(self) -> Array:
         """Process whose arrival released the call, int64; its own if it waited for none, -1 where not known."""
         calls = self.calls
-        awaited = np.full(len(calls), -1, np.int64)
-        awaited[calls.matched] = self._last_of((calls["depends"] & SOURCE) > 0)[calls["instance"][calls.matched]]
-        if (sends := np.flatnonzero(_sends(calls))).size:
-            awaited[sends] = self._last_of(_receives(calls))[calls["instance"][sends]]
+        awaited = calls.per_call(self._last_of((calls["depends"] & SOURCE) > 0), otherwise=-1)
+        if (at := np.flatnonzero(sends(calls))).size:
+            awaited[at] = self._last_of(receives(calls))[calls["instance"][at]]
         return np.where(self.known, np.where(self.wait > 0, awaited, calls["process"]), -1)
 
     def _last_of(self, sources: Array) -> Array:
@@ -126,20 +125,20 @@ class CallTimes:
         return result
 
 
-def _sends(calls: MatchedCalls) -> Array:
+def sends(calls: MatchedCalls) -> Array:
+    """Return which calls are sends that are matched with their receive, bool, shape (calls,)."""
     return np.asarray(_of_message(calls) & ((calls["depends"] & SOURCE) > 0))
 
 
-def _receives(calls: MatchedCalls) -> Array:
+def receives(calls: MatchedCalls) -> Array:
+    """Return which calls are receives that are matched with their send, bool, shape (calls,)."""
     return np.asarray(_of_message(calls) & ((calls["depends"] & SOURCE) == 0))
 
 
 def _of_message(calls: MatchedCalls) -> Array:
     """Return whether each call is matched with the other call of a message, bool, shape (calls,)."""
-    is_message = np.array([channel.source >= 0 for channel in calls.channels], bool)[calls.channel]
-    result = np.zeros(len(calls), bool)
-    result[calls.matched] = is_message[calls["instance"][calls.matched]]
-    return result
+    is_message = np.array([channel.source >= 0 for channel in calls.channels], bool)
+    return calls.per_call(is_message[calls.channel])
 
 
 def _last_arrivals(calls: MatchedCalls, sources: Array, clocks: Clocks) -> tuple[Array, Array]:

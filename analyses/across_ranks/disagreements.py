@@ -79,8 +79,7 @@ class Disagreements:
         reliable = np.array([member.proves for member in self._last.members], bool)[calls["process"]]
         same_size = self._must_equal(lambda operation: operation.equal_size)
         same_dtype = self._must_equal(lambda operation: operation.equal_dtype)
-        same_op = np.zeros(len(calls), bool)
-        same_op[calls.matched] = ~self._differs("op", reliable)[calls["instance"][calls.matched]]
+        same_op = calls.per_call(~self._differs("op", reliable))
         known = reliable & (same_op | message)
         return {
             "op": reliable & ~message,

@@ -93,8 +93,7 @@ class MatchedCalls:
         if parts < 2:
             yield self
             return
-        number = np.zeros(len(self), np.int64)
-        number[self.matched] = self.seq[self["instance"][self.matched]] % parts
+        number = self.per_call(self.seq % parts)
         for part in range(parts):
             yield self.rows(np.flatnonzero(number == part))
 
@@ -131,6 +130,12 @@ class MatchedCalls:
     def complete(self) -> Array:
         """Whether the log has the calls of all ranks of each instance, bool, shape (instances,)."""
         return np.asarray(self.present == self.expected)
+
+    def per_call(self, values: Array, otherwise: int = 0) -> Array:
+        """Return the value of each call's instance, given those of the instances; `otherwise` for calls without one."""
+        result = np.full(len(self), otherwise, values.dtype)
+        result[self.matched] = values[self["instance"][self.matched]]
+        return result
 
     def largest(self, values: Array, start: int = 0) -> Array:
         """Return the largest of the values, shape (calls,), in each instance, int64, shape (instances,)."""

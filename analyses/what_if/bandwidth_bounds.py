@@ -34,7 +34,8 @@ def _name(bound: str, share: float) -> str:
     return f"{bound}_{round(100 * share)}_gb_per_s"
 
 
-def _format(gb_per_s: float) -> str:
+def format_bandwidth(gb_per_s: float) -> str:
+    """Format GB/s with three digits; "-" if not known."""
     return f"{gb_per_s:.3g}" if is_known(gb_per_s) else "-"
 
 
@@ -46,8 +47,8 @@ BANDWIDTH_BOUNDS: Final = TableSpec("bandwidth_bounds", "Bandwidth of a rank tha
     count("calls_per_rank", "calls/step", "Calls per recorded rank in a typical step.", optional=True),
     bytes_column("wire_bytes_per_rank", "wire (min)/step", "Their wire bytes; missing unless known for every call."),
     *(
-        column("GB/s", _format, _name(bound, share), f"{share:.0%} {bound}", f"For {share:.0%} exposed if {meaning}.",
-            optional=share == min(EXPOSED_TARGETS))
+        column("GB/s", format_bandwidth, _name(bound, share), f"{share:.0%} {bound}",
+            f"For {share:.0%} exposed if {meaning}.", optional=share == min(EXPOSED_TARGETS))
         for share in EXPOSED_TARGETS
         for bound, meaning in ((BEST, "all transfers overlap"), (WORST, "no transfer overlaps"))
     ),

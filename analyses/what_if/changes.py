@@ -28,7 +28,6 @@ from commtrace.analyses.grouping import Array, group_rows
 from commtrace.errors import CommtraceError
 from commtrace.network import NetworkError
 from commtrace.network.networks import Network, open_network
-from commtrace.operations import MESSAGES
 
 from .recorded_graph import Part, Replay
 
@@ -308,11 +307,12 @@ def _on_shared_link(run: ReplayedRun, calls: Array, *expected: Array) -> list[Ar
     length = np.maximum(end - begin, 1)
     times = [own[order] for own in expected]
     sums = [own.copy() for own in times]
-    for lag in range(1, len(calls)):
+    reach = np.maximum.accumulate(end)
+    for lag in range(1, min(len(calls), _MAX_OVERLAPPING + 1)):
         same = process[lag:] == process[:-lag]
-        overlap = np.where(same, np.minimum(end[lag:], end[:-lag]) - begin[lag:], 0).clip(min=0)
-        if not (same & (np.maximum.accumulate(end)[:-lag] > begin[lag:])).any() or lag > _MAX_OVERLAPPING:
+        if not (same & (reach[:-lag] > begin[lag:])).any():
             break
+        overlap = np.where(same, np.minimum(end[lag:], end[:-lag]) - begin[lag:], 0).clip(min=0)
         for own, total in zip(times, sums, strict=True):
             known = np.nan_to_num(own)
             total[:-lag] += known[lag:] * overlap / length[lag:]
@@ -339,8 +339,13 @@ def _kinds_of_calls(run: ReplayedRun, call: Array) -> Iterator[tuple[str, int, i
         if channel[example] < 0:
             continue
         op, payload = str(calls.text("op", call[example])), int(calls["payload"][call[example]])
-        ranks = 2 if op in MESSAGES else int(sizes[channel[example]])
-        yield op, payload, ranks, int(hosts[channel[example]]), order[bounds[kind] : bounds[kind + 1]]
+        yield (
+            op,
+            payload,
+            int(sizes[channel[example]]),
+            int(hosts[channel[example]]),
+            order[bounds[kind] : bounds[kind + 1]],
+        )
 
 
 _CHANGES: Final[dict[str, Callable[[str, str], NamedChange]]] = {

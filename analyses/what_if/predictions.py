@@ -40,7 +40,7 @@ from commtrace.errors import LogError
 from commtrace.formatting import format_count, format_duration, is_known
 from commtrace.volume import wire_bytes
 
-from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_TARGETS
+from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_TARGETS, format_bandwidth
 from .changes import NamedChange, ReplayedRun, all_changes, parse_change, worst_straggler
 from .event_graph import CircularEventsError
 from .recorded_graph import Part, Replay, replay_of
@@ -77,7 +77,7 @@ REQUIRED_BANDWIDTH: Final = TableSpec("required_bandwidth", "Bandwidth that hide
     "A row per dimension, and one for all of them.", (
     word_column("dimension", "dimension", 'Parallel dimension; "all": of all dimensions at once.'),
     bytes_column("wire_bytes", "wire (min)/step", "Wire bytes of a rank in a step; missing unless known."),
-    column("GB/s", lambda value: f"{value:.3g}" if is_known(value) else "-", "bandwidth_gb_per_s", "GB/s now",
+    column("GB/s", format_bandwidth, "bandwidth_gb_per_s", "GB/s now",
         "wire_bytes of the steps by the time of transfers."),
     share("exposed", "exposed now", "Part of the step that would be saved if these transfers took no time."),
     *(
@@ -315,8 +315,7 @@ def _wire_and_bandwidth(replayed: ReplayedRun, delays: Array, edges: Array) -> t
     replay, calls = replayed.replay, replayed.replay.paths.calls
     at = np.flatnonzero(edges)
     call, first = np.unique(replay.call[at], return_index=True)
-    size = np.zeros(len(calls), np.int64)
-    size[calls.matched] = calls.expected[calls["instance"][calls.matched]]
+    size = calls.per_call(calls.expected)
     rank = np.array([process.rank for process in replayed.run.processes])[calls["process"]]
     total = 0.0
     for code in np.unique(calls["op"][call]):

@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from commtrace.analyses.across_ranks.blocked_time import Timeline
+from commtrace.analyses.across_ranks.call_times import receives, sends
 from commtrace.analyses.across_ranks.critical_paths import StepPaths
 from commtrace.analyses.across_ranks.dependencies import SOURCE, TARGET, UNCERTAIN
 from commtrace.analyses.grouping import Array, group_rows
@@ -355,34 +356,25 @@ class _Builder:
         calls, call_times = self._calls, self._paths.blocked.call_times
         depends, known = calls["depends"], call_times.known[replayed]
         is_source, is_target = (depends & (SOURCE | UNCERTAIN)) > 0, (depends & (TARGET | UNCERTAIN)) > 0
-        matched = calls["instance"] >= 0
-        messages = np.array([channel.source >= 0 for channel in calls.channels], bool)
-        is_message = np.zeros(len(calls), bool)
-        is_message[calls.matched] = messages[calls.channel[calls["instance"][calls.matched]]]
-        sends = is_message & is_source & ~is_target
-        receives = is_message & ~is_source
-        waiting = (
-            known
-            & sends[replayed]
-            & self._wait_for_receives(sends & call_times.known, np.flatnonzero(receives))[replayed]
-        )
+        matched, received = calls["instance"] >= 0, np.flatnonzero(receives(calls))
+        waiting = known & self._wait_for_receives(sends(calls) & call_times.known, received)[replayed]
         return (
             (np.flatnonzero(matched & is_source), np.flatnonzero(known & is_target[replayed])),
-            (np.flatnonzero(receives), np.flatnonzero(waiting)),
+            (received, np.flatnonzero(waiting)),
         )
 
-    def _wait_for_receives(self, sends: Array, receives: Array) -> Array:
-        """Return which of some sends wait for their receives, bool, shape (calls,).
+    def _wait_for_receives(self, is_send: Array, received: Array) -> Array:
+        """Return which sends wait for their receives, bool, shape (calls,), given whether each call is one.
 
         A library buffers small messages: those of at most the size of one that ended before its receive had begun. If
         the receive began first, or meanwhile, the log of this send alone does not show whether it would have waited.
         """
         calls, payload = self._calls, self._calls["payload"]
-        received = np.full(len(calls.channel), np.iinfo(np.int64).max)
-        received[calls["instance"][receives]] = self._times["arrival"][receives]
-        at = np.flatnonzero(sends)
-        buffered = at[self._times["t_end"][at] < received[calls["instance"][at]]]
-        return np.asarray(sends & (payload > payload[buffered].max(initial=-1)))
+        arrival = np.full(len(calls.channel), np.iinfo(np.int64).max)
+        arrival[calls["instance"][received]] = self._times["arrival"][received]
+        at = np.flatnonzero(is_send)
+        buffered = at[self._times["t_end"][at] < arrival[calls["instance"][at]]]
+        return np.asarray(is_send & (payload > payload[buffered].max(initial=-1)))
 
     def _arrivals(self, sources: Array, first_event: int) -> tuple[Array, Array, Array]:
         """Add an event for each instance of `sources`: the last of them arrives.
@@ -418,8 +410,7 @@ class _Builder:
         late &= (calls["flags"][replayed] & int(Flag.ASYNC)) > 0
         if not late.any():
             return
-        sizes = np.zeros(len(calls), np.int64)
-        sizes[calls.matched] = calls.expected[calls["instance"][calls.matched]]
+        sizes = calls.per_call(calls.expected)
         transfer = self._ended[replayed] - released
         _, kinds = group_rows([calls["op"][replayed], calls["payload"][replayed], sizes[replayed]])
         for kind in np.unique(kinds[late]).tolist():

@@ -75,14 +75,17 @@ class Ran:
 LAUNCH: Final = 3 * US
 
 
-def run(program: Program, compute: Callable[[int, int, int], int], transfer: Callable[[Operation, int], int]) -> Ran:
-    """Execute a program.
+Scale = Callable[[int], int]
+"""Returns a changed time in ns."""
 
-    Args:
-        program: The program.
-        compute: Returns how long a rank computes, given the rank, the number of the instruction, and its ns.
-        transfer: Returns how long an operation transfers on a rank.
-    """
+
+def unchanged(ns: int) -> int:
+    """Return the time."""
+    return ns
+
+
+def run(program: Program, compute: Scale = unchanged, transfer: Scale = unchanged) -> Ran:
+    """Execute a program with other times of computation and transfer."""
     time, at = [1_000_000] * program.ranks, [0] * program.ranks
     ran = Ran({}, {}, {}, {}, {})
     queued: dict[int, list[int]] = defaultdict(list)  # background operations of all ranks, by rank
@@ -93,7 +96,7 @@ def run(program: Program, compute: Callable[[int, int, int], int], transfer: Cal
                 instruction = program.instructions[rank][at[rank]]
                 key = rank, instruction.operation
                 if instruction.what == "compute":
-                    time[rank] += compute(rank, at[rank], instruction.ns)
+                    time[rank] += compute(instruction.ns)
                 elif instruction.what == "call":
                     if key not in ran.begun:
                         ran.begun[key] = time[rank]
@@ -121,7 +124,7 @@ def run(program: Program, compute: Callable[[int, int, int], int], transfer: Cal
 
 
 def _end(
-    program: Program, ran: Ran, queued: dict[int, list[int]], rank: int, number: int, transfer: Callable[..., int]
+    program: Program, ran: Ran, queued: dict[int, list[int]], rank: int, number: int, transfer: Scale
 ) -> int | None:
     """Return when an operation ends on a rank, None if that is not yet known."""
     if (rank, number) in ran.ended:
@@ -143,7 +146,7 @@ def _end(
         if (end := _end(program, ran, queued, rank, before[-1], transfer)) is None:
             return None
         released = max(released, end)
-    ran.ended[rank, number] = released + transfer(operation, rank)
+    ran.ended[rank, number] = released + transfer(operation.transfer[rank])
     return ran.ended[rank, number]
 
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from factory import ALL_REDUCE, BARRIER
-from replayed_programs import Instruction, Operation, Program, Ran, random_program, run, shows_buffered, write
+from replayed_programs import (
+    Instruction,
+    Operation,
+    Program,
+    Scale,
+    random_program,
+    run,
+    shows_buffered,
+    unchanged,
+    write,
+)
 
 from commtrace.analyses.what_if.changes import parse_change
 from commtrace.analyses.what_if.event_graph import CircularEventsError, EventGraph
@@ -57,23 +66,13 @@ def test_the_longest_path() -> None:
     assert [*graph.path(delays, times, 3)] == [2, 0]
 
 
-Scale = Callable[[int], int]
 CHANGES: dict[str, tuple[Scale, Scale]] = {
-    "compute=0.5x": (lambda ns: ns // 2, lambda ns: ns),
-    "compute=3x": (lambda ns: 3 * ns, lambda ns: ns),
-    "scale-network=4x": (lambda ns: ns, lambda ns: ns // 4),
-    "scale-network=0.25x": (lambda ns: ns, lambda ns: 4 * ns),
-    "free=data": (lambda ns: ns, lambda ns: 0),
+    "compute=0.5x": (lambda ns: ns // 2, unchanged),
+    "compute=3x": (lambda ns: 3 * ns, unchanged),
+    "scale-network=4x": (unchanged, lambda ns: ns // 4),
+    "scale-network=0.25x": (unchanged, lambda ns: 4 * ns),
+    "free=data": (unchanged, lambda ns: 0),
 }
-
-
-def ran(program: Program, change: str = "compute=1x") -> Ran:
-    compute, transfer = CHANGES.get(change, (lambda ns: ns, lambda ns: ns))
-    return run(
-        program,
-        lambda rank, number, ns: compute(ns),
-        lambda operation, rank: transfer(operation.transfer[rank]),
-    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -82,7 +81,7 @@ def test_a_replay_agrees_with_the_simulator(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     ranks = chance.randint(3, 6)
     program = random_program(chance, ranks, STEPS)
-    write(program, before := ran(program), tmp_path)
+    write(program, before := run(program), tmp_path)
     replayed = replayed_run(open_run(tmp_path))
     replay = replayed.replay
     steps = range(1, STEPS - 1)
@@ -92,7 +91,7 @@ def test_a_replay_agrees_with_the_simulator(seed: int, tmp_path: Path) -> None:
     if not shows_buffered(program, before, int(replay.paths.ends[:, 0].max())):
         return  # nothing in the log tells whether a send waits for its receive
     for change in CHANGES:
-        expected = ran(program, change).step_ns(ranks, steps)
+        expected = run(program, *CHANGES[change]).step_ns(ranks, steps)
         found = replay.step_ns(parse_change(change).apply(replayed, replay.delays))
         assert found[1:] == pytest.approx(expected[1:], abs=US), change
 
@@ -108,7 +107,7 @@ def test_parts_are_those_of_the_program(tmp_path: Path) -> None:
                 Instruction("compute", own, -1, step=step),
                 Instruction("call", 0, step, step=step),
             ]
-    write(program, ran(program), tmp_path)
+    write(program, run(program), tmp_path)
     replayed = replayed_run(open_run(tmp_path))
     replay = replayed.replay
     sums = {part: replay.delays[replay.part == part].sum() / US for part in Part}
@@ -133,10 +132,10 @@ def test_ends_that_waits_observed_late(tmp_path: Path) -> None:
                 Instruction("wait", 0, 2 * step, step=step),
                 Instruction("call", 0, 2 * step + 1, step=step),
             ]
-    before = ran(program)
+    before = run(program)
     write(program, before, tmp_path, clock=Clock.WAIT)
     replayed = replayed_run(open_run(tmp_path))
     assert replayed.replay.error_ns == 0
     found = replayed.replay.step_ns(parse_change("compute=0.01x").apply(replayed, replayed.replay.delays))
-    expected = run(program, lambda rank, number, ns: ns // 100, lambda operation, rank: operation.transfer[rank])
+    expected = run(program, lambda ns: ns // 100)
     assert found[1:] == pytest.approx(expected.step_ns(2, range(1, 8))[1:], abs=US)

@@ -40,7 +40,7 @@ def alternating(folder: Path, compute_us: int, transfer_us: int, steps: int = 8)
         for rank in (0, 1):
             program.instructions[rank].append(Instruction("compute", compute_us * US, -1, step=step))
             program.instructions[rank].append(Instruction("call", 0, step, step=step))
-    write(program, run(program, lambda *key: key[2], lambda operation, rank: operation.transfer[rank]), folder)
+    write(program, run(program), folder)
     return folder
 
 
@@ -153,19 +153,14 @@ def test_transfers_that_overlap_share_a_link(tmp_path: Path) -> None:
     program = Program(2, [], [[], []])
     for step in range(6):
         for part, kind in enumerate((ALL_REDUCE, SEND)):
-            ranks = (0, 1)
-            seq = step
-            program.operations.append(
-                Operation(kind, ranks, 0, dict.fromkeys(ranks, (900 + part) * US), seq, True, bool(part))
-            )
+            times = dict.fromkeys((0, 1), (900 + part) * US)
+            program.operations.append(Operation(kind, (0, 1), 0, times, step, True, bool(part)))
         for rank in (0, 1):
             numbers = 2 * step, 2 * step + 1
             program.instructions[rank].append(Instruction("compute", 100 * US, -1, step=step))
             program.instructions[rank] += [Instruction("call", 0, number, step=step) for number in numbers]
             program.instructions[rank] += [Instruction("wait", 0, number, step=step) for number in numbers]
-    write(
-        program, run(program, lambda *key: key[2], lambda operation, rank: operation.transfer[rank]), tmp_path / "log"
-    )
+    write(program, run(program), tmp_path / "log")
     old, new = (description(tmp_path, name, rate, latency_us=10) for name, rate in (("old", 1.0), ("new", 4.0)))
     table = what_if(replayed_run(commtrace.open(tmp_path / "log")), [f"network={new},{old}"])
     before, after = table["step_ns"]
