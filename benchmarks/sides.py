@@ -41,8 +41,8 @@ def summary_sides() -> dict[str, Switch]:
 
 
 def recorders() -> list[str]:
-    """Return the available recorders; `commtrace build` makes the native one."""
-    return ["python", "native"] if libraries.TORCH.path().exists() else ["python"]
+    """Return the available recorders."""
+    return ["python", "native"] if libraries.TORCH.available() else ["python"]
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class Settings:
     """Absolute path of the log (programs change directory). COMMTRACE=1: `commtrace-logs` in the current directory."""
 
     recorder: str = "auto"
-    """The recorder: "native" (in C++, made by `commtrace build`), "python", or "auto": native if it is built."""
+    """The recorder: "native" (C++, from a wheel or `commtrace build`), "python", or "auto": native if there is one."""
 
     ranks: str = ""
     """Ranks that are recorded, such as "0-7,64" or "0-1016:8" (every eighth); empty: all."""

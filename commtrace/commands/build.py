@@ -1,10 +1,12 @@
 """Build the native recorder for this environment.
 
 It records calls at a fraction of the cost of the Python recorder, and observes
-the end of a call even if nothing in Python waits for it. The build needs a C++
-compiler and takes half a minute, once per environment (Python, torch,
-commtrace). The result is stored in the user's cache (XDG_CACHE_HOME), where
-every training run finds it. Without it, the Python recorder is used.
+the end of a call even if nothing in Python waits for it. A binary wheel of
+commtrace holds it for the releases of torch on PyPI: then nothing is built.
+Otherwise the build needs a C++ compiler and takes half a minute, once per
+environment (Python, torch, commtrace). The result is stored in the user's cache
+(XDG_CACHE_HOME), where every training run finds it. Without it, the Python
+recorder is used.
 """
 
 from __future__ import annotations

@@ -96,11 +96,11 @@ def _probe(library: str) -> int:
 
 def _why_slower(reason: str | None) -> str:
     """Return why the Python recorder was used, as the end of a line; "" if the native one was."""
-    from commtrace.hooks.native.libraries import NOT_BUILT, missing_compiler
+    from commtrace.hooks.native.libraries import REMEDY, missing_compiler
 
     if reason is None:
         return ""
-    obstacle = f"; it cannot be built: {missing_compiler()}" if reason == NOT_BUILT and missing_compiler() else ""
+    obstacle = f"; it cannot be built: {missing_compiler()}" if reason.endswith(REMEDY) and missing_compiler() else ""
     return f", which costs far more per call than the native one: {reason}{obstacle}"
 
 

@@ -62,7 +62,7 @@ def usable() -> bool:
         try:
             _library = _library or libraries.TORCH.load()
         except libraries.NotBuiltError as error:
-            reason = libraries.NOT_BUILT
+            reason = str(error)
             if settings.recorder == "native":
                 warn(f"{error}. The Python recorder is used instead.")
         except (ImportError, OSError, CommtraceError) as error:

@@ -48,8 +48,8 @@ def usable() -> bool:
     else:
         try:
             _library = _library or libraries.MPI.load()
-        except libraries.NotBuiltError:
-            reason = libraries.NOT_BUILT
+        except libraries.NotBuiltError as error:
+            reason = str(error)
         except (ImportError, OSError, CommtraceError) as error:
             reason = f"the compiled wrappers cannot be used: {error}"
             warn(f"the compiled wrappers of mpi4py cannot be used: {error}. The Python recorder is used instead.")

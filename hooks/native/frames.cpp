@@ -1,6 +1,7 @@
 // Reading a thread's own frames needs no lock: they cannot change during a call. Python's public API creates objects and
-// needs the GIL, so this file is compiled with the internal headers of the Python that it will run in. For versions with
-// unknown internals it uses the public API, with the GIL.
+// needs the GIL, so this file is compiled with the internal headers of the Python that it will run in: of the same minor
+// version, because CPython compares the layouts of structures with each patch release (its check-abidump). `frames_agree`
+// compares what is read. For versions with unknown internals it uses the public API, with the GIL.
 #include "frames.h"
 
 #if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
@@ -46,6 +47,25 @@ bool outer(Frame& frame) { return set_frame(frame, static_cast<_PyInterpreterFra
 
 void finished(Frame&) {}
 
+bool frames_agree() {
+  Frame read;
+  bool found = innermost(read);
+  PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
+  while (found && frame != nullptr) {
+    PyCodeObject* code = PyFrame_GetCode(frame);
+    const uint64_t where = reinterpret_cast<uint64_t>(_PyCode_CODE(code)) + PyFrame_GetLasti(frame);
+    PyFrameObject* back = PyFrame_GetBack(frame);
+    Py_DECREF(code);
+    Py_DECREF(frame);
+    frame = back;
+    if (read.where != where) break;
+    found = outer(read);
+  }
+  const bool agree = !found && frame == nullptr;
+  Py_XDECREF(frame);
+  return agree;
+}
+
 #else
 
 bool frames_need_gil() { return true; }
@@ -76,6 +96,8 @@ void finished(Frame& frame) {
   Py_XDECREF(static_cast<PyObject*>(frame.frame));
   frame.frame = nullptr;
 }
+
+bool frames_agree() { return true; }
 
 #endif
 

@@ -196,6 +196,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("replace_wait", &replace_wait);
   m.def("note_completed", &note_completed);
   m.def("layout", &layout);
+  m.def("frames_agree", &frames_agree);
+  m.def("shares_types", [] { return py::detail::get_type_info(typeid(c10d::ProcessGroup)) != nullptr; });
   m.def("set_purpose", [](uint32_t purpose) { thread_purpose = purpose; });
   m.def("crossing", &crossing, py::call_guard<py::gil_scoped_release>());
 }

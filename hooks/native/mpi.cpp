@@ -682,6 +682,8 @@ PyObject* layout(PyObject*, PyObject*) {
   return offsets.release();
 }
 
+PyObject* frames_agree(PyObject*, PyObject*) { return PyBool_FromLong(commtrace::frames_agree()); }
+
 PyMethodDef functions[] = {
     {"method", make_method, METH_VARARGS, nullptr},
     {"start", start, METH_VARARGS, nullptr},
@@ -689,6 +691,7 @@ PyMethodDef functions[] = {
     {"forget_groups", forget_groups, METH_NOARGS, nullptr},
     {"forget_sites", forget_sites, METH_NOARGS, nullptr},
     {"layout", layout, METH_NOARGS, nullptr},
+    {"frames_agree", frames_agree, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

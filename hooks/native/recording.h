@@ -3,8 +3,10 @@
 #pragma once
 
 #include <c10/core/GradMode.h>
-#include <semaphore.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <unistd.h>
 
 #include <algorithm>
 #include <map>
@@ -154,9 +156,7 @@ struct Tally {
 
 class Recording {
  public:
-  explicit Recording(uint32_t capacity) : slots(capacity), waits(capacity), devices(slots), callsites(rows) {
-    sem_init(&woken_, 0, 0);
-  }
+  explicit Recording(uint32_t capacity) : slots(capacity), waits(capacity), devices(slots), callsites(rows) {}
 
   // Needs the GIL. `ring` points to memory with the layout of commtrace.recording.ring.
   void open(char* ring, size_t dropped_at, size_t records_at, bool sites, bool device_times, Progress* cells) {
@@ -243,20 +243,22 @@ class Recording {
 
   // ---- called by the drain thread ------------------------------------------------------------------------------------
 
-  // Blocks until wake() is called or the time is over.
+  // Blocks until wake() is called or the time is over. A futex, because the C library's semaphores can wait by the
+  // monotonic clock only since glibc 2.30.
   void wait(double seconds) {
     timespec until{};
     clock_gettime(CLOCK_MONOTONIC, &until);
     const int64_t ns = until.tv_nsec + static_cast<int64_t>(seconds * 1e9);
     until.tv_sec += ns / 1000000000;
     until.tv_nsec = ns % 1000000000;
-    while (sem_clockwait(&woken_, CLOCK_MONOTONIC, &until) != 0 && errno == EINTR) {
+    while (woken_.load() == 0 && futex(FUTEX_WAIT_BITSET_PRIVATE, 0, &until, FUTEX_BITSET_MATCH_ANY) != 0 && errno == EINTR) {
     }
-    while (sem_trywait(&woken_) == 0) {  // several calls of wake() count as one
-    }
+    woken_.store(0);  // several calls of wake() count as one
   }
 
-  void wake() { sem_post(&woken_); }
+  void wake() {
+    if (woken_.exchange(1) == 0) futex(FUTEX_WAKE_PRIVATE, 1, nullptr, 0);
+  }
 
   // Returns the slots with final records. If free slots run short, gives up the ends of the oldest returned calls, as
   // Slots.finished does in Python.
@@ -351,7 +353,11 @@ class Recording {
 
   static constexpr int kTypes = static_cast<int>(c10::ScalarType::NumOptions) + 1, kReduceOps = 16;
 
-  sem_t woken_;
+  long futex(int operation, uint32_t value, const timespec* until, uint32_t bits) {
+    return syscall(SYS_futex, &woken_, operation, value, until, nullptr, bits);
+  }
+
+  std::atomic<uint32_t> woken_{0};  // the word of the futex
   std::shared_mutex groups_mutex_;
   std::unordered_map<c10d::ProcessGroup*, Group*> groups_;
   std::array<std::atomic<uint16_t>, kMostPlans * kTypes * kReduceOps> kinds_{};

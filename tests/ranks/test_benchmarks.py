@@ -145,7 +145,7 @@ SLOW = (
 def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
     if benchmark not in ("startup", "across_ranks"):
         pytest.importorskip("torch")
-    if benchmark == "native_step" and not libraries.TORCH.path().exists():
+    if benchmark == "native_step" and not libraries.TORCH.available():
         pytest.skip("the native recorder is not built")
     if benchmark in ("mpi_cost", "bench_loop"):
         mpi_launch.needs("mpich")
