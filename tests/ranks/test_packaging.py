@@ -54,11 +54,11 @@ def copy_sources(to: Path) -> Path:
     return to
 
 
-def build(source: Path, what: str, to: Path) -> Path:
+def build(source: Path, what: str, to: Path, **variables: Any) -> Path:
     """Call the build backend as pip does, offline."""
     to.mkdir(exist_ok=True)
     code = f"from setuptools import build_meta; import sys; name = build_meta.{what}({str(to)!r}); print(name)"
-    result = processes.run([sys.executable, "-W", "ignore", "-c", code], cwd=source)
+    result = processes.run([sys.executable, "-W", "ignore", "-c", code], cwd=source, **variables)
     assert result.status == 0, result.err
     return to / result.out.split()[-1]
 
@@ -80,6 +80,17 @@ class Wheels:
     def __getitem__(self, way: str) -> Path:
         source = self._unpacked if way == "sdist" else self._source
         return build(source, "build_editable" if way == "editable" else "build_wheel", self._folder / way)
+
+
+def build_with_libraries(folder: Path) -> Path:
+    """Return a wheel that ships the libraries of this environment, as wheels/build_wheels.py makes it."""
+    compiled, suffix = folder / "compiled", sysconfig.get_config_var("EXT_SUFFIX")
+    compiled.mkdir()
+    shutil.copy(libraries.MPI.build(), compiled / f"{libraries.MPI.name}{suffix}")
+    tag = libraries.TorchBuild.of_this_environment().tag
+    shutil.copy(libraries.TORCH.build(), compiled / f"{libraries.TORCH.name}{tag}{suffix}")
+    source = copy_sources(folder / "source")
+    return build(source, "build_wheel", folder / "binary", COMMTRACE_LIBRARIES=compiled)
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +193,32 @@ def test_uninstalling_takes_the_line_away(way: str, wheels: Wheels, tmp_path: Pa
     installed.pip("uninstall", "--yes", "commtrace")
     assert list(installed.path.rglob("*commtrace*")) == []
     assert installed.run(COMMTRACE="log") == (0, "False\n", "")
+
+
+def test_a_wheel_with_libraries_records_without_a_compiler(tmp_path: Path) -> None:
+    recorders.needs("native")
+    wheel = build_with_libraries(tmp_path)
+    assert not wheel.name.endswith("-none-any.whl")  # pip installs it only where its libraries are usable
+    installed = Environment(tmp_path / "venv")
+    installed.install(wheel)
+    (installed.site / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    program = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+dist.all_reduce(torch.ones(3))
+"""
+    bare: dict[str, Any] = {"PATH": tmp_path, "CXX": "none", "XDG_CACHE_HOME": tmp_path / "empty"}
+    result = installed.run(program, COMMTRACE=tmp_path / "log", COMMTRACE_RECORDER="auto", **bare)
+    assert result.status == 0, result.err
+    log = processes.read_one(tmp_path / "log")
+    assert log.tables["process"][0]["recorder"] == "native"
+    assert len(log.records) == 1
+    command = processes.run([installed.path / "bin/commtrace", "build"], PYTHONPATH="", **bare)
+    assert command.status == 0, command.err
+    shipped = installed.site / "commtrace/hooks/native/shipped"
+    assert command.out.splitlines() == [str(path) for path in sorted(shipped.iterdir())]
+    assert not (tmp_path / "empty").exists()
 
 
 @pytest.mark.exhaustive

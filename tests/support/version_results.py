@@ -9,9 +9,12 @@ from typing import Any, Final
 
 _ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = _ROOT / "tests/versions/results.json"
+WHEELS: Final = _ROOT / "tests/versions/wheels.json"
+"""What wheels/check_wheel.py wrote."""
 PAGE: Final = _ROOT / "docs/versions.md"
 PACKAGES: Final = ("torch", "deepspeed", "python", "numpy", "pandas", "mpi4py")
-_BEGIN, _END = "<!-- made from tests/versions/results.json -->", "<!-- end -->"
+_TABLES: Final = ("results", "wheels")
+_END: Final = "<!-- end -->"
 _VERDICTS: Final = {0: "as expected", 1: "differs", 3: "not compared"}
 
 
@@ -36,21 +39,30 @@ def record(result: dict[str, Any]) -> None:
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table of the results."""
-    before, rest = page.split(_BEGIN)
-    head = [
-        *PACKAGES,
-        "date",
-        "calls, Python",
-        "calls, native",
-        "DDP",
-        "FSDP2",
-        *(f"ZeRO-{n}" for n in range(4)),
-        "MPI",
-    ]
-    lines = [head, ["---"] * len(head), *map(_line, read())]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{before}{_BEGIN}\n\n{table}\n\n{_END}{rest.partition(_END)[2]}"
+    """Return the page with the tables of the results."""
+    for name, lines in zip(_TABLES, (_matrix(), _wheels()), strict=True):
+        begin = f"<!-- made from tests/versions/{name}.json -->"
+        before, rest = page.split(begin)
+        table = "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
+        page = f"{before}{begin}\n\n{table}\n\n{_END}{rest.partition(_END)[2]}"
+    return page
+
+
+def _matrix() -> list[list[str]]:
+    zero = (f"ZeRO-{n}" for n in range(4))
+    head = [*PACKAGES, "date", "calls, Python", "calls, native", "DDP", "FSDP2", *zero, "MPI"]
+    return [head, *map(_line, read())]
+
+
+def _wheels() -> list[list[str]]:
+    lines = [["torch", "python", "machine", "C library", "date", "calls, native", "MPI, both"]]
+    for result in json.loads(WHEELS.read_text()):
+        versions = result["versions"]
+        libc, cells = result["libc"], _cells(result["cells"])
+        lines.append(
+            [versions["torch"], versions["python"], result["machine"], libc, result["date"], cells, _mpi(result["mpi"])]
+        )
+    return lines
 
 
 def _line(result: dict[str, Any]) -> list[str]:
