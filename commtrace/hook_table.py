@@ -46,7 +46,7 @@ HOOKS = {
 }
 
 # Library -> oldest supported version (docs/versions.md).
-OLDEST = {"torch": (2, 6), "mpi4py.MPI": (4, 1), "deepspeed": (0, 15)}
+OLDEST = {"torch": (2, 6), "mpi4py.MPI": (3, 1), "deepspeed": (0, 15)}
 
 # Library -> module that makes the process a simulated rank (`commtrace dryrun`), installed after the library's hook.
 SIMULATIONS = {

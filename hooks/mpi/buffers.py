@@ -11,6 +11,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from operator import index
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -111,12 +112,21 @@ def fill_predefined() -> None:
 
 def _type_name(datatype: Any) -> str:
     """Return numpy's name of the type if numpy has it, else MPI's without its prefix; "derived" for a derived type."""
-    typestr = datatype.typestr
+    typestr = datatype.typestr if hasattr(datatype, "typestr") else _typestr(datatype)
     if typestr[:1] in "biufc" and typestr[1:].isdigit():
-        return str(np.dtype(typestr).name)
+        with suppress(TypeError):  # "i16" of mpi4py 4.0
+            return str(np.dtype(typestr).name)
     if not datatype.is_predefined:
         return "derived"
     return str(datatype.Get_name()).removeprefix("MPI_").lower()
+
+
+def _typestr(datatype: Any) -> str:
+    """Return numpy's code of a type as `typestr` of mpi4py 4.0 and later; "" if it has none."""
+    for code in (code for code, known in MPI._typedict.items() if known == datatype):
+        with suppress(TypeError):
+            return np.dtype(code).str[1:]
+    return ""
 
 
 def _unpack(message: Sequence[Any], *, several: bool = False) -> tuple[Any, Any, Any, Any]:

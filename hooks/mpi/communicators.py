@@ -119,7 +119,7 @@ class MpiGroups(Groups[MpiGroup]):
 
 def handle_key(mpi_object: Any) -> tuple[type, int]:
     """Return what identifies a communicator or window while it exists."""
-    return _kind(mpi_object), mpi_object.handle
+    return _kind(mpi_object), MPI._handleof(mpi_object)  # its attribute `handle` is of mpi4py 4.0 and later
 
 
 def _kind(mpi_object: Any) -> type:

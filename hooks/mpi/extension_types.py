@@ -13,6 +13,7 @@ import ctypes
 import functools
 import gc
 from collections.abc import Callable
+from types import ClassMethodDescriptorType
 from typing import Any, cast
 
 from commtrace.patching import Patches, Wrapper
@@ -54,8 +55,11 @@ class ExtensionPatches(Patches):
         """
 
         def make(original: Any) -> Any:
-            kind = type(original) if isinstance(original, (classmethod, staticmethod)) else None
-            function: Callable[..., Any] = original if kind is None else original.__func__
+            function, kind = original, None
+            if isinstance(original, (classmethod, staticmethod)):
+                function, kind = original.__func__, type(original)
+            elif isinstance(original, ClassMethodDescriptorType):  # of mpi4py before 4.0; called with the class
+                kind = classmethod
             replacement: Any = _copy_metadata(wrapper(function), function)
             if kind is not None:
                 replacement = kind(replacement)

@@ -72,25 +72,29 @@ uninstall = _patches.undo
 
 
 def _unwrap(initialize: Callable[..., None]) -> None:
-    dumps, loads, protocol, threshold = _functions(MPI.pickle)
-    originals = [function.function if isinstance(function, _Measured) else function for function in (dumps, loads)]
-    initialize(MPI.pickle, *originals, protocol, threshold)
+    functions, settings = _functions(MPI.pickle), _settings(MPI.pickle)
+    originals = [function.function if isinstance(function, _Measured) else function for function in functions]
+    initialize(MPI.pickle, *originals, *settings)
 
 
 def _wrap(initialize: Callable[..., None]) -> None:
-    dumps, loads, protocol, threshold = _functions(MPI.pickle)
-    initialize(MPI.pickle, _Measured(dumps, loads=False), _Measured(loads, loads=True), protocol, threshold)
+    (dumps, loads), settings = _functions(MPI.pickle), _settings(MPI.pickle)
+    initialize(MPI.pickle, _Measured(dumps, loads=False), _Measured(loads, loads=True), *settings)
 
 
-def _functions(pickle: Any) -> tuple[Any, Any, Any, Any]:
-    """Return (dumps, loads, protocol, threshold), found through the garbage collector: mpi4py does not export them.
+def _settings(pickle: Any) -> list[Any]:
+    """Return the further arguments with which a pickler was made: protocol and, since mpi4py 4.0, threshold."""
+    return [getattr(pickle, name) for name in ("PROTOCOL", "THRESHOLD") if hasattr(pickle, name)]
+
+
+def _functions(pickle: Any) -> tuple[Any, Any]:
+    """Return (dumps, loads), found through the garbage collector: mpi4py does not export them.
 
     Raises:
         RuntimeError: This version of mpi4py stores them in another way.
     """
     referents = [referent for referent in gc.get_referents(pickle) if referent is not type(pickle)]
-    protocol, threshold = pickle.PROTOCOL, pickle.THRESHOLD
     functions = [referent for referent in referents if callable(referent)]
     if len(functions) != 2:
         raise RuntimeError("this version of mpi4py stores its pickler in an unknown way")
-    return functions[0], functions[1], protocol, threshold
+    return functions[0], functions[1]

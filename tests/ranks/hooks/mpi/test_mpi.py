@@ -8,6 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -287,7 +288,11 @@ def calls_of_case(log: Log, name: str) -> list[Call]:
     return [call for call in log.calls if call.file == str(CALLS) and call.line in lines]
 
 
-@pytest.mark.parametrize("name", [*COMMON, *EACH])
+# mpi4py before 4.0 does not have this method.
+ABSENT = {"isendrecv"} if int(metadata.version("mpi4py").split(".")[0]) < 4 else set()
+
+
+@pytest.mark.parametrize("name", [name for name in (*COMMON, *EACH) if name not in ABSENT])
 def test_record(logs: list[Log], name: str) -> None:
     for rank, log in enumerate(logs):
         expected = COMMON[name] if name in COMMON else EACH[name][rank]
