@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
 
 from commtrace.job_row import JobRow, UnitRow
 
@@ -87,12 +90,27 @@ def _unit(group: Any, numbers: list[int]) -> UnitRow:
         shapes=[[int(size) for size in parameter._orig_size] for parameter in members],
         dims=[int(parameter.fsdp_placement.dim) for parameter in members],
         dtypes=[dtype_name(parameter.param_dtype or parameter.orig_dtype) for parameter in members],
-        reduce_dtype=None if group._reduce_dtype is None else dtype_name(group._reduce_dtype),
+        reduce_dtype=_reduce_dtype(group),
         shards=_shards(group),
         copies=_copies(group),
         reshard_after_forward=_reshard(group),
         unshard_in_backward=bool(group.unshard_in_backward),
     )
+
+
+def _reduce_dtype(group: Any) -> str | None:
+    """Return the dtype in which gradients are reduced; None: that of the all_gather.
+
+    Since torch 2.15, gradients have the dtype of the sharded parameter if the policy names none, and those of one group
+    are reduced in the dtype to which theirs are promoted.
+    """
+    if group._reduce_dtype is not None:
+        return dtype_name(group._reduce_dtype)
+    trained = [member for member in group.fsdp_params if _registered(member).requires_grad]
+    dtypes: set[Any] = {getattr(member, "unsharded_grad_dtype", None) for member in trained} - {None}
+    if not dtypes or dtypes == {member.param_dtype or member.orig_dtype for member in trained}:
+        return None
+    return dtype_name(functools.reduce(torch.promote_types, dtypes))
 
 
 def _reshard(group: Any) -> bool | int:

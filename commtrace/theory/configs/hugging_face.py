@@ -1,6 +1,7 @@
 """Hugging Face decoder models from their `config.json`.
 
-The modules are those of transformers 4.57 (`modeling_llama.py`, `modeling_gpt2.py`, `modeling_gpt_neox.py`); a test
+The modules are those of the installed transformers (`modeling_llama.py`, `modeling_gpt2.py`, `modeling_gpt_neox.py`),
+or of its version 5.24 where none is installed: releases differ in buffers, which DDP broadcasts, and in names. A test
 compares every parameter and buffer where that library is installed. LLAMA names the families that share llama's
 modules. Adapters, quantized weights and heads other than language-modelling heads have no rules.
 """
@@ -13,6 +14,8 @@ from typing import Any, Final, TypeAlias
 from commtrace.theory.job import NotPredictedError
 from commtrace.theory.model_shapes import ModuleSpec, embedding, linear, module, module_list, norm, numbered_copies
 
+from .versions_in_use import version_in_use
+
 Family: TypeAlias = tuple[ModuleSpec, str, bool]
 """The decoder, with the token embedding first; the head's name; whether they share a matrix by default."""
 
@@ -20,11 +23,16 @@ LLAMA: Final = ("llama", "mistral", "qwen2")
 """Values of `model_type` with llama's modules."""
 
 
+_NEWEST: Final = (5, 24)
+"""Version of transformers that these modules were last compared with."""
+
+
 class ModelConfig:
-    """A config.json, with typed access by name."""
+    """A config.json, with typed access by name, and the version of transformers that reads it."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
+        self.version = version_in_use("transformers", _NEWEST)
 
     def number(self, name: str, default: int | None = None) -> int:
         """Return a positive integer. Raise NotPredictedError for anything else."""
@@ -91,9 +99,15 @@ def _llama(config: ModelConfig, kind: str) -> Family:
         embedding("embed_tokens", config.number("vocab_size"), hidden),
         module_list("layers", *numbered_copies(module("", attention, mlp, *norms), config.number("num_hidden_layers"))),
         norm("norm", hidden, bias=False),
-        ModuleSpec("rotary_emb", buffers=(("inv_freq", (head // 2,), "float32"),)),
+        _rotary(config, head),
     )
     return decoder, "lm_head", False
+
+
+def _rotary(config: ModelConfig, width: int) -> ModuleSpec:
+    """Return the rotary embedding of so many elements of a head."""
+    names = ("inv_freq", "original_inv_freq") if config.version >= (5, 0) else ("inv_freq",)
+    return ModuleSpec("rotary_emb", buffers=tuple((name, (width // 2,), "float32") for name in names))
 
 
 def _gpt2(config: ModelConfig, kind: str) -> Family:
@@ -107,7 +121,7 @@ def _gpt2(config: ModelConfig, kind: str) -> Family:
             module("attn_dropout"),
             module("resid_dropout"),
         ),
-        buffers=(("bias", (1, 1, positions, positions), "bool"), ("masked_bias", (), "float32")),
+        buffers=_gpt2_masks(config, positions),
     )
     mlp = module(
         "mlp", _conv1d("c_fc", hidden, inner), _conv1d("c_proj", inner, hidden), module("act"), module("dropout")
@@ -122,6 +136,13 @@ def _gpt2(config: ModelConfig, kind: str) -> Family:
         norm("ln_f", hidden),
     )
     return decoder, "lm_head", True
+
+
+def _gpt2_masks(config: ModelConfig, positions: int) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    if config.version >= (5, 2):
+        return ()
+    mask = ("bias", (1, 1, positions, positions), "bool")
+    return (mask,) if config.version >= (5, 0) else (mask, ("masked_bias", (), "float32"))
 
 
 def _conv1d(name: str, inputs: int, outputs: int) -> ModuleSpec:
@@ -148,9 +169,9 @@ def _gpt_neox(config: ModelConfig, kind: str) -> Family:
         module("emb_dropout"),
         module_list("layers", *numbered_copies(layer, config.number("num_hidden_layers"))),
         norm("final_layer_norm", hidden),
-        ModuleSpec("rotary_emb", buffers=(("inv_freq", (rotary // 2,), "float32"),)),
+        _rotary(config, rotary),
     )
-    return decoder, "embed_out", False
+    return decoder, "lm_head" if config.version >= (5, 14) else "embed_out", False
 
 
 _MODELS: Final[dict[str, Callable[[ModelConfig, str], Family]]] = {

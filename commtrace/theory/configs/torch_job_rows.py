@@ -11,9 +11,14 @@ from commtrace.theory.model_shapes import ModuleSpec, model_lists
 from commtrace.theory.rules.registry import TORCH, rule
 
 from .rank_layout import ELEMENT_TYPES, RankLayout
+from .versions_in_use import version_in_use
 
 _LAYER: Final = re.compile(r"(?:.*\.)?(?:block_)?\d+(?=\.)")
 """Matches the layer in a parameter's name: `layers.block_0`, `model.layers.0`."""
+_MIRRORED: Final = (2, 13)
+"""Version of torch in `TORCH`."""
+_REDUCES_IN_PARAMETER_TYPE: Final = (2, 15)
+"""First version of torch in which `fully_shard` without a reduce type reduces in the type of the sharded parameter."""
 
 
 @rule("torch.nn.parallel.DistributedDataParallel.__init__ (its defaults)", TORCH)
@@ -90,4 +95,6 @@ def reshard_after_forward(unit: str) -> bool:
 @rule("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs", TORCH)
 def reduce_dtype(precision: str, setting: str | None) -> str | None:
     """Return the reduce type; None where gradients have it already, because parameters are cast to it."""
+    if setting is None and precision != "fp32" and version_in_use("torch", _MIRRORED) >= _REDUCES_IN_PARAMETER_TYPE:
+        return ELEMENT_TYPES["fp32"]
     return None if setting is None or setting == precision != "fp32" else ELEMENT_TYPES[setting]

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("yaml")
 
+from commtrace.theory.configs import torch_job_rows
 from commtrace.theory.forecast import PlanError, PlanOptions, forecast
 from commtrace.theory.forecast.predicted_volumes import volume_rows
 from examples.gpt_neox import ConfigError, TrainingConfig, load_config
@@ -90,15 +91,22 @@ def test_quantization_without_a_gpu_is_refused(tmp_path: Path) -> None:
     check_quantization(config, torch.device("cuda"))
 
 
-def test_a_hugging_face_model_under_fully_shard(tmp_path: Path) -> None:
-    """Computed by hand: four layers are gathered twice and the root module once, without padding."""
+@pytest.mark.parametrize(("torch", "reduced"), [((2, 14), 2), ((2, 15), 4)])
+def test_a_hugging_face_model_under_fully_shard(
+    torch: tuple[int, int], reduced: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computed by hand: four layers are gathered twice and the root module once, without padding.
+
+    Gradients are reduced in bf16, and since torch 2.15 in the type of the parameters.
+    """
+    monkeypatch.setattr(torch_job_rows, "version_in_use", lambda *_: torch)
     layer = 4 * 512**2 + 3 * 512 * 1376 + 2 * 512
     root = 2 * 1000 * 512 + 512
     predicted = forecast([write(tmp_path, LLAMA, "config.json")], 8, PlanOptions(engine="fsdp", precision="bf16"))
     rows = {row["op"]: row for row in volume_rows(predicted) if row["when"] == "steps from 0" and row["op"] != "all"}
     assert {op: row["calls"] for op, row in rows.items()} == {"all_gather": 9, "reduce_scatter": 5}
     assert rows["all_gather"]["payload_bytes"] == 2 * (8 * layer + root)
-    assert rows["reduce_scatter"]["payload_bytes"] == 2 * (4 * layer + root)
+    assert rows["reduce_scatter"]["payload_bytes"] == reduced * (4 * layer + root)
     assert predicted.prediction.closed_form.bytes == 3 * 4 * (4 * layer + root) * 7 / 8
 
 
