@@ -51,12 +51,13 @@ def main() -> None:
     program = str(folder / sys.argv[0])
     if os.environ.get("FRAMEWORKS_FAULT"):
         register_optimizer_step_pre_hook(fault)
-    operators = os.environ.get("FRAMEWORKS_OPERATORS")
+    operators, bits = os.environ.get("FRAMEWORKS_OPERATORS"), os.environ.get("FRAMEWORKS_BITS")
     if not operators:
-        if os.environ.get("FRAMEWORKS_BITS"):
+        if bits:
             register_optimizer_step_post_hook(add_parameters)
         runpy.run_path(program, run_name="__main__")
-        print("losses and parameters", os.environ["RANK"], digest.hexdigest())
+        if bits:
+            print("losses and parameters", os.environ["RANK"], digest.hexdigest())
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         runpy.run_path(program, run_name="__main__")
