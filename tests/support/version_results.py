@@ -11,9 +11,11 @@ _ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = _ROOT / "tests/versions/results.json"
 WHEELS: Final = _ROOT / "tests/versions/wheels.json"
 """What wheels/check_wheel.py wrote."""
+NEWEST: Final = _ROOT / "tests/versions/newest.json"
+"""What tests/versions/newest.py wrote."""
 PAGE: Final = _ROOT / "docs/versions.md"
 PACKAGES: Final = ("torch", "deepspeed", "python", "numpy", "pandas", "mpi4py")
-_TABLES: Final = ("results", "wheels")
+_TABLES: Final = ("results", "wheels", "newest")
 _END: Final = "<!-- end -->"
 _VERDICTS: Final = {0: "as expected", 1: "differs", 3: "not compared"}
 
@@ -40,7 +42,7 @@ def record(result: dict[str, Any]) -> None:
 
 def with_table(page: str) -> str:
     """Return the page with the tables of the results."""
-    for name, lines in zip(_TABLES, (_matrix(), _wheels()), strict=True):
+    for name, lines in zip(_TABLES, (_matrix(), _wheels(), _newest()), strict=True):
         begin = f"<!-- made from tests/versions/{name}.json -->"
         before, rest = page.split(begin)
         table = "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
@@ -63,6 +65,16 @@ def _wheels() -> list[list[str]]:
             [versions["torch"], versions["python"], result["machine"], libc, result["date"], cells, _mpi(result["mpi"])]
         )
     return lines
+
+
+def _newest() -> list[list[str]]:
+    result = json.loads(NEWEST.read_text())
+    lines = [[*result["versions"], "date", *result["suites"]]]
+    suites = [
+        f"{suite['passed']}/{suite['passed'] + len(suite['failed'])}{''.join(f'; {name}' for name in suite['failed'])}"
+        for suite in result["suites"].values()
+    ]
+    return [*lines, [*result["versions"].values(), result["date"], *suites]]
 
 
 def _line(result: dict[str, Any]) -> list[str]:
