@@ -12,6 +12,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -68,10 +69,14 @@ DRY_RUNS = ("Trainer, DDP", "accelerate, DDP", "Lightning, DDP", "Megatron-Core,
 """Rows whose calls are compared with those of a dry run."""
 
 
+# Not by line: the ranks print to one pipe.
+_LOSSES = re.compile(r"losses(?: and parameters \d+ [0-9a-f]{64}|(?:(?!losses)[^\n])*)")
+
+
 def train(row: Row, folder: Path, **variables: object) -> list[str]:
-    """Train, and return the lines with losses."""
+    """Train, and return the losses that the ranks print, and the checksums of their parameters."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.ranks}"]
-    return sorted(line for line in run(launcher, row, folder, **variables).splitlines() if line.startswith("losses"))
+    return sorted(_LOSSES.findall(run(launcher, row, folder, **variables)))
 
 
 def run(command: list[str], row: Row, folder: Path, **variables: object) -> str:

@@ -7,6 +7,7 @@ FRAMEWORKS_FAULT=1 makes PyTorch communicate once more before the second step of
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -20,6 +21,8 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from commtrace.network.process_exit import wait_for_threads
 
 stepping: list[Any] = []
 
@@ -45,6 +48,7 @@ def add_parameters(optimizer: Any, *_: Any) -> None:
 
 def main() -> None:
     """Run the program."""
+    atexit.register(wait_for_threads)  # otherwise torch aborts some untraced runs at exit
     sys.argv = sys.argv[1:]
     folder = Path(__file__).parent
     sys.path.insert(0, str(folder))
