@@ -68,7 +68,7 @@ def main() -> None:
         losses += [nn.functional.mse_loss(engine(batch), batch).item() for batch in inputs[6:8]]
     engine.train()
     engine.save_checkpoint("state", tag=f"{len(losses)}")
-    print("losses", rank, losses)
+    print(f"losses {rank} {losses}\n", end="")  # one write, because all ranks print
 
 
 if __name__ == "__main__":
