@@ -173,9 +173,10 @@ class Library:
             except (ImportError, CommtraceError):
                 if not self.path().exists():
                     raise
-        if not self.path().exists():
+        path = self.path()  # once: it reads all sources
+        if not path.exists():
             raise NotBuiltError(self._not_built())
-        return self._load(self.path())
+        return self._load(path)
 
     def _load(self, path: Path) -> Any:
         spec = importlib.util.spec_from_file_location(self.name, path)
