@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -43,24 +43,18 @@ _FACTS: Final = (
 
 @dataclass(frozen=True)
 class Python:
-    """A Python that a wheel is for: folder of its headers, suffix of its extension modules, and tag."""
+    """A Python that a wheel is for: folder of its headers, suffix of its extension modules, tag, and machine."""
 
     include: Path
     suffix: str
     tag: str
+    machine: str
 
     @classmethod
     def of(cls, interpreter: str, machine: str) -> Python:
         """Return that of an interpreter. Headers differ between machines only in what the recorder does not read."""
         include, suffix, tag = json.loads(_output([interpreter, "-c", _FACTS]))
-        return cls(Path(include), suffix.replace(platform.machine(), machine), tag)
-
-
-class Tags(NamedTuple):
-    """What a wheel is for, as its name says it."""
-
-    python: str
-    machine: str
+        return cls(Path(include), suffix.replace(platform.machine(), machine), tag, machine)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             compiled.mkdir()
             for path in build_libraries(python, torches, compiled):
                 print(f"  {path.name} {path.stat().st_size / 1024:.0f} KiB", flush=True)
-            print(_wheel(source, compiled, Tags(python.tag, options.machine), options.out), flush=True)
+            print(_wheel(source, compiled, python, options.out), flush=True)
 
 
 def _fetch(wanted: Sequence[Release], cache: Path) -> list[TorchFiles]:
@@ -154,7 +148,7 @@ def _source(folder: Path, out: Path) -> Path:
     return source
 
 
-def _wheel(source: Path, compiled: Path, tags: Tags, out: Path) -> Path:
+def _wheel(source: Path, compiled: Path, python: Python, out: Path) -> Path:
     """Build the wheel, and have auditwheel check it and give it its final tag."""
     built, checked = compiled / "built", compiled / "checked"
     commit = _output(["git", "-C", str(ROOT), "log", "-1", "--format=%ct"])
@@ -164,10 +158,10 @@ def _wheel(source: Path, compiled: Path, tags: Tags, out: Path) -> Path:
     }
     _tool("build", "--wheel", "--no-isolation", "--outdir", built, source, **variables)
     shutil.rmtree(source / "build")  # the next wheel has other libraries
-    tag = ("--python-tag", tags.python, "--abi-tag", tags.python, "--platform-tag", f"linux_{tags.machine}")
+    tag = ("--python-tag", python.tag, "--abi-tag", python.tag, "--platform-tag", f"linux_{python.machine}")
     _tool("wheel", "tags", "--remove", *tag, *built.iterdir(), **variables)
     excluded = [argument for name in LIBRARIES for argument in ("--exclude", f"{name}.so")]
-    policy = f"{POLICY}_{tags.machine}"
+    policy = f"{POLICY}_{python.machine}"
     _tool("auditwheel", "repair", "--plat", policy, *excluded, "-w", checked, *built.iterdir(), **variables)
     (final,) = checked.iterdir()
     return Path(shutil.move(final, out / final.name))
