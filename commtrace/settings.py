@@ -59,8 +59,8 @@ class Settings:
     Each write to the log scans all of them: a million take tens of milliseconds, 16,384 a fiftieth of a millisecond.
     """
 
-    drain_ms: int = 100
-    """Milliseconds between writes to the log."""
+    drain_ms: int = 500
+    """Milliseconds between writes to the log. A write takes about half a millisecond, with the interpreter's lock."""
 
     max_bytes: int = 1 << 30
     """Bytes of records that one process keeps on disk; the oldest are removed and counted. 1 GiB holds 11 million."""

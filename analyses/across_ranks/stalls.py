@@ -50,7 +50,7 @@ STALLED_THREADS: Final = TableSpec("stalled_threads", "Ranks without progress",
 
 _DTYPES: Final[Any] = {"is_main": bool, "stalled_ns": "Int64", "sampled_ns": "Int64", "cpu_share": "float64"}
 UNRESPONSIVE_NS: Final = 5_000_000_000
-"""Time without a turn of its drain thread after which a live process counts as unresponsive. Turns are 0.1 s apart."""
+"""Time without a turn of its drain thread after which a live process counts as unresponsive. Turns are 0.5 s apart."""
 COMPUTES_FROM: Final = 0.5
 """Share of time on a processor, or ready for one, from which on a thread computes."""
 COMPUTING: Final = "computing"

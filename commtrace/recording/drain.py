@@ -1,4 +1,4 @@
-"""Drain thread: moves finished records from the ring to the log, every 100 ms and at the end.
+"""Drain thread: moves finished records from the ring to the log, every 500 ms and at the end.
 
 Only this thread writes to the file system, so that no call of the program ever waits for it.
 """
@@ -139,7 +139,7 @@ class Drain:
         while not self._reason:
             self._slots.wait(self._settings.drain_ms / 1000)
             if not self._reason:
-                self._ring.alive()
+                self._ring.turn()
                 self._guarded(self._turn)
         self._run_callbacks()
         self._guarded(self._before_end)

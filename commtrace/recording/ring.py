@@ -6,9 +6,10 @@ shared storage: a mapped page that cannot be backed kills the process with SIGBU
 is made, which tmpfs honours. If there is no room, the ring is in private memory and cannot be recovered.
 
     offset 0        identity, twice: checksum and JSON (pid, log directory, stem of the log's files ...)
+    offset 8160     monotonic ns of the last turn of the process's drain thread
     offset 8192     the last counters, twice
     offset 16352    how many kept records were begun and completed, since the start
-    offset 16368    when the process was last known to be alive: monotonic ns of the last turn of its drain thread
+    offset 16368    monotonic ns at which the process was last known to be alive
     offset 16376    number of calls that found the ring full
     offset 16384    the records, 96 bytes each; a record whose state byte is not 0 is complete and not on disk yet;
                     then the kept records, if any: a circular buffer of the last ones that the drain thread took, on
@@ -43,6 +44,7 @@ from commtrace.schema import RECORD, Records
 from .summary_files import Snapshot, read_snapshot
 
 IDENTITY_AT: Final = 0
+TURN_AT: Final = 8160
 COUNTERS_AT: Final = 8192
 KEPT_AT: Final = 16352
 ALIVE_AT: Final = 16368
@@ -125,6 +127,11 @@ class Ring:
     def alive(self) -> None:
         """Record that the process is alive. Nothing else shows when a killed process ended."""
         _NUMBER.pack_into(self.buffer, ALIVE_AT, time.monotonic_ns())
+
+    def turn(self) -> None:
+        """Record that the drain thread takes a turn. Nothing else shows that it does not get the interpreter's lock."""
+        self.alive()
+        _NUMBER.pack_into(self.buffer, TURN_AT, time.monotonic_ns())
 
     def keep(self, records: Records) -> None:
         """Write records over the oldest kept ones; only the last of them if there is no room for all."""
@@ -257,7 +264,7 @@ def copy_ring(path: Path) -> RingContent | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), _opened(path, os.O_RDONLY) as fd:
         now, content = time.monotonic_ns(), _read(path, fd)
         if _holder(fd) in (content.identity.get("pid"), None):
-            return content._replace(alive_ns=now, is_alive=True, turn_ns=content.alive_ns)
+            return content._replace(alive_ns=now, is_alive=True)
         return content if os.fstat(fd).st_nlink > 0 else None
     return None
 
@@ -299,7 +306,8 @@ def _read(path: Path, fd: int) -> RingContent:
     tables = b""
     with contextlib.suppress(OSError):
         tables = path.with_suffix(".jsonl").read_bytes()
-    return RingContent(path, alive_ns, identity, counters, records, tables, kept, kept_count, snapshot)
+    (turn_ns,) = _NUMBER.unpack_from(data, TURN_AT)
+    return RingContent(path, alive_ns, identity, counters, records, tables, kept, kept_count, snapshot, turn_ns=turn_ns)
 
 
 def _identity(data: bytes) -> dict[str, Any]:

@@ -7,6 +7,7 @@ of them records the end of a call and the other gives it up.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -20,6 +21,8 @@ from commtrace.schema import Records, State
 from .ring import Ring
 
 SlotNumbers = npt.NDArray[np.integer[Any]]
+TICK_SECONDS: Final = 0.1
+"""Interval at which a process shows that it is alive."""
 NO_SLOTS: Final[SlotNumbers] = np.zeros(0, np.intp)
 _INITIAL_SLOTS: Final = 4096
 """Number of slots that are free at first."""
@@ -86,8 +89,10 @@ class Slots:
             self.ring.dropped += calls
 
     def wait(self, seconds: float) -> None:
-        """Block the drain thread until `wake` is called or `seconds` have passed."""
-        self._asleep.acquire(timeout=seconds)
+        """Block the drain thread until `wake` is called or `seconds` have passed; the ring shows that it is alive."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self._asleep.acquire(timeout=min(left, TICK_SECONDS)):
+            self.ring.alive()
 
     def wake(self) -> None:
         """Wake the drain thread."""

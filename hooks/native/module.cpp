@@ -34,14 +34,14 @@ Recording* recording_for(uint32_t capacity) {
   return recording;
 }
 
-Recording* open_recording(const py::buffer& ring, size_t dropped_at, size_t records_at, uint32_t capacity, bool sites,
-                          bool device_times, const py::buffer& progress) {
+Recording* open_recording(const py::buffer& ring, size_t alive_at, size_t dropped_at, size_t records_at,
+                          uint32_t capacity, bool sites, bool device_times, const py::buffer& progress) {
   // The cells' buffer is held for ever, which keeps the array from being resized. The ring's is not held, as that would
   // keep the mapping from being closed; Python keeps it until the recording is closed.
   static const auto* cells = new py::buffer_info(progress.request(true));
   if (cells->itemsize != 4 || cells->size * 4 != sizeof(Progress)) throw py::value_error("these are not progress cells");
   Recording* recording = recording_for(capacity);
-  recording->open(static_cast<char*>(ring.request(true).ptr), dropped_at, records_at, sites, device_times,
+  recording->open(static_cast<char*>(ring.request(true).ptr), alive_at, dropped_at, records_at, sites, device_times,
                   static_cast<Progress*>(cells->ptr));
   return recording;
 }

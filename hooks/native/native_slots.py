@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from commtrace.current_step import progress
-from commtrace.recording.ring import DROPPED_AT, RECORDS_AT, Ring
+from commtrace.recording.ring import ALIVE_AT, DROPPED_AT, RECORDS_AT, Ring
 from commtrace.recording.session import session
 from commtrace.recording.slots import SlotNumbers, Slots
 from commtrace.schema import RECORD, Records, State
@@ -19,13 +19,13 @@ class NativeSlots(Slots):
     def __init__(self, ring: Ring, library: Any, *, sites: bool, device_times: bool) -> None:
         super().__init__(ring)
         self.recording = library.open(
-            ring.buffer, DROPPED_AT, RECORDS_AT, ring.capacity, sites, device_times, progress.cells
+            ring.buffer, ALIVE_AT, DROPPED_AT, RECORDS_AT, ring.capacity, sites, device_times, progress.cells
         )
         self.free: Any = self.recording.free
         self.used = ring.capacity  # C++ tracks which were used
 
     def wait(self, seconds: float) -> None:
-        """Block the drain thread, without the GIL, until `wake` is called or the time is over."""
+        """Block the drain thread, without the GIL; see `Slots.wait`."""
         self.recording.wait(seconds)
 
     def wake(self) -> None:

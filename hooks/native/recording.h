@@ -159,7 +159,8 @@ class Recording {
   explicit Recording(uint32_t capacity) : slots(capacity), waits(capacity), devices(slots), callsites(rows) {}
 
   // Needs the GIL. `ring` points to memory with the layout of commtrace.recording.ring.
-  void open(char* ring, size_t dropped_at, size_t records_at, bool sites, bool device_times, Progress* cells) {
+  void open(char* ring, size_t alive_at, size_t dropped_at, size_t records_at, bool sites, bool device_times,
+            Progress* cells) {
     for (auto& kind : kinds_) kind.store(0, std::memory_order_relaxed);
     sites_wanted = sites;
     devices.open(device_times);
@@ -168,6 +169,8 @@ class Recording {
     batches = 0;
     tally.unrecorded.store(0);
     log.store(next_log());
+    alive_ = reinterpret_cast<int64_t*>(ring + alive_at);
+    woken_.store(0);  // the last recording may have ended by a wake
     slots.open(ring + records_at, reinterpret_cast<uint64_t*>(ring + dropped_at), log.load());
   }
 
@@ -243,15 +246,16 @@ class Recording {
 
   // ---- called by the drain thread ------------------------------------------------------------------------------------
 
-  // Blocks until wake() is called or the time is over. A futex, because the C library's semaphores can wait by the
-  // monotonic clock only since glibc 2.30.
+  // Blocks until wake() is called or the time is over. What must not wait for the interpreter's lock, or as long as until
+  // the next write to the log, is done meanwhile: the ring shows that the process is alive, dead Works free their
+  // tensors, and times on devices are read.
   void wait(double seconds) {
-    timespec until{};
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    const int64_t ns = until.tv_nsec + static_cast<int64_t>(seconds * 1e9);
-    until.tv_sec += ns / 1000000000;
-    until.tv_nsec = ns % 1000000000;
-    while (woken_.load() == 0 && futex(FUTEX_WAIT_BITSET_PRIVATE, 0, &until, FUTEX_BITSET_MATCH_ANY) != 0 && errno == EINTR) {
+    const int64_t until = now() + static_cast<int64_t>(seconds * 1e9);
+    for (int64_t time = now(); woken_.load() == 0 && time < until; time = now()) {
+      __atomic_store_n(alive_, time, __ATOMIC_RELAXED);
+      for (uint32_t slot = 0; slot < slots.used(); slot++) drop_if_dead(slot);
+      devices.resolve();
+      sleep_until(std::min(until, time + kTick));
     }
     woken_.store(0);  // several calls of wake() count as one
   }
@@ -266,8 +270,8 @@ class Recording {
     std::vector<uint32_t> final_slots;
     std::vector<std::pair<int64_t, uint32_t>> waiting;
     for (uint32_t slot = 0; slot < slots.used(); slot++) {
-      uint8_t state = slots.state(slot);
-      if (state == kReturned && waits.died(slot) && slots.settle(slot, kReturned, kUnobservable)) state = kUnobservable;
+      drop_if_dead(slot);
+      const uint8_t state = slots.state(slot);
       if (state >= kComplete)
         final_slots.push_back(slot);
       else if (state == kReturned)
@@ -294,7 +298,7 @@ class Recording {
     const uint32_t unwritten = slots.close();
     devices.close();
     for (uint32_t slot = 0; slot < slots.capacity(); slot++) {
-      if (slots.state(slot) == kReturned && waits.died(slot)) slots.settle(slot, kReturned, kUnobservable);
+      drop_if_dead(slot);
       if (slots.state(slot) != kFree) recorded.push_back(slot);
     }
     return {recorded, unwritten};
@@ -353,11 +357,27 @@ class Recording {
 
   static constexpr int kTypes = static_cast<int>(c10::ScalarType::NumOptions) + 1, kReduceOps = 16;
 
+  // Gives up the end of a call if the Work that should show it has died, and drops the reference to it.
+  void drop_if_dead(uint32_t slot) {
+    if (slots.state(slot) == kReturned && waits.died(slot)) slots.settle(slot, kReturned, kUnobservable);
+  }
+
+  // Blocks until wake() is called or until a time. A futex, because the C library's semaphores can wait by the monotonic
+  // clock only since glibc 2.30.
+  void sleep_until(int64_t time) {
+    const timespec until{time / 1000000000, time % 1000000000};
+    while (woken_.load() == 0 && futex(FUTEX_WAIT_BITSET_PRIVATE, 0, &until, FUTEX_BITSET_MATCH_ANY) != 0 && errno == EINTR) {
+    }
+  }
+
   long futex(int operation, uint32_t value, const timespec* until, uint32_t bits) {
     return syscall(SYS_futex, &woken_, operation, value, until, nullptr, bits);
   }
 
+  static constexpr int64_t kTick = 100000000;  // ns
+
   std::atomic<uint32_t> woken_{0};  // the word of the futex
+  int64_t* alive_ = nullptr;  // in the ring: when the process was last known to be alive
   std::shared_mutex groups_mutex_;
   std::unordered_map<c10d::ProcessGroup*, Group*> groups_;
   std::array<std::atomic<uint16_t>, kMostPlans * kTypes * kReduceOps> kinds_{};

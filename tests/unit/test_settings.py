@@ -81,7 +81,7 @@ def test_every_setting_has_a_variable(tmp_path: Path) -> None:
 
 
 def test_an_empty_variable_is_not_said(tmp_path: Path) -> None:
-    assert settings.for_directory(tmp_path, {"COMMTRACE_DRAIN_MS": ""}).drain_ms == 100
+    assert settings.for_directory(tmp_path, {"COMMTRACE_DRAIN_MS": ""}).drain_ms == 500
 
 
 @pytest.mark.parametrize(

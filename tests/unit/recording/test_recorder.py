@@ -18,6 +18,7 @@ import processes
 import pytest
 from processes import NewRecorder
 
+from commtrace.recording import ring
 from commtrace.recording.log_writer import LogWriter
 from commtrace.recording.recorder import PendingCall
 from commtrace.schema import Clock, Records, State
@@ -376,6 +377,21 @@ def test_the_drain_thread_takes_no_signals(tmp_path: Path, new_recorder: NewReco
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
         assert blocked() >> (number - 1) & 1
     assert not blocked() >> (signal.SIGSEGV - 1) & 1
+    recorder.close("stop")
+
+
+def test_a_process_shows_that_it_is_alive_between_two_turns(tmp_path: Path, new_recorder: NewRecorder) -> None:
+    recorder = new_recorder(tmp_path, drain_ms=60_000)
+
+    def alive_and_turn() -> tuple[int, int]:
+        alive, turn = (struct.unpack_from("<Q", recorder.ring.buffer, at)[0] for at in (ring.ALIVE_AT, ring.TURN_AT))
+        return alive, turn
+
+    begun = time.monotonic_ns()
+    processes.wait_for(lambda: alive_and_turn()[0] > begun)
+    alive, _ = alive_and_turn()
+    processes.wait_for(lambda: alive_and_turn()[0] > alive)
+    assert alive_and_turn()[1] == 0, "no turn was due"
     recorder.close("stop")
 
 
