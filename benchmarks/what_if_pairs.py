@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from commtrace.analyses.what_if.changes import changed_run
 from commtrace.analyses.what_if.predictions import median_step_ns, replayed_run, variation_of_runs, what_if
 from commtrace.run import open_run
 
@@ -107,7 +108,7 @@ def predicted(kind: str, name: str, log: Path, change: str, after: Path, equal: 
         equal: Runs that are equal among themselves, for the variation between runs.
     """
     variation = variation_of_runs([replayed_run(open_run(path)) for path in equal])
-    table = what_if(replayed_run(open_run(log)), [change], variation=variation)
+    table = what_if(changed_run(replayed_run(open_run(log)), [change]), variation=variation)
     row = table.iloc[-1]
     before, step, low, high = map(float, (table["step_ns"].iloc[0], row.step_ns, row.low_ns, row.high_ns))
     measured = replayed_run(open_run(after)).replay

@@ -125,9 +125,10 @@ class Run(AnalysedRun):
         Raises:
             CommtraceError: The steps of the run cannot be replayed, or a change does not apply to it.
         """
+        from commtrace.analyses.what_if.changes import changed_run
         from commtrace.analyses.what_if.predictions import replayed_run, what_if
 
-        return what_if(replayed_run(self), changes, catalogue=not changes)
+        return what_if(changed_run(replayed_run(self), changes), catalogue=not changes)
 
     def diff(self, other: RecordedRun) -> pd.DataFrame:
         """Return the differences between the calls of this run and another run, as `commtrace diff` does.

@@ -1,4 +1,4 @@
-"""Changes of a recorded run: each returns other delays of its events.
+"""Changes of a recorded run: each makes other delays of its events.
 
     network=FILE            operations take what a network predicts; with network=FILE,FILE, what the first one predicts
                             relative to the second one, on which the run was recorded
@@ -10,14 +10,14 @@
     balance                 all ranks compute for as long as their mean in the same part of a step
     no-wait                 no operation waits for late ranks
 
-Changes compose: each one gets the delays that the one before it returned.
+Changes compose: each one is made on top of those before it (`changed_run`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
@@ -51,6 +51,11 @@ class ReplayedRun:
     def gaps(self) -> _Gaps:
         """Computation of all ranks by part of the step."""
         return _Gaps.of(self.replay)
+
+    @cached_property
+    def straggler(self) -> int:
+        """Row in `replay.paths.processes` of the worst straggler of the recorded run."""
+        return _worst_straggler(self, self.replay.delays)
 
     def ranks(self) -> list[int]:
         """Return the rank of each process of the replay."""
@@ -136,8 +141,44 @@ class _Gaps:
         return result
 
 
-Change = Callable[[ReplayedRun, Array], Array]
-"""Returns the delays of a changed run, shape (edges,), given delays of this shape."""
+@dataclass(frozen=True, eq=False)
+class ChangedRun:
+    """A replayed run after some changes.
+
+    Attributes:
+        recorded: The run as it was recorded.
+        replayed: The run after changes of its graph.
+        delays: Delays of the edges of `replayed`, ns, shape (n, edges). The first row is the prediction; if changed
+            transfers have an error, two follow with all of them too short and too long by it.
+        is_error_known: Whether that error is known.
+        texts: The changes, as they were written.
+    """
+
+    recorded: ReplayedRun
+    replayed: ReplayedRun
+    delays: Array
+    is_error_known: bool = True
+    texts: tuple[str, ...] = ()
+
+    def with_change(self, change: NamedChange) -> ChangedRun:
+        """Return the run after one more change.
+
+        Raises:
+            CommtraceError: It does not apply to the run.
+        """
+        return replace(change.apply(self), texts=(*self.texts, change.text))
+
+
+def changed_run(replayed: ReplayedRun, texts: Sequence[str] = ()) -> ChangedRun:
+    """Return a run after changes (module docstring), in their order.
+
+    Raises:
+        CommtraceError: One is not a change, its file cannot be read, or it does not apply to the run.
+    """
+    changed = ChangedRun(replayed, replayed, replayed.replay.delays[None])
+    for change in [parse_change(text) for text in texts]:
+        changed = changed.with_change(change)
+    return changed
 
 
 @dataclass(frozen=True)
@@ -145,9 +186,30 @@ class NamedChange:
     """A change, and how it was written."""
 
     text: str
-    apply: Change
-    error: float | None = 0.0
-    """Relative error of the changed transfers; None: not known."""
+    apply: Callable[[ChangedRun], ChangedRun]
+
+
+Delays = Callable[[ReplayedRun, Array], Array]
+"""Returns other delays of a run's edges, given its delays, both of shape (edges,)."""
+
+
+def _of_delays(text: str, changed_delays: Delays, error: float | None = 0.0) -> NamedChange:
+    """Return a change of delays. `error`: relative error of the transfers that it changes; None: not known."""
+
+    def apply(run: ChangedRun) -> ChangedRun:
+        delays = np.stack([changed_delays(run.replayed, row) for row in run.delays])
+        if error:
+            differs = (delays[0] != run.delays[0]) & (run.replayed.replay.part == Part.TRANSFER)
+            delays = _with_error(delays, differs, error)
+        return replace(run, delays=delays, is_error_known=run.is_error_known and error is not None)
+
+    return NamedChange(text, apply)
+
+
+def _with_error(delays: Array, changed: Array, error: float) -> Array:
+    """Return three rows of delays, from one or three: as predicted; `changed` ones too short, too long by `error`."""
+    rows = np.broadcast_to(delays, (3, delays.shape[-1]))
+    return np.where(changed, rows * np.array([[1.0], [1 - error], [1 + error]]), rows)
 
 
 def parse_change(text: str) -> NamedChange:
@@ -166,18 +228,18 @@ def parse_change(text: str) -> NamedChange:
 def _scale_network(text: str, value: str) -> NamedChange:
     what, _, factor = value.rpartition(":")
     speed = _factor(text, factor)
-    return NamedChange(text, lambda run, delays: _scaled(delays, run.selected(what), 1 / speed))
+    return _of_delays(text, lambda run, delays: _scaled(delays, run.selected(what), 1 / speed))
 
 
 def _free(text: str, value: str) -> NamedChange:
     if not value:
         raise CommtraceError(f"{text!r}: the dimension, operation or purpose is missing, such as free=data")
-    return NamedChange(text, lambda run, delays: _scaled(delays, run.selected(value), 0.0))
+    return _of_delays(text, lambda run, delays: _scaled(delays, run.selected(value), 0.0))
 
 
 def _compute(text: str, value: str) -> NamedChange:
     factor = _factor(text, value)
-    return NamedChange(text, lambda run, delays: _scaled(delays, run.replay.part == Part.COMPUTATION, factor))
+    return _of_delays(text, lambda run, delays: _scaled(delays, run.replay.part == Part.COMPUTATION, factor))
 
 
 def _scaled(delays: Array, edges: Array, factor: float) -> Array:
@@ -196,12 +258,14 @@ def _without_straggler(text: str, value: str) -> NamedChange:
     if value != WORST and not value.isdecimal():
         raise CommtraceError(f"{text!r}: {value!r} is neither a rank nor {WORST}")
 
-    def apply(run: ReplayedRun, delays: Array) -> Array:
-        if value == WORST:
-            return worst_straggler(run, delays)[1]
-        if int(value) not in run.ranks():
+    def apply(run: ChangedRun) -> ChangedRun:
+        if value == WORST:  # the same rank for all rows of delays
+            process = worst_straggler(run)
+        elif int(value) in run.replayed.ranks():
+            process = run.replayed.ranks().index(int(value))
+        else:
             raise CommtraceError(f"{text!r}: the run has no rank {value}")
-        return _without(run, delays, run.ranks().index(int(value)))
+        return replace(run, delays=np.stack([_without(run.replayed, row, process) for row in run.delays]))
 
     return NamedChange(text, apply)
 
@@ -212,17 +276,27 @@ def _without(run: ReplayedRun, delays: Array, process: int) -> Array:
     return gaps.scaled(delays, sums, np.fmin(sums, gaps.of_others(sums, np.median, process)))
 
 
-def worst_straggler(run: ReplayedRun, delays: Array) -> tuple[int, Array]:
-    """Return the rank without whose additional computation the median step is shortest, and the delays without it."""
+def worst_straggler(run: ChangedRun) -> int:
+    """Return the process without whose additional computation the median step is shortest.
+
+    The search is made once for the recorded delays.
+
+    Returns:
+        Its row in `Replay.paths.processes`.
+    """
+    if np.array_equal(run.delays[0], run.replayed.replay.delays):
+        return run.replayed.straggler
+    return _worst_straggler(run.replayed, run.delays[0])
+
+
+def _worst_straggler(run: ReplayedRun, delays: Array) -> int:
     gaps = run.gaps
     sums = gaps.sums(delays)
     beyond = np.maximum(sums - gaps.of_others(sums, np.median, None), 0)
     excess = np.bincount(gaps.process, np.nan_to_num(beyond), len(run.replay.paths.processes))
     candidates = np.argsort(-excess, kind="stable")[:MAX_STRAGGLERS].tolist()
-    changed = [_without(run, delays, process) for process in candidates]
-    medians = np.median(run.replay.step_ns(np.stack(changed)), axis=-1)
-    best = int(medians.argmin())
-    return run.ranks()[candidates[best]], changed[best]
+    changed = np.stack([_without(run, delays, process) for process in candidates])
+    return int(candidates[int(np.median(run.replay.step_ns(changed), axis=-1).argmin())])
 
 
 def _balance(text: str, value: str) -> NamedChange:
@@ -232,12 +306,12 @@ def _balance(text: str, value: str) -> NamedChange:
         sums = run.gaps.sums(delays)
         return run.gaps.scaled(delays, sums, run.gaps.of_others(sums, np.mean, None))
 
-    return NamedChange(text, apply)
+    return _of_delays(text, apply)
 
 
 def _no_wait(text: str, value: str) -> NamedChange:
     _no_value(text, value)
-    return NamedChange(text, lambda run, delays: np.where(run.replay.waits, -np.inf, delays))
+    return _of_delays(text, lambda run, delays: np.where(run.replay.waits, -np.inf, delays))
 
 
 def _no_value(text: str, value: str) -> None:
@@ -258,7 +332,7 @@ def _network(text: str, value: str) -> NamedChange:
         return _on_network(run, delays, new, recorded[0] if recorded else None)
 
     errors = [network.held_out_error for network in (new, *recorded)]
-    return NamedChange(text, apply, None if None in errors else max(filter(None, errors), default=0.0))
+    return _of_delays(text, apply, None if None in errors else max(filter(None, errors), default=0.0))
 
 
 def _on_network(run: ReplayedRun, delays: Array, new: Network, recorded: Network | None) -> Array:
@@ -266,7 +340,8 @@ def _on_network(run: ReplayedRun, delays: Array, new: Network, recorded: Network
 
     Transfers of a rank that overlap share its link: the expected time of each one includes the part of the others that
     overlaps it. Relative to the network of the run, a transfer keeps what it took beyond its expected time and the
-    error of that, such as the time of a busy processor; the rest changes as the expected times do.
+    error of that, such as the time of a busy processor; the rest changes as the expected times do. If it is not known
+    when a transfer was released, nor is what it took beyond: all of it changes as the expected times do.
     """
     replay = run.replay
     edges = np.flatnonzero((replay.part == Part.TRANSFER) & (delays > 0))
@@ -284,8 +359,9 @@ def _on_network(run: ReplayedRun, delays: Array, new: Network, recorded: Network
         transfer = delays[edges[first]]
         before, after = _on_shared_link(run, calls, before, after)
         with np.errstate(divide="ignore", invalid="ignore"):
-            flight = (replay.paths.blocked.times["t_end"] - replay.paths.blocked.times["release"])[calls]
-            overhead = np.maximum(flight - before * (1 + (recorded.held_out_error or 0)), 0)
+            released, ended = (replay.paths.blocked.times[name][calls] for name in ("release", "t_end"))
+            beyond = ended - released - before * (1 + (recorded.held_out_error or 0))
+            overhead = np.where(released >= 0, np.maximum(beyond, 0), 0)
             changed = transfer * (after + overhead) / (before + overhead)
     number = np.searchsorted(calls, replay.call[edges])
     result[edges] = np.where(np.isfinite(changed), changed, delays[edges[first]])[number]
@@ -295,6 +371,8 @@ def _on_network(run: ReplayedRun, delays: Array, new: Network, recorded: Network
 def _on_shared_link(run: ReplayedRun, calls: Array, *expected: Array) -> list[Array]:
     """Return expected times with the part of each other transfer of the rank that overlaps it in the recorded run.
 
+    A transfer that was released at an unknown time overlaps none.
+
     Args:
         run: The run.
         calls: Calls, ascending.
@@ -302,6 +380,7 @@ def _on_shared_link(run: ReplayedRun, calls: Array, *expected: Array) -> list[Ar
     """
     paths = run.replay.paths
     begin, end = (paths.blocked.times[name][calls].astype(float) for name in ("release", "t_end"))
+    begin = np.where(begin < 0, end, begin)
     order = np.lexsort((begin, paths.calls["process"][calls]))
     process, begin, end = paths.calls["process"][calls][order], begin[order], end[order]
     length = np.maximum(end - begin, 1)

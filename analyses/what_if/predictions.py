@@ -41,7 +41,7 @@ from commtrace.formatting import format_count, format_duration, is_known
 from commtrace.volume import wire_bytes
 
 from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_TARGETS, format_bandwidth
-from .changes import NamedChange, ReplayedRun, all_changes, parse_change, worst_straggler
+from .changes import ChangedRun, ReplayedRun, all_changes, changed_run, worst_straggler
 from .event_graph import CircularEventsError
 from .recorded_graph import Part, Replay, replay_of
 
@@ -133,30 +133,24 @@ def replayed_run(run: AnalysedRun) -> ReplayedRun:
     return ReplayedRun(run, replay)
 
 
-def what_if(
-    replayed: ReplayedRun, changes: Sequence[str] = (), *, catalogue: bool = False, variation: float = 0.0
-) -> pd.DataFrame:
+def what_if(changed: ChangedRun, *, catalogue: bool = False, variation: float = 0.0) -> pd.DataFrame:
     """Return the table `what_if`.
 
     Args:
-        replayed: The run.
-        changes: Changes that are made together (`changes`).
-        catalogue: Whether to add a row for each change of the catalogue, on top of `changes`; the largest gain first.
+        changed: The run after the changes that are made together.
+        catalogue: Whether to add a row for each change of the catalogue, on top of them; the largest gain first.
         variation: Half of the interval that is due to the variation between runs, relative (`variation_of_runs`).
-
-    Raises:
-        CommtraceError: A change is none, or does not apply to the run.
     """
-    replay = replayed.replay
-    predicted = partial(_row, replayed, variation)
-    rows = [predicted(AS_RECORDED, replay.delays[None], 0.0)]
-    named = [parse_change(text) for text in changes]
-    if named:
-        rows.append(predicted(" ".join(changes), *_changed(replayed, named)))
+    predicted = partial(_row, variation)
+    rows = [predicted(AS_RECORDED, changed_run(changed.recorded))]
+    if changed.texts:
+        rows.append(predicted(" ".join(changed.texts), changed))
     if catalogue:
-        more = [(change.text, _changed(replayed, [*named, change])) for change in all_changes(replayed)]
-        found = [predicted(f"{'... ' * bool(named)}{text}", *changed) for text, changed in more]
-        rows += sorted(found, key=lambda row: row.step_ns)
+        prefix = "... " * bool(changed.texts)
+        more = [
+            predicted(prefix + change.text, changed.with_change(change)) for change in all_changes(changed.recorded)
+        ]
+        rows += sorted(more, key=lambda row: row.step_ns)
     table = pd.DataFrame([asdict(row) for row in rows])
     return table.assign(gain=1 - table["step_ns"] / rows[0].step_ns)[WHAT_IF.column_names]
 
@@ -172,26 +166,6 @@ class _Prediction:
     limits: str
 
 
-def _changed(replayed: ReplayedRun, changes: Sequence[NamedChange]) -> tuple[Array, float | None]:
-    """Return the delays after some changes, shape (n, edges), and whether their error is known.
-
-    The first row is the prediction; if transfers have an error, two follow with all changed ones too short and too
-    long by it.
-    """
-    delays = replayed.replay.delays
-    variants: list[Array] = []
-    error: float | None = 0.0
-    for change in changes:
-        before, delays = delays, change.apply(replayed, delays)
-        variants = [change.apply(replayed, variant) for variant in variants]
-        if change.error:
-            differs = (delays != before) & (replayed.replay.part == Part.TRANSFER)
-            scales = 1 - change.error, 1 + change.error
-            variants = [np.where(differs, delays * scale, delays) for scale in scales]
-        error = None if change.error is None else error
-    return np.stack([delays, *variants]), error
-
-
 def variation_of_runs(runs: Sequence[ReplayedRun]) -> float:
     """Return half of the 90 % interval of the step of one more run, relative, from equal runs; 0.0 for only one."""
     if len(runs) < 2:
@@ -201,17 +175,17 @@ def variation_of_runs(runs: Sequence[ReplayedRun]) -> float:
     return float(student * np.sqrt(1 + 1 / len(runs)) * np.std(steps, ddof=1) / np.mean(steps))
 
 
-def _row(replayed: ReplayedRun, variation: float, text: str, delays: Array, error: float | None) -> _Prediction:
-    """Return a row without its gain, given delays as from `_changed`."""
-    replay = replayed.replay
-    times = replay.graph.times(delays)
+def _row(variation: float, text: str, changed: ChangedRun) -> _Prediction:
+    """Return a row without its gain."""
+    replay = changed.replayed.replay
+    times = replay.graph.times(changed.delays)
     steps = replay.durations(times)[..., _first(replay) :]
     step_ns = float(np.median(steps[0]))
     of_network = float(np.abs(np.median(steps, axis=-1) - step_ns).max())
     half = float(np.linalg.norm([_spread(steps[0]), of_network, variation * step_ns]))
-    has_interval = error is not None and len(steps[0]) >= _LEAST_FOR_INTERVAL
+    has_interval = changed.is_error_known and len(steps[0]) >= _LEAST_FOR_INTERVAL
     low, high = (max(0.0, step_ns - half), step_ns + half) if has_interval else (None, None)
-    return _Prediction(text, step_ns, low, high, ", ".join(_limits(replayed, delays[0], times[0])))
+    return _Prediction(text, step_ns, low, high, ", ".join(_limits(changed.replayed, changed.delays[0], times[0])))
 
 
 def _spread(steps: Array) -> float:
@@ -260,9 +234,9 @@ def _limits(replayed: ReplayedRun, delays: Array, times: Array) -> Iterator[str]
             yield f"{name} {ns / total:.0%}"
 
 
-def required_bandwidth(replayed: ReplayedRun, changes: Sequence[str] = ()) -> pd.DataFrame:
-    """Return the table `required_bandwidth` of a run, after some changes."""
-    delays = _changed(replayed, [parse_change(text) for text in changes])[0][0]
+def required_bandwidth(changed: ChangedRun) -> pd.DataFrame:
+    """Return the table `required_bandwidth` of a run after some changes."""
+    replayed, delays = changed.replayed, changed.delays[0]
     replay, calls = replayed.replay, replayed.replay.paths.calls
     roles = calls.categories["role"][np.unique(calls["role"][replay.call[replayed.selected("")]])]
     rows = [_required(replayed, delays, str(role), replayed.selected(str(role))) for role in roles]
@@ -339,7 +313,7 @@ def run_facts(replayed: ReplayedRun, equal_runs: int = 0) -> pd.DataFrame:
     """Return the table `what_if_run`."""
     replay = replayed.replay
     ranks = replayed.ranks()
-    worst = str(worst_straggler(replayed, replay.delays)[0]) if len(ranks) > 1 else None
+    worst = str(ranks[worst_straggler(changed_run(replayed))]) if len(ranks) > 1 else None
     calls = len(np.unique(replay.call[replay.part == Part.TRANSFER]))
     facts = len(replay.paths.steps), len(ranks), calls, equal_runs, worst, replay.error_ns
     return pd.DataFrame([facts], columns=WHAT_IF_RUN.column_names)

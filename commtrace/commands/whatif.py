@@ -83,6 +83,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the predictions."""
     from commtrace.analyses.what_if import bandwidth_bounds, predictions
+    from commtrace.analyses.what_if.changes import changed_run
     from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
@@ -98,9 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
         equal = [predictions.replayed_run(open_run(path)) for path in arguments.equal]
         variation = predictions.variation_of_runs([replayed, *equal])
         catalogue = arguments.all or not (arguments.changes or arguments.required_bandwidth)
-        tables = {"what_if": predictions.what_if(replayed, arguments.changes, catalogue=catalogue, variation=variation)}
+        changed = changed_run(replayed, arguments.changes)
+        tables = {"what_if": predictions.what_if(changed, catalogue=catalogue, variation=variation)}
         if arguments.required_bandwidth:
-            tables["required_bandwidth"] = predictions.required_bandwidth(replayed, arguments.changes)
+            tables["required_bandwidth"] = predictions.required_bandwidth(changed)
         tables["what_if_run"] = predictions.run_facts(replayed, len(equal))
     finally:  # damaged records are known only after reading
         print_notes(opened.notes)

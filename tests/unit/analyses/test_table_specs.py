@@ -22,6 +22,7 @@ from commtrace.analyses.scaling import scaling
 from commtrace.analyses.side_by_side import compare
 from commtrace.analyses.table_specs.spec import formatted_rows
 from commtrace.analyses.what_if.bandwidth_bounds import bandwidth_bounds
+from commtrace.analyses.what_if.changes import changed_run
 from commtrace.analyses.what_if.predictions import replayed_run, required_bandwidth, run_facts, what_if
 from commtrace.errors import NoSuchTableError
 from commtrace.network.networks import MeasuredNetwork
@@ -47,9 +48,9 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
         "call_differences": differences.table,
         "setting_differences": differences.settings,
         **scaling({ranks: open_run(folder / ranks) for ranks in ("2", "4")}),
-        "what_if": what_if(replayed := replayed_run(zeros["zero3"]), catalogue=True),
-        "required_bandwidth": required_bandwidth(replayed),
-        "what_if_run": run_facts(replayed),
+        "what_if": what_if(changed := changed_run(replayed_run(zeros["zero3"])), catalogue=True),
+        "required_bandwidth": required_bandwidth(changed),
+        "what_if_run": run_facts(changed.recorded),
         "bandwidth_bounds": bandwidth_bounds(zeros["zero3"], computation_s=0.1),
     }
 

@@ -20,7 +20,7 @@ from replayed_programs import (
     write,
 )
 
-from commtrace.analyses.what_if.changes import parse_change
+from commtrace.analyses.what_if.changes import changed_run
 from commtrace.analyses.what_if.event_graph import CircularEventsError, EventGraph
 from commtrace.analyses.what_if.predictions import replayed_run, what_if
 from commtrace.analyses.what_if.recorded_graph import Part
@@ -92,7 +92,7 @@ def test_a_replay_agrees_with_the_simulator(seed: int, tmp_path: Path) -> None:
         return  # nothing in the log tells whether a send waits for its receive
     for change in CHANGES:
         expected = run(program, *CHANGES[change]).step_ns(ranks, steps)
-        found = replay.step_ns(parse_change(change).apply(replayed, replay.delays))
+        found = replay.step_ns(changed_run(replayed, [change]).delays[0])
         assert found[1:] == pytest.approx(expected[1:], abs=US), change
 
 
@@ -115,7 +115,9 @@ def test_parts_are_those_of_the_program(tmp_path: Path) -> None:
     # Each rank's operation waits for its own arrival, and for that of the last rank.
     assert sums[Part.TRANSFER] == 3 * 2 * 2 * 70
     expected = {"without-straggler=worst": 170, "without-straggler=0": 220, "balance": 195, "no-wait": 220}
-    assert {change: what_if(replayed, [change])["step_ns"].iloc[-1] / US for change in expected} == expected
+    assert {
+        change: what_if(changed_run(replayed, [change]))["step_ns"].iloc[-1] / US for change in expected
+    } == expected
 
 
 def test_ends_that_waits_observed_late(tmp_path: Path) -> None:
@@ -136,6 +138,6 @@ def test_ends_that_waits_observed_late(tmp_path: Path) -> None:
     write(program, before, tmp_path, clock=Clock.WAIT)
     replayed = replayed_run(open_run(tmp_path))
     assert replayed.replay.error_ns == 0
-    found = replayed.replay.step_ns(parse_change("compute=0.01x").apply(replayed, replayed.replay.delays))
+    found = replayed.replay.step_ns(changed_run(replayed, ["compute=0.01x"]).delays[0])
     expected = run(program, lambda ns: ns // 100)
     assert found[1:] == pytest.approx(expected.step_ns(2, range(1, 8))[1:], abs=US)

@@ -7,15 +7,17 @@ import re
 from pathlib import Path
 
 import pytest
-from factory import ALL_REDUCE, SEND, training
+from factory import ALL_REDUCE, REDUCE_SCATTER, SEND, LogFactory, record, training
 from replayed_programs import Instruction, Operation, Program, run, write
 from simulated_steps import MS, PROGRAMS, Simulation
 
 import commtrace
+from commtrace.analyses.what_if import changes
+from commtrace.analyses.what_if.changes import changed_run, parse_change
 from commtrace.analyses.what_if.predictions import replayed_run, required_bandwidth, what_if
 from commtrace.cli import main
 from commtrace.errors import CommtraceError
-from commtrace.schema import Phase
+from commtrace.schema import Clock, Phase
 
 US = 1_000
 
@@ -102,13 +104,13 @@ def test_changes_compose_in_their_order(tmp_path: Path) -> None:
         ("scale-network=data:0.5x",): 220,
         ("scale-network=2x", "scale-network=2x"): 115,
     }
-    found = {changes: what_if(replayed, changes)["step_ns"].iloc[-1] / US for changes in expected}
+    found = {texts: what_if(changed_run(replayed, texts))["step_ns"].iloc[-1] / US for texts in expected}
     assert found == expected
 
 
 def test_bandwidth_that_hides_communication(tmp_path: Path) -> None:
     """100 us of computation, 50 us of transfer: an exposed share of s is left at a speed of (1 - s) / (2 s)."""
-    table = required_bandwidth(replayed_run(commtrace.open(alternating(tmp_path, 100, 50))))
+    table = required_bandwidth(changed_run(replayed_run(commtrace.open(alternating(tmp_path, 100, 50)))))
     (row,) = table.itertuples()
     assert row.dimension == "data"
     assert row.exposed == pytest.approx(1 / 3)
@@ -131,7 +133,8 @@ def test_another_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     slow, fast = (description(tmp_path, f"{name}.json", rate) for name, rate in (("slow", 1.0), ("fast", 8.0)))
     replayed = replayed_run(commtrace.open(log))
     steps = [
-        what_if(replayed, [change])["step_ns"].iloc[-1] / US for change in (f"network={fast}", f"network={fast},{slow}")
+        what_if(changed_run(replayed, [change]))["step_ns"].iloc[-1] / US
+        for change in (f"network={fast}", f"network={fast},{slow}")
     ]
     assert steps == pytest.approx([100 + (1 << 20) / 8e3, 100 + 50 / 8])
     assert main(["whatif", str(log), "--network", fast, "--json"]) == 0
@@ -144,8 +147,59 @@ def test_time_beyond_the_network_stays(tmp_path: Path) -> None:
     """The old network explains 40 of 50 us, of which a tenth remains."""
     log = alternating(tmp_path / "log", 100, 50)
     old, new = (description(tmp_path, f"{us}.json", (1 << 20) / us / 1e3) for us in (40, 4))
-    table = what_if(replayed_run(commtrace.open(log)), [f"network={new},{old}"])
+    table = what_if(changed_run(replayed_run(commtrace.open(log)), [f"network={new},{old}"]))
     assert table["step_ns"].iloc[-1] / US == pytest.approx(100 + 4 + 10, abs=0.01)
+
+
+def test_transfers_without_a_known_release_change_as_expected_times_do(tmp_path: Path) -> None:
+    """The ranks' operations differ, so that nothing is known about waits: 50 us become an eighth."""
+    log = LogFactory(tmp_path / "log")
+    for rank, kind in enumerate((ALL_REDUCE, REDUCE_SCATTER)):
+        files = log.process(rank, pid=4711 + rank, world_size=2)
+        files.known({1: [0, 1]}, {1: "data"})
+        begins = [1_000 * MS + 150 * US * step for step in range(8)]
+        rows = [
+            record(kind=kind, seq=step, step=step, payload=1 << 20, site=2, clock=Clock.RETURN, t_wait=0,
+                t_begin=begin, t_return=begin + 50 * US, t_end=begin + 50 * US)
+            for step, begin in enumerate(begins)
+        ]  # fmt: skip
+        files.write(rows).end()
+    replayed = replayed_run(commtrace.open(tmp_path / "log"))
+    assert (replayed.replay.paths.blocked.times["release"] == -1).all()
+    old, new = (description(tmp_path, name, rate) for name, rate in (("old", 1.0), ("new", 8.0)))
+    table = what_if(changed_run(replayed, [f"network={new},{old}"]))
+    assert table["step_ns"].iloc[-1] / US == pytest.approx(100 + 50 / 8)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[object]:
+    """Return a list that grows by an item with each call of a function of the module `changes`."""
+    calls: list[object] = []
+    original = getattr(changes, name)
+
+    def function(*arguments: object) -> object:
+        calls.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(changes, name, function)
+    return calls
+
+
+def test_each_change_is_made_once(late: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the catalogue and the required bandwidth on top of it."""
+    calls = counted(monkeypatch, "_on_network")
+    network = description(late, "network.json", 1.0)
+    assert main(["whatif", str(late), "--network", network, "--all", "--required-bandwidth", "--json"]) == 0
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--without-straggler", "worst"], ["--all"], ["--required-bandwidth"]])
+def test_the_worst_straggler_is_searched_for_once(
+    arguments: list[str], late: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search tries each of the four ranks; one more time, the worst one is changed."""
+    calls = counted(monkeypatch, "_without")
+    assert main(["whatif", str(late), *arguments, "--json"]) == 0
+    assert len(calls) <= 4 + 1
 
 
 def test_transfers_that_overlap_share_a_link(tmp_path: Path) -> None:
@@ -162,7 +216,7 @@ def test_transfers_that_overlap_share_a_link(tmp_path: Path) -> None:
             program.instructions[rank] += [Instruction("wait", 0, number, step=step) for number in numbers]
     write(program, run(program), tmp_path / "log")
     old, new = (description(tmp_path, name, rate, latency_us=10) for name, rate in (("old", 1.0), ("new", 4.0)))
-    table = what_if(replayed_run(commtrace.open(tmp_path / "log")), [f"network={new},{old}"])
+    table = what_if(changed_run(replayed_run(commtrace.open(tmp_path / "log")), [f"network={new},{old}"]))
     before, after = table["step_ns"]
     assert before / US > 1000
     assert 100 + (before / US - 100) / 4 < after / US < 350  # without sharing, the message would still take 901 us
@@ -214,8 +268,6 @@ def test_errors(arguments: list[str], message: str, late: Path, capsys: pytest.C
 
 
 def test_unknown_changes() -> None:
-    from commtrace.analyses.what_if.changes import parse_change
-
     for text in ("faster", "balance=1", "no-wait=", "free"):
         with pytest.raises(CommtraceError, match=re.escape(repr(text))):
             parse_change(text)
