@@ -1,7 +1,8 @@
 """Predictions of `commtrace whatif` beside what happened: real jobs of gloo before and after one change.
 
 Links are network namespaces whose only interface is limited by a token bucket filter (tc-tbf(8)); this needs root. A
-prediction reads only the log of the first run, and equal runs for its interval. Of networks, each ordered pair counts.
+prediction reads only the log of the first run, and equal runs for its interval. Of networks, and of sizes of buckets,
+each ordered pair counts.
 
     sudo python benchmarks/what_if_pairs.py --out pairs.json    # 11 minutes; prints docs/explanation/replay-pairs.md
     python benchmarks/what_if_pairs.py --show pairs.json
@@ -34,6 +35,12 @@ STEPS: Final = 40
 SCHEMES: Final = ("ddp", "zero1", "fsdp2")
 RANKS: Final = 2
 LATE: Final = (10.0, 30.0, 80.0)
+BUCKETS_MB: Final = (1, 2, 4, 16)
+"""Limits of buckets. All gradients fit into one of 16 MiB, from which nothing is predicted."""
+BUCKET_RATES: Final = ("1gbit", "4gbit")
+REPETITIONS: Final = 3
+WIDTHS: Final = "widths=512,512,1024,512,256,1024,512,512,256,512"
+"""Layers of 0.5 to 2 MiB, 10.5 MiB together."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ def train(inside: Sequence[str], log: Path, scheme: str, *options: str) -> None:
         return
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--master-port=29611"]
     environment = {**os.environ, "COMMTRACE": str(log), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    log.parent.mkdir(parents=True, exist_ok=True)
     command = [*inside, "timeout", "300", *launch, str(TRAINING), scheme, f"steps={STEPS}", *options]
     subprocess.run(command, check=True, env=environment, capture_output=True)
 
@@ -103,12 +111,12 @@ def predicted(kind: str, name: str, log: Path, change: str, after: Path, equal: 
         kind: Kind of the change.
         name: Name of the case.
         log: The run before the change.
-        change: The change.
+        change: The changes, divided by blanks.
         after: The run after it.
         equal: Runs that are equal among themselves, for the variation between runs.
     """
     variation = variation_of_runs([replayed_run(open_run(path)) for path in equal])
-    table = what_if(changed_run(replayed_run(open_run(log)), [change]), variation=variation)
+    table = what_if(changed_run(replayed_run(open_run(log)), change.split()), variation=variation)
     row = table.iloc[-1]
     before, step, low, high = map(float, (table["step_ns"].iloc[0], row.step_ns, row.low_ns, row.high_ns))
     measured = replayed_run(open_run(after)).replay
@@ -154,18 +162,48 @@ def stragglers(folder: Path) -> Iterator[Case]:
                 )
 
 
+def buckets(folder: Path) -> Iterator[Case]:
+    """Yield cases for each ordered pair of sizes of buckets: transfers fitted to the run, or to a measured network."""
+    for rate in BUCKET_RATES:
+        with link(rate) as inside:
+            bench(inside, folder / f"{rate}.json")
+            for number, size in itertools.product(range(REPETITIONS), BUCKETS_MB):
+                train(
+                    inside, _bucket_run(folder, rate, size, number), "ddp", f"bucket_mb={size}", "samples=128", WIDTHS
+                )
+    for rate, (before, after) in itertools.product(BUCKET_RATES, itertools.permutations(BUCKETS_MB, 2)):
+        if before == BUCKETS_MB[-1]:
+            continue
+        network = f"network={folder / rate}.json,{folder / rate}.json"
+        equal = [_bucket_run(folder, rate, before, number) for number in range(REPETITIONS)]
+        for number, log in enumerate(equal):
+            name = f"{rate}, {before} MB to {after} MB, run {number}"
+            measured = _bucket_run(folder, rate, after, number)
+            yield predicted("bucket", name, log, f"bucket={after}MB", measured, equal)
+            yield predicted("bucket, bench", name, log, f"{network} bucket={after}MB", measured, equal)
+    for rate, size in itertools.product(BUCKET_RATES, BUCKETS_MB):
+        logs = [_bucket_run(folder, rate, size, number) for number in range(REPETITIONS)]
+        for first, second in itertools.pairwise(logs):
+            others = [log for log in logs if log != second]
+            yield predicted("bucket, control", f"{rate}, {size} MB, {first.name}", first, "compute=1x", second, others)
+
+
+def _bucket_run(folder: Path, rate: str, size: int, number: int) -> Path:
+    return folder / f"buckets-{rate}" / f"{size}mb-{number}"
+
+
 def main() -> None:
     """Run all pairs, print them, misses first, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("pairs.json"))
-    parser.add_argument("--kind", choices=("straggler", "network"), action="append")
+    parser.add_argument("--kind", choices=("straggler", "network", "bucket"), action="append")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--show", type=Path, help="print the results in a file again, and measure nothing")
     options = parser.parse_args()
     if options.show is not None:
         print(*tables([Case(**case) for case in json.loads(options.show.read_text())]), sep="\n")
         return
-    makers = {"straggler": stragglers, "network": networks}  # the first has the equal runs
+    makers = {"straggler": stragglers, "network": networks, "bucket": buckets}  # the first has the equal runs
     folder = options.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     cases = [case for kind in options.kind or makers for case in makers[kind](folder)]

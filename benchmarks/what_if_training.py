@@ -1,10 +1,12 @@
 """python what_if_training.py SCHEME [NAME=VALUE ...]: a training whose network, computation or late rank is changed.
 
-SCHEME: ddp, zero1 or fsdp2. Values: steps, width, layers, samples, bucket_mb, dtype, late (a rank), late_ms.
+SCHEME: ddp, zero1 or fsdp2. Values: steps, width, layers, samples, bucket_mb, dtype, late (a rank), late_ms; widths,
+such as 512,1024,256: those of the layers' inputs and of the output, instead of width and layers.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -17,7 +19,7 @@ from torch import nn
 SCHEME = sys.argv[1]
 OPTIONS: dict[str, Any] = {
     "steps": 30, "width": 512, "layers": 8, "samples": 256, "bucket_mb": 4.0, "dtype": "float32", "late": -1,
-    "late_ms": 0.0,
+    "late_ms": 0.0, "widths": "",
 }  # fmt: skip
 for argument in sys.argv[2:]:
     name, _, value = argument.partition("=")
@@ -39,11 +41,11 @@ def main() -> None:
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {int(os.environ["LOCAL_RANK"]) % (os.cpu_count() or 1)})
     dist.init_process_group("gloo")
-    width = OPTIONS["width"]
-    layers = [layer for _ in range(OPTIONS["layers"]) for layer in (nn.Linear(width, width), nn.ReLU())]
+    widths = [*map(int, filter(None, OPTIONS["widths"].split(",")))] or [OPTIONS["width"]] * (OPTIONS["layers"] + 1)
+    layers = [layer for sizes in itertools.pairwise(widths) for layer in (nn.Linear(*sizes), nn.ReLU())]
     model: Any = nn.Sequential(Late(), *layers).to(getattr(torch, OPTIONS["dtype"]))
     step = {"ddp": ddp, "zero1": zero1, "fsdp2": fsdp2}[SCHEME](model)
-    x = torch.randn(OPTIONS["samples"], width).to(getattr(torch, OPTIONS["dtype"]))
+    x = torch.randn(OPTIONS["samples"], widths[0]).to(getattr(torch, OPTIONS["dtype"]))
     for _ in range(OPTIONS["steps"]):
         step(x)
     dist.barrier()

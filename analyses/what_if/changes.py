@@ -9,6 +9,7 @@
                             "worst": the rank with which the step becomes shortest
     balance                 all ranks compute for as long as their mean in the same part of a step
     no-wait                 no operation waits for late ranks
+    bucket=50MB             DistributedDataParallel closes gradient buckets at this size (`buckets`; MB: 2**20 bytes)
 
 Changes compose: each one is made on top of those before it (`changed_run`).
 """
@@ -26,9 +27,26 @@ import numpy as np
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.grouping import Array, group_rows
 from commtrace.errors import CommtraceError
+from commtrace.formatting import format_bytes
+from commtrace.job_facts import UnknownFactError
+from commtrace.job_row import JobRow
 from commtrace.network import NetworkError
 from commtrace.network.networks import Network, open_network
+from commtrace.theory.job import Job, NotPredictedError
+from commtrace.theory.rules.torch.ddp import gradient_bytes
 
+from .buckets import (
+    Bucket,
+    BucketsError,
+    GradientBuckets,
+    MessageTimes,
+    adds_up,
+    fitted_model,
+    gradient_buckets,
+    new_buckets,
+    transfers,
+    with_buckets,
+)
 from .recorded_graph import Part, Replay
 
 WORST: Final = "worst"
@@ -36,6 +54,10 @@ _MAX_OVERLAPPING: Final = 64
 """Transfers of a rank after each one, by begin, among which those that overlap it are searched for."""
 MAX_STRAGGLERS: Final = 16
 """Ranks among which the worst straggler is searched for: those that compute longest beyond the median of all."""
+MOST_EXTRAPOLATED: Final = 4
+"""Ratio of new and recorded sizes of buckets up to which predictions were held to real runs."""
+VALIDATED_RANKS: Final = 2
+"""Ranks of these runs."""
 SELECTORS: Final = {"role": "dimension", "op": "operation", "purpose": "purpose"}
 """Columns of calls by whose labels a change may select -> their names."""
 
@@ -152,6 +174,8 @@ class ChangedRun:
             transfers have an error, two follow with all of them too short and too long by it.
         is_error_known: Whether that error is known.
         texts: The changes, as they were written.
+        network: The network that predicts transfers; None: they follow from the recorded ones.
+        remarks: Sentences on what the prediction assumes without proof.
     """
 
     recorded: ReplayedRun
@@ -159,6 +183,8 @@ class ChangedRun:
     delays: Array
     is_error_known: bool = True
     texts: tuple[str, ...] = ()
+    network: Network | None = None
+    remarks: tuple[str, ...] = ()
 
     def with_change(self, change: NamedChange) -> ChangedRun:
         """Return the run after one more change.
@@ -328,11 +354,12 @@ def _network(text: str, value: str) -> NamedChange:
     except NetworkError as error:
         raise CommtraceError(str(error)) from None
 
-    def apply(run: ReplayedRun, delays: Array) -> Array:
+    def delays_on_network(run: ReplayedRun, delays: Array) -> Array:
         return _on_network(run, delays, new, recorded[0] if recorded else None)
 
     errors = [network.held_out_error for network in (new, *recorded)]
-    return _of_delays(text, apply, None if None in errors else max(filter(None, errors), default=0.0))
+    change = _of_delays(text, delays_on_network, None if None in errors else max(filter(None, errors), default=0.0))
+    return NamedChange(text, lambda run: replace(change.apply(run), network=new))
 
 
 def _on_network(run: ReplayedRun, delays: Array, new: Network, recorded: Network | None) -> Array:
@@ -345,44 +372,47 @@ def _on_network(run: ReplayedRun, delays: Array, new: Network, recorded: Network
     """
     replay = run.replay
     edges = np.flatnonzero((replay.part == Part.TRANSFER) & (delays > 0))
-    calls, first = np.unique(replay.call[edges], return_index=True)
+    transfers, number = replay.transfers(edges)
+    calls, is_recorded = replay.call[transfers], replay.message[transfers] < 0
     before, after = np.full((2, len(calls)), np.nan)
-    for op, payload, ranks, hosts, at in _kinds_of_calls(run, calls):
+    for op, payload, ranks, hosts, at in _kinds_of_calls(run, calls, replay.payload(transfers)):
         if (expected := new.expected(op, payload, ranks, hosts)) is not None:
             after[at] = expected.total_us * 1e3
         if recorded is not None and (expected := recorded.expected(op, payload, ranks, hosts)) is not None:
             before[at] = expected.total_us * 1e3
-    result = delays.copy()
+    transfer = delays[transfers]
     if recorded is None:
         changed = after
     else:
-        transfer = delays[edges[first]]
-        before, after = _on_shared_link(run, calls, before, after)
+        released, ended = (replay.paths.blocked.times[name][calls] for name in ("release", "t_end"))
+        released = np.where(is_recorded, released, -1)
+        before, after = _on_shared_link(run, calls, released, ended, before, after)
         with np.errstate(divide="ignore", invalid="ignore"):
-            released, ended = (replay.paths.blocked.times[name][calls] for name in ("release", "t_end"))
-            beyond = ended - released - before * (1 + (recorded.held_out_error or 0))
-            overhead = np.where(released >= 0, np.maximum(beyond, 0), 0)
+            flight = np.where(is_recorded, ended - released, transfer)
+            beyond = np.maximum(flight - before * (1 + (recorded.held_out_error or 0)), 0)
+            overhead = np.where(is_recorded & (released < 0), 0, beyond)
             changed = transfer * (after + overhead) / (before + overhead)
-    number = np.searchsorted(calls, replay.call[edges])
-    result[edges] = np.where(np.isfinite(changed), changed, delays[edges[first]])[number]
+    result = delays.copy()
+    result[edges] = np.where(np.isfinite(changed), changed, transfer)[number]
     return result
 
 
-def _on_shared_link(run: ReplayedRun, calls: Array, *expected: Array) -> list[Array]:
+def _on_shared_link(run: ReplayedRun, calls: Array, released: Array, ended: Array, *expected: Array) -> list[Array]:
     """Return expected times with the part of each other transfer of the rank that overlaps it in the recorded run.
 
     A transfer that was released at an unknown time overlaps none.
 
     Args:
         run: The run.
-        calls: Calls, ascending.
-        expected: Their expected times, ns, NaN: not known; each of shape (calls,).
+        calls: The call of each transfer, shape (transfers,).
+        released: When the transfers were released, ns, -1: not known.
+        ended: When they ended, ns.
+        expected: Their expected times, ns, NaN: not known; each of shape (transfers,).
     """
-    paths = run.replay.paths
-    begin, end = (paths.blocked.times[name][calls].astype(float) for name in ("release", "t_end"))
-    begin = np.where(begin < 0, end, begin)
-    order = np.lexsort((begin, paths.calls["process"][calls]))
-    process, begin, end = paths.calls["process"][calls][order], begin[order], end[order]
+    owner = run.replay.paths.calls["process"][calls]
+    begin, end = np.where(released < 0, ended, released).astype(float), ended.astype(float)
+    order = np.lexsort((begin, owner))
+    process, begin, end = owner[order], begin[order], end[order]
     length = np.maximum(end - begin, 1)
     times = [own[order] for own in expected]
     sums = [own.copy() for own in times]
@@ -404,27 +434,122 @@ def _on_shared_link(run: ReplayedRun, calls: Array, *expected: Array) -> list[Ar
     return results
 
 
-def _kinds_of_calls(run: ReplayedRun, call: Array) -> Iterator[tuple[str, int, int, int, Array]]:
-    """Yield operation, payload, ranks and hosts, and the positions of the calls with these."""
+def _kinds_of_calls(run: ReplayedRun, call: Array, payload: Array) -> Iterator[tuple[str, int, int, int, Array]]:
+    """Yield operation, payload, ranks and hosts, and the positions of the calls with these, for messages of calls."""
     calls = run.replay.paths.calls
     host_of_rank = {process.rank: process.host for process in run.run.processes}
     sizes = np.array([len(channel.ranks) for channel in calls.channels], np.int64)
     hosts = np.array([len({host_of_rank.get(rank) for rank in channel.ranks}) for channel in calls.channels], np.int64)
     channel = np.where(calls["instance"][call] >= 0, calls.channel[calls["instance"][call]], -1)
-    first, number = group_rows([calls["op"][call], calls["payload"][call], channel])
+    first, number = group_rows([calls["op"][call], payload, channel])
     order = np.argsort(number, kind="stable")
     bounds = np.searchsorted(number[order], np.arange(len(first) + 1))
     for kind, example in enumerate(first.tolist()):
         if channel[example] < 0:
             continue
-        op, payload = str(calls.text("op", call[example])), int(calls["payload"][call[example]])
         yield (
-            op,
-            payload,
+            str(calls.text("op", call[example])),
+            int(payload[example]),
             int(sizes[channel[example]]),
             int(hosts[channel[example]]),
             order[bounds[kind] : bounds[kind + 1]],
         )
+
+
+def _bucket(text: str, value: str) -> NamedChange:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmg]?)(?:i?b)?", value.lower())
+    limit = round(float(match[1]) * (1 << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]])) if match else 0
+    if limit < 1:
+        raise CommtraceError(f"{text!r}: {value!r} is not a size such as 50MB or 512KB")
+    return NamedChange(text, lambda run: _with_bucket_size(run, limit))
+
+
+def _with_bucket_size(run: ChangedRun, limit: int) -> ChangedRun:
+    replay, path = run.replayed.replay, run.recorded.run.log.path
+    try:
+        if (replay.message >= 0).any():
+            raise BucketsError("buckets can be changed only once")
+        recorded = gradient_buckets(replay)
+        gradients = _gradients(run.recorded.run)
+        pairs = [(own, new_buckets(own.payload, limit, gradients)) for own in recorded]
+        pairs = [(own, new) for own, new in pairs if [cut.payload for cut in new] != own.payload.tolist()]
+        if not pairs:
+            return run
+        sizes = sorted({cut.payload for _, new in pairs for cut in new})
+        error: float | None
+        if run.network is None:
+            model = fitted_model(replay, run.delays, recorded)
+            times: MessageTimes = model.times
+            error = model.error(sizes)
+        else:
+            times = _relative_to(run, run.network, recorded)
+            error = run.network.held_out_error
+        changed, delays = with_buckets(replay, run.delays, pairs, times)
+    except BucketsError as problem:
+        raise BucketsError(f"{path}: no prediction for buckets of another size: {problem}") from None
+    if error:
+        delays = _with_error(delays, changed.message >= 0, error)
+    return replace(
+        run, replayed=ReplayedRun(run.recorded.run, changed), delays=delays,
+        is_error_known=run.is_error_known and error is not None,
+        remarks=(*run.remarks, *_remarks(pairs, gradients)),
+    )  # fmt: skip
+
+
+def _remarks(pairs: Sequence[tuple[GradientBuckets, list[Bucket]]], gradients: Sequence[int]) -> Iterator[str]:
+    """Yield what is assumed of buckets without proof."""
+    if any(not adds_up(own.payload, gradients) for own, _ in pairs):
+        yield (
+            "The sizes of the gradients are not known: each recorded bucket counts as one gradient, or as several "
+            "equal ones if it is larger than the new size."
+        )
+    largest = max(int(own.payload.max()) for own, _ in pairs)
+    smallest = min(int(own.payload.min()) for own, _ in pairs)
+    sizes = [bucket.payload for _, new in pairs for bucket in new]
+    if max(sizes) > MOST_EXTRAPOLATED * largest or min(sizes) < smallest / MOST_EXTRAPOLATED:
+        yield (
+            f"Messages of {format_bytes(min(sizes))} to {format_bytes(max(sizes))} are predicted from "
+            f"{format_bytes(smallest)} to {format_bytes(largest)}: predictions were held to real runs for sizes that "
+            f"differ by {MOST_EXTRAPOLATED:g} times at most."
+        )
+    if any(own.calls.shape[1] > VALIDATED_RANKS for own, _ in pairs):
+        yield f"Predictions for buckets were validated with {VALIDATED_RANKS} ranks over gloo only."
+
+
+def _gradients(run: AnalysedRun) -> list[int]:
+    """Return the bytes of each gradient of the captured model in backward order, or nothing if they are not known."""
+    row = run.job
+    if row is None:
+        return []
+    try:
+        dtypes = gradient_bytes(Job(JobRow.read(row)))
+    except (NotPredictedError, UnknownFactError):
+        return []
+    return dtypes[0] if len(dtypes) == 1 else []
+
+
+def _relative_to(run: ChangedRun, network: Network, recorded: Sequence[GradientBuckets]) -> MessageTimes:
+    """Return the times that a network predicts for a message, times what the transfers of the run take relative to it.
+
+    Raises:
+        BucketsError: It does not predict the operation.
+    """
+    replay = run.replayed.replay
+    call = np.concatenate([own.calls.ravel() for own in recorded])
+    total = 0.0
+    for op, payload, ranks, hosts, at in _kinds_of_calls(run.replayed, call, replay.paths.calls["payload"][call]):
+        expected = network.expected(op, payload, ranks, hosts)
+        if expected is None:
+            raise BucketsError(f"{network.name} does not predict {op}")
+        total += expected.total_us * len(at)
+    ratio = transfers(replay, run.delays)[:, call].sum(axis=1) / total
+
+    def times(message: int) -> Array:
+        expected = network.expected(op, message, ranks, hosts)
+        assert expected is not None
+        return np.asarray(ratio * expected.total_us)
+
+    return times
 
 
 _CHANGES: Final[dict[str, Callable[[str, str], NamedChange]]] = {
@@ -435,6 +560,7 @@ _CHANGES: Final[dict[str, Callable[[str, str], NamedChange]]] = {
     "without-straggler": _without_straggler,
     "balance": _balance,
     "no-wait": _no_wait,
+    "bucket": _bucket,
 }
 
 
@@ -448,4 +574,9 @@ def all_changes(run: ReplayedRun) -> Sequence[NamedChange]:
         sums = np.bincount(codes, replay.delays[is_transfer].clip(min=0), len(calls.categories[column]))
         largest = [code for code in np.argsort(-sums, kind="stable")[:most] if sums[code] > 0]
         texts += [f"free={calls.categories[column][code]}" for code in largest if calls.categories[column][code]]
+    try:
+        bucket_mb = max(int(own.payload.max()) for own in gradient_buckets(replay)) / (1 << 20)
+        texts += [f"bucket={bucket_mb * factor:.3g}MB" for factor in (0.5, 2)]
+    except BucketsError:
+        pass
     return [parse_change(text) for text in dict.fromkeys(texts)]

@@ -41,12 +41,14 @@ from commtrace.formatting import format_count, format_duration, is_known
 from commtrace.volume import wire_bytes
 
 from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_TARGETS, format_bandwidth
+from .buckets import BucketsError
 from .changes import ChangedRun, ReplayedRun, all_changes, changed_run, worst_straggler
 from .event_graph import CircularEventsError
 from .recorded_graph import Part, Replay, replay_of
 
 AS_RECORDED: Final = "as recorded"
-_COLUMNS: Final = ("payload", "local", "peer", "purpose")
+REMARKS: Final = "remarks"
+_COLUMNS: Final = ("payload", "local", "peer", "purpose", "dtype", "micro_batch")
 _MAX_EVENTS_AT_ONCE: Final = 1 << 24
 """Events that are computed at a time: they limit memory."""
 _SPEEDS: Final = np.logspace(-10, 14, 97, base=2)
@@ -134,7 +136,7 @@ def replayed_run(run: AnalysedRun) -> ReplayedRun:
 
 
 def what_if(changed: ChangedRun, *, catalogue: bool = False, variation: float = 0.0) -> pd.DataFrame:
-    """Return the table `what_if`.
+    """Return the table `what_if`; `attrs["remarks"]` has sentences on what it assumes without proof.
 
     Args:
         changed: The run after the changes that are made together.
@@ -145,14 +147,22 @@ def what_if(changed: ChangedRun, *, catalogue: bool = False, variation: float = 
     rows = [predicted(AS_RECORDED, changed_run(changed.recorded))]
     if changed.texts:
         rows.append(predicted(" ".join(changed.texts), changed))
+    remarks = [*changed.remarks]
     if catalogue:
         prefix = "... " * bool(changed.texts)
-        more = [
-            predicted(prefix + change.text, changed.with_change(change)) for change in all_changes(changed.recorded)
-        ]
+        more = []
+        for change in all_changes(changed.recorded):
+            try:
+                run = changed.with_change(change)
+            except BucketsError:  # the run does not show what other buckets would change
+                continue
+            more.append(predicted(prefix + change.text, run))
+            remarks += run.remarks
         rows += sorted(more, key=lambda row: row.step_ns)
     table = pd.DataFrame([asdict(row) for row in rows])
-    return table.assign(gain=1 - table["step_ns"] / rows[0].step_ns)[WHAT_IF.column_names]
+    table = table.assign(gain=1 - table["step_ns"] / rows[0].step_ns)[WHAT_IF.column_names]
+    table.attrs[REMARKS] = [*dict.fromkeys(remarks)]
+    return table
 
 
 @dataclass(frozen=True)
@@ -287,22 +297,23 @@ def exposed_by_speed(replayed: ReplayedRun, delays: Array, edges: Array) -> Arra
 def _wire_and_bandwidth(replayed: ReplayedRun, delays: Array, edges: Array) -> tuple[float | None, float | None]:
     """Return the wire bytes of a rank in a step, and GB/s while it transfers; None: not known."""
     replay, calls = replayed.replay, replayed.replay.paths.calls
-    at = np.flatnonzero(edges)
-    call, first = np.unique(replay.call[at], return_index=True)
+    transfers, _ = replay.transfers(np.flatnonzero(edges))
+    call, payload = replay.call[transfers], replay.payload(transfers)
     size = calls.per_call(calls.expected)
     rank = np.array([process.rank for process in replayed.run.processes])[calls["process"]]
     total = 0.0
     for code in np.unique(calls["op"][call]):
-        of = call[calls["op"][call] == code]
+        at = calls["op"][call] == code
+        of = call[at]
         try:
             sent = wire_bytes(
-                str(calls.categories["op"][code]), calls["payload"][of], calls["local"][of], size[of],
+                str(calls.categories["op"][code]), payload[at], calls["local"][of], size[of],
                 peer_is_self=(calls["peer"][of] == rank[of]).astype(np.int64),
             )  # fmt: skip
         except ValueError:
             return None, None
         total += float(np.sum(sent))
-    seconds = float(delays[at[first]].sum()) / 1e9
+    seconds = float(delays[transfers].sum()) / 1e9
     per_step = total / len(replay.paths.processes) / len(replay.paths.steps)
     if not np.isfinite(total):
         return None, None
@@ -332,6 +343,7 @@ def sentences(tables: dict[str, pd.DataFrame]) -> Iterator[str]:
         yield f"The intervals are for one more run, from {format_count(1 + int(row.equal_runs))} equal runs."
     else:
         yield "The intervals are for other steps of this run; runs may differ more (--equal DIR)."
+    yield from tables[WHAT_IF.name].attrs.get(REMARKS, ())
     unknown = tables[WHAT_IF.name]["low_ns"].isna()
     if unknown.all():
         yield "There are no intervals: with so few steps, their variation is not known."

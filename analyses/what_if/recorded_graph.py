@@ -68,6 +68,10 @@ class Replay:
         ends: The event that ends each step on each process, shape (processes, steps).
         begin_ns: When the first step began: the end of the step before it on the last rank.
         recorded: Recorded time of each event, ns; NaN where there is none.
+        message: Bytes of a transfer that is not the recorded one of its call, -1: it is that one, or no transfer; shape
+            (edges,).
+        begun: The event at which each recorded call began, -1: none; shape (calls,).
+        ended: The event at which the operation of each recorded call ended, -1: none; shape (calls,).
     """
 
     paths: StepPaths
@@ -82,6 +86,23 @@ class Replay:
     ends: Array
     begin_ns: float
     recorded: Array
+    message: Array
+    begun: Array
+    ended: Array
+
+    def transfers(self, edges: Array) -> tuple[Array, Array]:
+        """Return one edge of each transfer among edges, shape (transfers,), and the number of each edge's transfer.
+
+        Args:
+            edges: Edges that are transfers, ascending, shape (n,).
+        """
+        _, first, number = np.unique(self.graph.target[edges], return_index=True, return_inverse=True)
+        return edges[first], number
+
+    def payload(self, edges: Array) -> Array:
+        """Return the bytes of the message of each edge that is a transfer, int64, shape of `edges`."""
+        own = self.paths.calls["payload"][self.call[edges]]
+        return np.where(self.message[edges] >= 0, self.message[edges], own).astype(np.int64)
 
     def step_ns(self, delays: Array) -> Array:
         """Return the duration of each step, ns, shape (..., steps), for delays of shape (..., edges)."""
@@ -191,7 +212,7 @@ class _Builder:
         return Replay(
             paths, EventGraph(start, source, target), delay, part, call, rows[self._calls["process"][call]],
             np.minimum(step, len(paths.steps) - 1), waits.astype(bool), before, ends,
-            float(paths.ends[:, 0].max()), np.concatenate(recorded),
+            float(paths.ends[:, 0].max()), np.concatenate(recorded), np.full(len(call), -1), self._begun, ended,
         )  # fmt: skip
 
     # ---- calls and waits of one process ------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ _VALUES: Final = {
     "--compute": ("FACTOR", "computation takes so many times as long, such as 0.5x"),
     "--without-straggler": ("RANK", "a rank computes no longer than the median of the others; worst: the one with "
         "which the step becomes shortest"),
+    "--bucket": ("SIZE", "DistributedDataParallel closes buckets of gradients at this size, such as 50MB (of 2**20 "
+        "bytes, as bucket_cap_mb)"),
 }  # fmt: skip
 _FLAGS: Final = {
     "--balance": "all ranks compute for as long as their mean",

@@ -15,10 +15,11 @@ from typing import Final, NamedTuple
 
 from factory import ALL_REDUCE, BARRIER, RECV, SEND, LogFactory, Records, record
 
-from commtrace.schema import Clock, Flag, Phase
+from commtrace.schema import Clock, Flag, Phase, Purpose
 
 US: Final = 1_000
 BROADCAST: Final = 7
+GRADIENTS_SITE: Final = 9
 KIND_ROWS: Final = ({"id": BROADCAST, "op": "broadcast", "variant": "broadcast_", "api": "torch", "dtype": "float32"},)
 BACKWARD, OPTIMIZER = Phase.BACKWARD, Phase.OPTIMIZER
 
@@ -35,6 +36,9 @@ class Operation:
     is_async: bool
     is_buffered: bool = False
     """Whether a send ends before its receive arrives."""
+    payload: int = 1 << 20
+    site: int = 2
+    """Row of the sites table; GRADIENTS_SITE: a bucket of gradients."""
 
 
 class Instruction(NamedTuple):
@@ -209,6 +213,14 @@ def write(program: Program, ran: Ran, folder: Path, clock: Clock = Clock.FUTURE)
         files.known({1: everyone}, {1: "data"})
         for row in KIND_ROWS:
             files.add("kinds", **row)
+        files.add(
+            "sites",
+            id=GRADIENTS_SITE,
+            file="train.py",
+            line=1,
+            function="main",
+            purpose={"name": Purpose.GRADIENTS.value},
+        )
         rows = [
             _record(program, ran, rank, instruction, clock)
             for instruction in program.instructions[rank]
@@ -223,13 +235,13 @@ def _record(program: Program, ran: Ran, rank: int, instruction: Instruction, obs
     if kind == SEND:
         source, destination = operation.ranks
         kind, peer = (SEND, destination) if rank == source else (RECV, source)
-    payload = 0 if kind == BARRIER else 64 if operation.is_buffered else 1 << 20
+    payload = 0 if kind == BARRIER else 64 if operation.is_buffered else operation.payload
     clock = observer if operation.is_async else Clock.RETURN
     times = {"t_begin": ran.begun[key], "t_return": ran.returned[key], "t_end": ran.ended[key]}
     if clock == Clock.WAIT:
         times["t_end"] = max(times["t_end"], ran.waited[key])
     return record(
-        kind=kind, seq=operation.seq, peer=peer, payload=payload, site=2,
+        kind=kind, seq=operation.seq, peer=peer, payload=payload, site=operation.site,
         t_wait=ran.waited[key] if operation.is_async else 0, clock=clock,
         flags=int(Flag.ASYNC) if operation.is_async else 0, phase=instruction.phase, step=instruction.step, **times,
     )  # fmt: skip

@@ -122,6 +122,11 @@ def rebuilt_bucket_all_reduces(job: Job) -> list[ExpectedCall]:
     return _all_reduces(backward_order(job, _trained(job)), rebuilt_bucket_limits(job), order_may_vary=True)
 
 
+def gradient_bytes(job: Job) -> list[list[int]]:
+    """Return the bytes of each gradient, in the order in which they become ready, for each dtype."""
+    return _bytes_by_dtype(backward_order(job, _trained(job)))
+
+
 def _all_reduces(tensors: Iterable[ModelTensor], limits: list[int], order_may_vary: bool = False) -> list[ExpectedCall]:
     calls = []
     for sizes in _bytes_by_dtype(tensors):

@@ -1,0 +1,468 @@
+"""Gradient buckets of another size: the graph of the recorded steps with other background all_reduces in backward.
+
+DistributedDataParallel puts gradients into buckets in the order in which they become ready, closes a bucket once it
+holds its limit, and all_reduces it when its last gradient is ready. With another limit,
+
+    gradients  have the sizes of the captured model's parameters, if these add up to the recorded buckets; else those
+               of a recorded bucket are as many equal ones as the new limit divides it into
+    ready      when a recorded bucket was launched, its last gradient was ready; within a bucket, gradients become
+               ready in proportion to their bytes over the rank's computation since the launch before. Before the
+               first launch, they need as many ns per byte as after it
+    transfer   takes as long as a model of messages says (`MessageTimes`), after all ranks have launched the message
+               and the one before it has ended
+    wait       for a recorded bucket is a wait for all new messages with its gradients
+
+A launch that is gone takes no time; a new one takes the median of the recorded ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from commtrace.analyses.grouping import Array
+from commtrace.errors import CommtraceError
+from commtrace.formatting import format_bytes
+from commtrace.network.fit import Fit, fit
+from commtrace.network.measuring import BenchRow
+from commtrace.schema import Flag, Purpose
+from commtrace.theory.rules.gradients import buckets_reaching_limit
+
+from .event_graph import EventGraph
+from .recorded_graph import Part, Replay
+
+OPERATION: Final = "all_reduce"
+_LEAST_RATIO: Final = 1.5
+"""Ratio of the largest to the smallest recorded message below which times of other sizes do not follow from them."""
+
+MessageTimes = Callable[[int], Array]
+"""Returns the transfer of a message of so many bytes, ns, for each row of delays, shape (n,)."""
+
+
+class BucketsError(CommtraceError):
+    """The steps of a run do not show what buckets of another size would change."""
+
+
+@dataclass(frozen=True, eq=False)
+class GradientBuckets:
+    """The recorded buckets of one group of ranks, in all steps in which they have the same sizes.
+
+    Attributes:
+        calls: The all_reduces, shape (backward passes, ranks, buckets); buckets in the order of their launches.
+        payload: Bytes of each bucket, shape (buckets,).
+    """
+
+    calls: Array
+    payload: Array
+
+
+def gradient_buckets(replay: Replay) -> list[GradientBuckets]:
+    """Return the buckets that DistributedDataParallel all_reduced in the background.
+
+    Raises:
+        BucketsError: There are none, or the ranks of a group launched other ones.
+    """
+    calls = replay.paths.calls
+    is_bucket = calls.has_label("purpose", Purpose.GRADIENTS.value) & calls.has_label("op", OPERATION)
+    is_bucket &= ((calls["flags"] & int(Flag.ASYNC)) > 0) & (replay.begun >= 0) & (replay.ended >= 0)
+    call = np.flatnonzero(is_bucket & (calls["instance"] >= 0))
+    if not len(call):
+        raise BucketsError("the steps have no gradients that DistributedDataParallel all_reduced in the background")
+    if len(np.unique(calls["dtype"][call])) > 1:
+        raise BucketsError("gradients of several data types have buckets of their own")
+    channel = calls.channel[calls["instance"][call]]
+    process, step, micro_batch = (calls[name][call].astype(np.int64) for name in ("process", "step", "micro_batch"))
+    order = np.lexsort((replay.begun[call], process, micro_batch, step, channel))
+    passes: dict[tuple[int, bytes], list[Array]] = {}
+    keys = np.stack([channel, step, micro_batch])[:, order]
+    for own in np.split(call[order], np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1):
+        ranks = len(np.unique(calls["process"][own]))
+        number = int(calls.channel[calls["instance"][own[0]]])
+        if ranks != len(calls.channels[number].ranks) or len(own) % ranks:
+            continue  # the first replayed pass has begun before the first step
+        rows = own.reshape(ranks, -1)
+        if (calls["instance"][rows] != calls["instance"][rows[0]]).any():
+            raise BucketsError("the ranks launched other buckets, or in another order")
+        payload = calls["payload"][rows[0]].astype(np.int64)
+        passes.setdefault((number, payload.tobytes()), []).append(rows)
+    return [GradientBuckets(np.stack(rows), np.frombuffer(payload, np.int64)) for (_, payload), rows in passes.items()]
+
+
+@dataclass(frozen=True)
+class TransferModel:
+    """Transfers of the messages of a run by their size.
+
+    Attributes:
+        fits: A fit for each row of delays.
+        halves: Fits to the first and to the second half of the steps, of the first row of delays.
+    """
+
+    fits: Sequence[Fit]
+    halves: Sequence[Fit]
+
+    def times(self, payload: int) -> Array:
+        """Return `MessageTimes` of a message."""
+        return np.array([1e3 * own.time_us(payload) for own in self.fits])
+
+    def error(self, payloads: Sequence[int]) -> float:
+        """Return the relative error of the transfers of some messages.
+
+        It is the largest of the median held-out error of the fit, for three or more recorded sizes, and the difference
+        between the predictions from both halves of the steps.
+        """
+        halves = [[own.time_us(payload) for own in self.halves] for payload in payloads]
+        differs = [abs(first - second) / max(first, second, 1e-9) for first, second in halves]
+        return float(max(*differs, self.fits[0].held_out_median or 0.0))
+
+
+def fitted_model(replay: Replay, delays: Array, buckets: Sequence[GradientBuckets]) -> TransferModel:
+    """Return a model of the run's own transfers: those of its all_reduces in the groups of the buckets.
+
+    Args:
+        replay: The run.
+        delays: Delays, ns, shape (n, edges).
+        buckets: Its buckets.
+
+    Raises:
+        BucketsError: The messages have one size, or nearly.
+    """
+    calls = replay.paths.calls
+    channels = {int(calls.channel[calls["instance"][own.calls.flat[0]]]) for own in buckets}
+    ranks = max(own.calls.shape[1] for own in buckets)
+    call = np.flatnonzero((replay.ended >= 0) & calls.has_label("op", OPERATION) & (calls["instance"] >= 0))
+    call = call[np.isin(calls.channel[calls["instance"][call]], [*channels]) & (calls["payload"][call] > 0)]
+    sizes = np.unique(calls["payload"][call])
+    if sizes[-1] < _LEAST_RATIO * sizes[0]:
+        of = f"{format_bytes(sizes[0])}" + (f" to {format_bytes(sizes[-1])}" if len(sizes) > 1 else "")
+        raise BucketsError(
+            f"all recorded all_reduces have {'one size' if len(sizes) == 1 else 'nearly the same size'} ({of}), from "
+            "which times of other sizes do not follow; put the network of the run before this change: --network "
+            "FILE,FILE (twice the same file of commtrace bench)"
+        )
+    transfer = transfers(replay, delays)[:, call]
+    step = calls["step"][call]
+    middle = np.median(np.unique(step))
+
+    def fitted(ns: Array, at: Array) -> Fit:
+        return fit(OPERATION, ranks, 1, [_row(size, ns[at & of], step[at & of], ranks) for size, of in of_sizes])
+
+    of_sizes = [(int(size), calls["payload"][call] == size) for size in sizes]
+    everywhere = np.ones(len(call), bool)
+    halves = [half for half in (step <= middle, step > middle) if all((half & of).any() for _, of in of_sizes)]
+    return TransferModel(
+        [fitted(ns, everywhere) for ns in transfer], [fitted(transfer[0], half) for half in halves or [everywhere] * 2]
+    )
+
+
+def _row(size: int, ns: Array, step: Array, ranks: int) -> BenchRow:
+    """Return the times of messages of one size as a measurement: the median over the steps of their mean in a step.
+
+    Of several messages in flight, each transfer is what the message took after the one before it had ended: the first
+    may take longer than the others, and only their mean is the time of a message.
+    """
+    _, number = np.unique(step, return_inverse=True)
+    means = np.bincount(number, ns) / np.bincount(number) / 1e3
+    low, mean, middle, high = (float(value) for value in (means.min(), means.mean(), np.median(means), means.max()))
+    return BenchRow(OPERATION, ranks, 1, size, len(ns), len(means), low, mean, middle, high, mean, low, high, 0)
+
+
+def transfers(replay: Replay, delays: Array) -> Array:
+    """Return the transfer of the operation of each call, ns, 0 where there is none, shape (n, calls)."""
+    result = np.full((len(replay.ended), len(delays)), np.inf)
+    at = np.flatnonzero(replay.part == Part.TRANSFER)
+    own = delays[:, at]
+    np.minimum.at(result, replay.call[at], np.where(np.isfinite(own), own, np.inf).T)
+    return np.where(np.isfinite(result), result, 0).clip(min=0).T
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A new bucket.
+
+    Attributes:
+        bucket: The recorded bucket that has its last gradient.
+        part: The part of that one's bytes up to this gradient; 1: both end with the same gradient.
+        payload: Its bytes.
+    """
+
+    bucket: int
+    part: float
+    payload: int
+
+
+def new_buckets(payload: Array, limit: int, gradients: Sequence[int]) -> list[Bucket]:
+    """Return the buckets with another limit.
+
+    Args:
+        payload: Bytes of the recorded buckets, shape (buckets,).
+        limit: Bytes from which on a bucket is closed.
+        gradients: Bytes of each gradient, in the order in which they become ready; if they do not add up to the
+            recorded buckets, each of these is divided into equal gradients.
+    """
+    ends = np.cumsum(payload)
+    if not adds_up(payload, gradients):
+        gradients = [part for size in payload.tolist() for part in _equal_parts(size, max(1, round(size / limit)))]
+    cuts, held = [], 0
+    for own in buckets_reaching_limit(gradients, [limit]):
+        held += sum(own)
+        bucket = int(np.searchsorted(ends, held))
+        part = 1 - (int(ends[bucket]) - held) / int(payload[bucket])
+        cuts.append(Bucket(bucket, part, sum(own)))
+    return cuts
+
+
+def adds_up(payload: Array, gradients: Sequence[int]) -> bool:
+    """Return whether gradients in their order fill recorded buckets."""
+    ends, held = np.cumsum(payload), np.cumsum(np.asarray(gradients, np.int64))
+    return bool(len(held) and held[-1] == ends[-1] and np.isin(ends, held).all())
+
+
+def _equal_parts(size: int, parts: int) -> Iterator[int]:
+    bounds = [size * number // parts for number in range(parts + 1)]
+    yield from (high - low for low, high in itertools.pairwise(bounds))
+
+
+class _Rewiring:
+    """A graph that is being changed: some edges are removed, others change, and events and edges are added.
+
+    Attributes:
+        replay: The graph before.
+        delays: Delays of its edges, ns, shape (n, edges); these change.
+        target: The event that each of its edges goes to, shape (edges,); these change.
+        kept: Whether each of its edges remains, bool, shape (edges,).
+        events: Number of events, with the new ones.
+    """
+
+    def __init__(self, replay: Replay, delays: Array) -> None:
+        self.replay, self.delays = replay, delays.copy()
+        self.target = replay.graph.target.copy()
+        self.kept = np.ones(len(self.target), bool)
+        self.events = len(replay.graph.start)
+        self._source: list[Array] = []
+        self._target: list[Array] = []
+        self._delays: list[Array] = []
+        self._columns: dict[str, list[Array]] = {
+            name: [] for name in ("part", "call", "process", "step", "waits", "before", "message")
+        }
+        order = np.argsort(replay.graph.target, kind="stable")
+        self._to = order, np.searchsorted(replay.graph.target[order], np.arange(self.events + 1))
+
+    def new_events(self, *shape: int) -> Array:
+        """Return the numbers of new events, in an array of this shape."""
+        first, self.events = self.events, self.events + int(np.prod(shape))
+        return np.arange(first, self.events).reshape(shape)
+
+    def edges_to(self, event: int) -> Array:
+        """Return the recorded edges to a recorded event."""
+        order, first = self._to
+        return order[first[event] : first[event + 1]]
+
+    def add(
+        self, source: Array, target: Array, delay: Array | float, part: Part, call: Array, *,
+        waits: bool = False, before: Array | int = -1, message: Array | int = -1,
+    ) -> None:  # fmt: skip
+        """Add edges with columns of any one shape; `delay` has one more axis, the rows of delays, as its first one."""
+        source, target, call = np.broadcast_arrays(source, target, call)
+        n, shape = len(self.delays), source.shape
+        calls, replay = self.replay.paths.calls, self.replay
+        rows = np.zeros(int(calls["process"].max()) + 1, np.int64)
+        rows[replay.paths.processes] = np.arange(len(replay.paths.processes))
+        steps = replay.paths.steps
+        own: dict[str, Array | int] = {
+            "part": int(part), "call": call, "process": rows[calls["process"][call]], "waits": waits, "before": before,
+            "step": np.minimum(np.searchsorted(steps, calls["step"][call]), len(steps) - 1), "message": message,
+        }  # fmt: skip
+        self._source.append(source.ravel())
+        self._target.append(target.ravel())
+        self._delays.append(np.broadcast_to(delay, (n, *shape)).reshape(n, -1))
+        for name, values in own.items():
+            self._columns[name].append(np.broadcast_to(values, shape).ravel())
+
+    def build(self) -> tuple[Replay, Array]:
+        """Return the changed graph, and its delays, shape (n, edges)."""
+        old, kept = self.replay, self.kept
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(old, name)[kept], *values]).astype(getattr(old, name).dtype)
+            for name, values in self._columns.items()
+        }
+        start = np.concatenate([old.graph.start, np.full(self.events - len(old.graph.start), -np.inf)])
+        source = np.concatenate([old.graph.source[kept], *self._source])
+        target = np.concatenate([self.target[kept], *self._target])
+        delays = np.concatenate([self.delays[:, kept], *self._delays], axis=1)
+        recorded = np.full(len(start), np.nan)
+        graph = EventGraph(start, source, target)
+        return replace(old, graph=graph, delays=delays[0], recorded=recorded, **columns), delays
+
+
+def with_buckets(
+    replay: Replay,
+    delays: Array,
+    buckets: Sequence[tuple[GradientBuckets, Sequence[Bucket]]],
+    times: MessageTimes,
+) -> tuple[Replay, Array]:
+    """Return the graph with other buckets.
+
+    Args:
+        replay: The run.
+        delays: Delays of its edges, ns, shape (n, edges).
+        buckets: Its buckets, and the new ones instead of them (`new_buckets`).
+        times: Transfer of a message of these bytes.
+
+    Returns:
+        The graph, and its delays, shape (n, edges).
+
+    Raises:
+        BucketsError: It is not known when gradients of the only bucket became ready.
+    """
+    rewiring = _Rewiring(replay, delays)
+    for recorded, new in buckets:
+        _rewire(rewiring, recorded, new, times)
+    return rewiring.build()
+
+
+def _rewire(rewiring: _Rewiring, buckets: GradientBuckets, cuts: Sequence[Bucket], times: MessageTimes) -> None:
+    replay, calls = rewiring.replay, buckets.calls
+    passes, ranks, count = calls.shape
+    begun, ended = replay.begun[calls], replay.ended[calls]
+    launches, is_queued = _recorded_edges(rewiring, calls)
+    launch_ns = np.median(rewiring.delays[:, launches.ravel()], axis=1)
+    # Launches: at the end of a recorded bucket, its own; within one, new events in the computation before it.
+    ready = np.empty((passes, ranks, len(cuts)), np.int64)
+    at_end = {cut.bucket: number for number, cut in enumerate(cuts) if cut.part >= 1}
+    for bucket in range(count):
+        if bucket in at_end:
+            ready[:, :, at_end[bucket]] = begun[:, :, bucket]
+        else:
+            rewiring.delays[:, launches[:, :, bucket]] = 0
+        inside = [(number, cut.part) for number, cut in enumerate(cuts) if cut.bucket == bucket and cut.part < 1]
+        if inside:
+            if count == 1:
+                raise BucketsError(
+                    "its gradients are in one bucket: when they became ready, each by itself, is not known"
+                )
+            for index in np.ndindex(passes, ranks):
+                moments = _moments(rewiring, begun[index], buckets.payload, bucket, [part for _, part in inside])
+                ready[index][[number for number, _ in inside]] = _launch_within(
+                    rewiring, begun[index][bucket], moments, launch_ns, int(calls[index][bucket])
+                )
+    # Messages.
+    payload = np.array([cut.payload for cut in cuts])
+    transfer = np.stack([times(int(size)) for size in payload], axis=-1)[:, None, None, :]
+    own_call = calls[:, :, [cut.bucket for cut in cuts]]
+    arrived = np.repeat(rewiring.new_events(passes, 1, len(cuts)), ranks, axis=1)
+    over = rewiring.new_events(passes, ranks, len(cuts))
+    waits = rewiring.delays[:, replay.waits]
+    no_wait = (np.isneginf(waits).all(axis=1) & (waits.shape[1] > 0))[:, None, None, None]
+    rewiring.add(ready, arrived, 0, Part.ORDER, own_call)
+    rewiring.add(ready, over, transfer, Part.TRANSFER, own_call, message=payload)
+    awaited = np.where(no_wait, -np.inf, transfer)
+    rewiring.add(arrived, over, awaited, Part.TRANSFER, own_call, waits=True, message=payload)
+    rewiring.add(
+        over[:, :, :-1], over[:, :, 1:], transfer[..., 1:], Part.TRANSFER, own_call[:, :, 1:], message=payload[1:]
+    )  # fmt: skip
+    # The first message runs after the operation before the first bucket, in the same group.
+    for index in np.ndindex(passes, ranks):
+        edges = rewiring.edges_to(ended[index][0])
+        for source in replay.graph.source[edges[is_queued[edges]]].tolist():
+            rewiring.add(
+                np.array(source), over[index][0], transfer[:, 0, 0, 0], Part.TRANSFER, own_call[index][0],
+                message=payload[0],
+            )  # fmt: skip
+    # A recorded bucket has ended when all messages with its gradients have.
+    for number, cut in enumerate(cuts):
+        first = cuts[number - 1].bucket + (cuts[number - 1].part >= 1) if number else 0
+        for bucket in range(first, cut.bucket + 1):
+            rewiring.add(over[:, :, number], ended[:, :, bucket], 0, Part.ORDER, calls[:, :, bucket])
+
+
+def _recorded_edges(rewiring: _Rewiring, calls: Array) -> tuple[Array, Array]:
+    """Remove the recorded transfers of buckets. Return their launches, and which edges wait for an earlier operation.
+
+    Returns:
+        The edge of each call's launch, shape of `calls`; whether each edge comes from the end of an operation, bool,
+        shape (edges,).
+    """
+    replay = rewiring.replay
+    source, target = replay.graph.source, replay.graph.target
+    is_end = np.zeros(len(replay.graph.start), bool)
+    is_end[replay.ended[calls].ravel()] = True
+    rewiring.kept &= ~((replay.part == Part.TRANSFER) & is_end[target])
+    edge_of = np.full(len(replay.graph.start), -1)
+    launch = np.flatnonzero((replay.part == Part.CALL) & (target == source + 1))
+    edge_of[source[launch]] = launch
+    of_operation = np.zeros(len(replay.graph.start), bool)
+    of_operation[replay.ended[replay.ended >= 0]] = True
+    return edge_of[replay.begun[calls]], of_operation[source] & (replay.part == Part.TRANSFER)
+
+
+def _moments(
+    rewiring: _Rewiring, begun: Array, payload: Array, bucket: int, parts: Sequence[float]
+) -> list[tuple[int, float]]:
+    """Return when parts of a bucket's gradients are ready on a rank in one pass.
+
+    Returns:
+        For each part, the begin of a call or a wait, and the part of the computation before it, 0 to 1, after which the
+        gradients are ready.
+    """
+    after = begun[bucket - 1] + 2 if bucket else begun[bucket]
+    events = np.arange(after, begun[bucket] + 1, 2)
+    gaps = np.array([_gap(rewiring, int(event)) for event in events])
+    total = gaps.sum()
+    wanted = np.array(parts) * total
+    if not bucket:  # forward precedes the first bucket
+        later = sum(_gap(rewiring, event) for event in range(begun[0] + 2, begun[-1] + 1, 2))
+        backward = min(total, later / payload[1:].sum() * payload[0])
+        wanted = total - backward * (1 - np.array(parts))
+    before = np.cumsum(gaps) - gaps
+    at = np.clip(np.searchsorted(before, wanted, side="right") - 1, 0, len(events) - 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inside = np.where(gaps[at] > 0, (wanted - before[at]) / gaps[at], 1.0)
+    return [*zip(events[at].tolist(), inside.clip(0, 1).tolist(), strict=True)]
+
+
+def _gap(rewiring: _Rewiring, event: int) -> float:
+    """Return the computation before a recorded event, ns, in the first row of delays."""
+    edges = rewiring.edges_to(event)
+    own = edges[rewiring.replay.part[edges] == Part.COMPUTATION]
+    return float(rewiring.replay.delays[own].max(initial=0))
+
+
+def _launch_within(
+    rewiring: _Rewiring, begun: int, moments: Sequence[tuple[int, float]], launch_ns: Array, call: int
+) -> list[int]:
+    """Divide computation by launches. Return the event of each one.
+
+    Args:
+        rewiring: The graph.
+        begun: The begin of the recorded launch, for moments without computation before them.
+        moments: Those of `_moments`, ascending.
+        launch_ns: Time of a launch, ns, shape (n,).
+        call: The recorded call.
+    """
+    launched: list[int] = []
+    for event in dict.fromkeys(event for event, _ in moments):
+        parts = [part for at, part in moments if at == event]
+        edges = rewiring.edges_to(event)
+        edges = edges[rewiring.replay.part[edges] == Part.COMPUTATION]
+        if not len(edges):
+            launched += [begun] * len(parts)
+            continue
+        gap = rewiring.delays[:, edges].max(axis=1)
+        before = rewiring.replay.before[edges[0]]
+        own = rewiring.new_events(len(parts), 2)
+        rewiring.target[edges] = own[0, 0]
+        rewiring.delays[:, edges] *= parts[0]
+        rewiring.add(own[:, 0], own[:, 1], launch_ns[:, None], Part.CALL, np.array(call))
+        ends = [*parts[1:], 1.0]
+        following = np.append(own[1:, 0], event)
+        for number, (part, end) in enumerate(zip(parts, ends, strict=True)):
+            rewiring.add(
+                own[number, 1], following[number], gap * (end - part), Part.COMPUTATION,
+                np.array(rewiring.replay.call[edges[0]]), before=before,
+            )  # fmt: skip
+        launched += own[:, 0].tolist()
+    return launched
