@@ -2,8 +2,10 @@
 
 event_graph     events that wait for each other, and when they occur
 recorded_graph  the recorded steps as such events
-changes         changes of their delays: another network, no straggler, faster computation
-buckets         changes of the graph: gradient buckets of another size
+changed_run     a run after changes: another graph, other delays
+changes         changes of delays: another network, no straggler, faster computation
+bucket_size     the change of the size of gradient buckets, with what it assumes
+buckets         the graph with other buckets, and times of their messages
 predictions     the tables: steps with these changes, and the bandwidth that hides communication
 bandwidth_bounds  the same bandwidth from bytes and a stated computation, for dry runs
 """

@@ -8,8 +8,8 @@ holds its limit, and all_reduces it when its last gradient is ready. With anothe
     ready      when a recorded bucket was launched, its last gradient was ready; within a bucket, gradients become
                ready in proportion to their bytes over the rank's computation since the launch before. Before the
                first launch, they need as many ns per byte as after it
-    transfer   takes as long as a model of messages says (`MessageTimes`), after all ranks have launched the message
-               and the one before it has ended
+    transfer   takes as long as a model of messages says (`fitted_messages`, or a network), after all ranks have
+               launched the message and the one before it has ended
     wait       for a recorded bucket is a wait for all new messages with its gradients
 
 A launch that is gone takes no time; a new one takes the median of the recorded ones.
@@ -27,8 +27,6 @@ import numpy as np
 from commtrace.analyses.grouping import Array
 from commtrace.errors import CommtraceError
 from commtrace.formatting import format_bytes
-from commtrace.network.fit import Fit, fit
-from commtrace.network.measuring import BenchRow
 from commtrace.schema import Flag, Purpose
 from commtrace.theory.rules.gradients import buckets_reaching_limit
 
@@ -36,8 +34,14 @@ from .event_graph import EventGraph
 from .recorded_graph import Part, Replay
 
 OPERATION: Final = "all_reduce"
-_LEAST_RATIO: Final = 1.5
-"""Ratio of the largest to the smallest recorded message below which times of other sizes do not follow from them."""
+_SHARES: Final = np.linspace(0, 1, 1001)
+"""Shares of latency among which the closest one is searched for."""
+_MAX_ROWS: Final = 2048
+"""Passes of ranks, evenly chosen, that shares are compared for."""
+_SERIAL_TOLERANCE: Final = 0.02
+"""Part of the time of all messages of a pass by which ends may differ if messages ran one after the other."""
+_BOUND_TOLERANCE: Final = 0.05
+"""Part of that time by which ends may contradict what messages in flight take: the median of the passes is noisy."""
 
 MessageTimes = Callable[[int], Array]
 """Returns the transfer of a message of so many bytes, ns, for each row of delays, shape (n,)."""
@@ -92,35 +96,36 @@ def gradient_buckets(replay: Replay) -> list[GradientBuckets]:
     return [GradientBuckets(np.stack(rows), np.frombuffer(payload, np.int64)) for (_, payload), rows in passes.items()]
 
 
-@dataclass(frozen=True)
-class TransferModel:
-    """Transfers of the messages of a run by their size.
+@dataclass(frozen=True, eq=False)
+class FittedMessages:
+    """Transfers of the messages of a run: latency + bytes * time per byte.
 
     Attributes:
-        fits: A fit for each row of delays.
-        halves: Fits to the first and to the second half of the steps, of the first row of delays.
+        total_ns: Time in which messages of a pass are in flight: median over passes and ranks, shape (n,).
+        share: Part of it that is latency: predicted, least and largest value, shape (3,).
+        count: Messages of a pass.
+        payload: Their bytes.
     """
 
-    fits: Sequence[Fit]
-    halves: Sequence[Fit]
+    total_ns: Array
+    share: Array
+    count: int
+    payload: int
 
-    def times(self, payload: int) -> Array:
-        """Return `MessageTimes` of a message."""
-        return np.array([1e3 * own.time_us(payload) for own in self.fits])
-
-    def error(self, payloads: Sequence[int]) -> float:
-        """Return the relative error of the transfers of some messages.
-
-        It is the largest of the median held-out error of the fit, for three or more recorded sizes, and the difference
-        between the predictions from both halves of the steps.
-        """
-        halves = [[own.time_us(payload) for own in self.halves] for payload in payloads]
-        differs = [abs(first - second) / max(first, second, 1e-9) for first, second in halves]
-        return float(max(*differs, self.fits[0].held_out_median or 0.0))
+    def times(self, payload: int, shares: Array) -> Array:
+        """Return the transfer of a message of these bytes, ns, shape (n,), if `shares`, shape (n,), are latency."""
+        return np.asarray(self.total_ns * (shares / self.count + (1 - shares) * payload / self.payload))
 
 
-def fitted_model(replay: Replay, delays: Array, buckets: Sequence[GradientBuckets]) -> TransferModel:
-    """Return a model of the run's own transfers: those of its all_reduces in the groups of the buckets.
+def fitted_messages(replay: Replay, delays: Array, buckets: GradientBuckets) -> FittedMessages:
+    """Return a model of the messages of buckets, from the time in which any of them is in flight.
+
+    Messages in flight share a link, in parts that are not known: the time of all is known, but not that of each. By the
+    end of a message, the link has been busy for at least what all messages take that have ended, and at most for what
+    all take that were released. With a share s of latency, k of K messages with B_k of B bytes take the part
+    s k / K + (1 - s) B_k / B of the busy time. If a share explains all ends, in that messages ran one after the other,
+    it is that one. Otherwise, it is the least share for which no end contradicts these bounds, and the largest one is
+    its upper bound.
 
     Args:
         replay: The run.
@@ -128,55 +133,89 @@ def fitted_model(replay: Replay, delays: Array, buckets: Sequence[GradientBucket
         buckets: Its buckets.
 
     Raises:
-        BucketsError: The messages have one size, or nearly.
+        BucketsError: The messages have one size.
     """
-    calls = replay.paths.calls
-    channels = {int(calls.channel[calls["instance"][own.calls.flat[0]]]) for own in buckets}
-    ranks = max(own.calls.shape[1] for own in buckets)
-    call = np.flatnonzero((replay.ended >= 0) & calls.has_label("op", OPERATION) & (calls["instance"] >= 0))
-    call = call[np.isin(calls.channel[calls["instance"][call]], [*channels]) & (calls["payload"][call] > 0)]
-    sizes = np.unique(calls["payload"][call])
-    if sizes[-1] < _LEAST_RATIO * sizes[0]:
-        of = f"{format_bytes(sizes[0])}" + (f" to {format_bytes(sizes[-1])}" if len(sizes) > 1 else "")
+    payload, count = buckets.payload, len(buckets.payload)
+    if payload.min() == payload.max():
         raise BucketsError(
-            f"all recorded all_reduces have {'one size' if len(sizes) == 1 else 'nearly the same size'} ({of}), from "
-            "which times of other sizes do not follow; put the network of the run before this change: --network "
-            "FILE,FILE (twice the same file of commtrace bench)"
+            f"the recorded messages have one size ({format_bytes(payload[0])}), from which times of other sizes do not "
+            "follow; put the network of the run before this change: --network FILE,FILE (twice the same file of "
+            "commtrace bench)"
         )
-    transfer = transfers(replay, delays)[:, call]
-    step = calls["step"][call]
-    middle = np.median(np.unique(step))
-
-    def fitted(ns: Array, at: Array) -> Fit:
-        return fit(OPERATION, ranks, 1, [_row(size, ns[at & of], step[at & of], ranks) for size, of in of_sizes])
-
-    of_sizes = [(int(size), calls["payload"][call] == size) for size in sizes]
-    everywhere = np.ones(len(call), bool)
-    halves = [half for half in (step <= middle, step > middle) if all((half & of).any() for _, of in of_sizes)]
-    return TransferModel(
-        [fitted(ns, everywhere) for ns in transfer], [fitted(transfer[0], half) for half in halves or [everywhere] * 2]
+    busy = _Busy.of(replay, delays, buckets)
+    every = -(-busy.until[0, ..., 0].size // _MAX_ROWS)
+    part, order, released = (
+        column[0].reshape(-1, count)[::every] for column in (busy.until, busy.order, busy.released)
     )
+    part = part / np.maximum(part[:, -1:], 1)
+    held, launched = np.cumsum(payload[order], axis=-1) / payload.sum(), np.cumsum(payload) / payload.sum()
+    number = np.arange(1, count + 1) / count
+    one_by_one, contradicts = np.empty((2, len(_SHARES)))
+    for at, share in enumerate(_SHARES):
+        beyond = part - (share * number + (1 - share) * held)
+        above = part - (share * number + (1 - share) * launched)[released - 1]
+        one_by_one[at] = np.median(np.abs(beyond).max(axis=-1))
+        contradicts[at] = np.median(np.maximum(-beyond, above).max(axis=-1))
+    agrees, tolerance = one_by_one, _SERIAL_TOLERANCE
+    if one_by_one.min() > _SERIAL_TOLERANCE:
+        agrees, tolerance = contradicts, max(_BOUND_TOLERANCE, 1.5 * float(contradicts.min()))
+    close = _SHARES[agrees <= max(tolerance, agrees.min())]
+    least = one_by_one.argmin() if agrees is one_by_one else np.searchsorted(_SHARES, close.min())
+    shares = np.array([_SHARES[least], close.min(), close.max()])
+    return FittedMessages(busy.total_ns, shares, count, int(payload.sum()))
 
 
-def _row(size: int, ns: Array, step: Array, ranks: int) -> BenchRow:
-    """Return the times of messages of one size as a measurement: the median over the steps of their mean in a step.
+def busy_ns(replay: Replay, delays: Array, buckets: GradientBuckets) -> Array:
+    """Return the time in which messages of a pass are in flight: median over passes and ranks, ns, shape (n,)."""
+    return _Busy.of(replay, delays, buckets).total_ns
 
-    Of several messages in flight, each transfer is what the message took after the one before it had ended: the first
-    may take longer than the others, and only their mean is the time of a message.
+
+@dataclass(frozen=True, eq=False)
+class _Busy:
+    """Messages of each pass on each rank in the order of their ends, each of shape (n, passes, ranks, buckets).
+
+    Attributes:
+        order: The bucket.
+        until: How long any message had been in flight until its end, ns.
+        released: Number of messages that were released before its end.
     """
-    _, number = np.unique(step, return_inverse=True)
-    means = np.bincount(number, ns) / np.bincount(number) / 1e3
-    low, mean, middle, high = (float(value) for value in (means.min(), means.mean(), np.median(means), means.max()))
-    return BenchRow(OPERATION, ranks, 1, size, len(ns), len(means), low, mean, middle, high, mean, low, high, 0)
+
+    order: Array
+    until: Array
+    released: Array
+
+    @staticmethod
+    def of(replay: Replay, delays: Array, buckets: GradientBuckets) -> _Busy:
+        times = replay.graph.times(delays)
+        end = times[:, replay.ended[buckets.calls]]
+        begin = np.broadcast_to(times[:, replay.begun[buckets.calls]].max(axis=-2, keepdims=True), end.shape)
+        order = np.argsort(end, axis=-1, kind="stable")
+        begin, end = np.minimum(begin, end), np.take_along_axis(end, order, -1)
+        released = np.stack([(begin < end[..., number, None]).sum(axis=-1) for number in range(end.shape[-1])], axis=-1)
+        return _Busy(order, _busy_until(begin, end), np.maximum(released, 1))
+
+    @property
+    def total_ns(self) -> Array:
+        """Median over passes and ranks of the time in which any message is in flight, ns, shape (n,)."""
+        return np.asarray(np.median(self.until[..., -1], axis=(1, 2)))
 
 
-def transfers(replay: Replay, delays: Array) -> Array:
-    """Return the transfer of the operation of each call, ns, 0 where there is none, shape (n, calls)."""
-    result = np.full((len(replay.ended), len(delays)), np.inf)
-    at = np.flatnonzero(replay.part == Part.TRANSFER)
-    own = delays[:, at]
-    np.minimum.at(result, replay.call[at], np.where(np.isfinite(own), own, np.inf).T)
-    return np.where(np.isfinite(result), result, 0).clip(min=0).T
+def _busy_until(begin: Array, end: Array) -> Array:
+    """Return for how long at least one interval had begun and not ended, until each end.
+
+    Args:
+        begin: Begins, ascending along the last axis.
+        end: Ends, ascending along the last axis; as many, in another order.
+    """
+    moments = np.concatenate([begin, end], axis=-1)
+    change = np.concatenate([np.ones_like(begin), -np.ones_like(end)], axis=-1)
+    order = np.argsort(moments, axis=-1, kind="stable")
+    moments, change = np.take_along_axis(moments, order, -1), np.take_along_axis(change, order, -1)
+    length = np.diff(moments, axis=-1, prepend=moments[..., :1])
+    flying = np.cumsum(change, axis=-1) - change > 0
+    busy = np.cumsum(np.where(flying, length, 0), axis=-1)
+    place = np.argsort(order, axis=-1, kind="stable")[..., begin.shape[-1] :]
+    return np.take_along_axis(busy, place, -1)
 
 
 @dataclass(frozen=True)
@@ -301,16 +340,14 @@ class _Rewiring:
 def with_buckets(
     replay: Replay,
     delays: Array,
-    buckets: Sequence[tuple[GradientBuckets, Sequence[Bucket]]],
-    times: MessageTimes,
+    buckets: Sequence[tuple[GradientBuckets, Sequence[Bucket], MessageTimes]],
 ) -> tuple[Replay, Array]:
     """Return the graph with other buckets.
 
     Args:
         replay: The run.
         delays: Delays of its edges, ns, shape (n, edges).
-        buckets: Its buckets, and the new ones instead of them (`new_buckets`).
-        times: Transfer of a message of these bytes.
+        buckets: Its buckets, the new ones instead of them (`new_buckets`), and their transfers.
 
     Returns:
         The graph, and its delays, shape (n, edges).
@@ -319,7 +356,7 @@ def with_buckets(
         BucketsError: It is not known when gradients of the only bucket became ready.
     """
     rewiring = _Rewiring(replay, delays)
-    for recorded, new in buckets:
+    for recorded, new, times in buckets:
         _rewire(rewiring, recorded, new, times)
     return rewiring.build()
 

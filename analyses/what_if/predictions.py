@@ -42,7 +42,8 @@ from commtrace.volume import wire_bytes
 
 from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_TARGETS, format_bandwidth
 from .buckets import BucketsError
-from .changes import ChangedRun, ReplayedRun, all_changes, changed_run, worst_straggler
+from .changed_run import ChangedRun, ReplayedRun, worst_straggler
+from .changes import all_changes, changed_run
 from .event_graph import CircularEventsError
 from .recorded_graph import Part, Replay, replay_of
 
@@ -191,10 +192,11 @@ def _row(variation: float, text: str, changed: ChangedRun) -> _Prediction:
     times = replay.graph.times(changed.delays)
     steps = replay.durations(times)[..., _first(replay) :]
     step_ns = float(np.median(steps[0]))
-    of_network = float(np.abs(np.median(steps, axis=-1) - step_ns).max())
-    half = float(np.linalg.norm([_spread(steps[0]), of_network, variation * step_ns]))
+    medians = np.median(steps, axis=-1)
+    around = float(np.hypot(_spread(steps[0]), variation * step_ns))
     has_interval = changed.is_error_known and len(steps[0]) >= _LEAST_FOR_INTERVAL
-    low, high = (max(0.0, step_ns - half), step_ns + half) if has_interval else (None, None)
+    low = max(0.0, step_ns - float(np.hypot(around, step_ns - medians.min()))) if has_interval else None
+    high = step_ns + float(np.hypot(around, medians.max() - step_ns)) if has_interval else None
     return _Prediction(text, step_ns, low, high, ", ".join(_limits(changed.replayed, changed.delays[0], times[0])))
 
 

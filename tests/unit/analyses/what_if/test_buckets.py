@@ -10,7 +10,7 @@ from factory import ALL_REDUCE, BARRIER
 from replayed_programs import GRADIENTS_SITE, Instruction, Operation, Program, run, write
 
 import commtrace
-from commtrace.analyses.what_if import changes
+from commtrace.analyses.what_if import bucket_size
 from commtrace.analyses.what_if.buckets import new_buckets
 from commtrace.analyses.what_if.changes import changed_run
 from commtrace.analyses.what_if.predictions import replayed_run, required_bandwidth, what_if
@@ -122,7 +122,7 @@ def test_gradients_of_the_model_fill_buckets(tmp_path: Path, monkeypatch: pytest
     replayed = replayed_run(commtrace.open(tmp_path / "before"))
     changed = changed_run(replayed, ["bucket=1MB"])
     assert changed.remarks
-    monkeypatch.setattr(changes, "_gradients", lambda _run: [size * MIB for size in gradients])
+    monkeypatch.setattr(bucket_size, "_gradients", lambda _run: [size * MIB for size in gradients])
     changed = changed_run(replayed, ["bucket=1MB"])
     assert changed.replayed.replay.step_ns(changed.delays[0])[1:] == pytest.approx(expected, abs=15 * US)
 
@@ -147,7 +147,7 @@ def test_one_size_needs_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[
     head = {"format": "commtrace-network-description", "version": 1, "ranks_per_node": 1}
     network.write_text(json.dumps({**head, "intra_node": level, "inter_node": level}))
     assert main(["whatif", str(log), "--bucket", "4MB"]) == 2
-    assert "all recorded all_reduces have one size (2.00 MiB)" in capsys.readouterr().err
+    assert "the recorded messages have one size (2.00 MiB)" in capsys.readouterr().err
     assert main(["whatif", str(log), "--network", f"{network},{network}", "--bucket", "4MB", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["tables"]["what_if"][1]
     assert row["change"].endswith("bucket=4MB")

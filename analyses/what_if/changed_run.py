@@ -1,0 +1,221 @@
+"""A replayed run, and what changes of it make of it: another graph, other delays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+
+from commtrace.analyses.analysed_run import AnalysedRun
+from commtrace.analyses.grouping import Array, group_rows
+from commtrace.errors import CommtraceError
+from commtrace.network.networks import Network
+
+from .recorded_graph import Part, Replay
+
+MAX_STRAGGLERS: Final = 16
+"""Ranks among which the worst straggler is searched for: those that compute longest beyond the median of all."""
+SELECTORS: Final = {"role": "dimension", "op": "operation", "purpose": "purpose"}
+"""Columns of calls by whose labels a change may select -> their names."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayedRun:
+    """A run whose steps are replayed."""
+
+    run: AnalysedRun
+    replay: Replay
+
+    @cached_property
+    def gaps(self) -> _Gaps:
+        """Computation of all ranks by part of the step."""
+        return _Gaps.of(self.replay)
+
+    @cached_property
+    def straggler(self) -> int:
+        """Row in `replay.paths.processes` of the worst straggler of the recorded run."""
+        return _worst_straggler(self, self.replay.delays)
+
+    def ranks(self) -> list[int]:
+        """Return the rank of each process of the replay."""
+        return [self.run.processes[process].rank for process in self.replay.paths.processes]
+
+    def selected(self, what: str) -> Array:
+        """Return the edges that are transfers of a dimension, operation or purpose, bool; "": of any.
+
+        Raises:
+            CommtraceError: No call has this label.
+        """
+        replay = self.replay
+        is_transfer = replay.part == Part.TRANSFER
+        if not what:
+            return np.asarray(is_transfer)
+        calls = replay.paths.calls
+        found: dict[str, tuple[str, int]] = {}
+        for column in SELECTORS:
+            labels = calls.categories[column].astype(str)
+            codes = calls[column][replay.call]
+            found |= {str(labels[code]): (column, int(code)) for code in np.unique(codes[is_transfer]) if labels[code]}
+        if what not in found:
+            choices = ", ".join(map(repr, sorted(found)))
+            raise CommtraceError(f"{what!r} is no dimension, operation or purpose of the steps; choose from {choices}")
+        column, code = found[what]
+        return np.asarray(is_transfer & (calls[column][replay.call] == code))
+
+
+@dataclass(frozen=True, eq=False)
+class _Gaps:
+    """Computation, by the phases before and after it.
+
+    Attributes:
+        edges: The edges that are computation, shape (edges,).
+        cell: Number of each one's process, step and phases, shape (edges,).
+        process: Process of each cell, shape (cells,).
+        part: Number of each cell's step and phases, shape (cells,).
+        gap: Edges of which each stands for one gap; a gap may have several edges.
+    """
+
+    edges: Array
+    cell: Array
+    process: Array
+    part: Array
+    gap: Array
+
+    @staticmethod
+    def of(replay: Replay) -> _Gaps:
+        edges = np.flatnonzero(replay.part == Part.COMPUTATION)
+        phase, before = replay.paths.calls["phase"].astype(np.int64), replay.before[edges]
+        phases = np.where(before < 0, -1, phase[before]) * 256 + phase[replay.call[edges]]
+        _first, part_of_edge = group_rows([replay.step[edges], phases])
+        cells, cell = group_rows([replay.process[edges], part_of_edge])
+        _, gap = np.unique(replay.graph.target[edges], return_index=True)
+        return _Gaps(edges, cell, replay.process[edges][cells], part_of_edge[cells], np.sort(gap))
+
+    def sums(self, delays: Array) -> Array:
+        """Return the computation of each cell, ns, shape (cells,)."""
+        return np.bincount(self.cell[self.gap], delays[self.edges[self.gap]].clip(min=0), len(self.process))
+
+    def scaled(self, delays: Array, sums: Array, wanted: Array) -> Array:
+        """Return delays with which each cell computes as long as `wanted`, NaN: unchanged; shape (cells,)."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            factor = np.where((sums > 0) & np.isfinite(wanted), wanted / sums, 1.0)
+        result = delays.copy()
+        own = result[self.edges]
+        result[self.edges] = np.where(own > 0, own * factor[self.cell], own)
+        return result
+
+    def of_others(self, sums: Array, statistic: Callable[[Array], float], process: int | None) -> Array:
+        """Return a statistic of the cells of the same part, of all processes or of those other than `process`.
+
+        Returns:
+            Shape (cells,); NaN for other cells than those of `process`, and where no other process has the part.
+        """
+        result = np.full(len(sums), np.nan)
+        order = np.argsort(self.part, kind="stable")
+        for cells in np.split(order, np.flatnonzero(np.diff(self.part[order])) + 1):
+            of = cells[self.process[cells] != process]
+            to = cells if process is None else cells[self.process[cells] == process]
+            if len(of) and len(to):
+                result[to] = statistic(sums[of])
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class ChangedRun:
+    """A replayed run after some changes.
+
+    Attributes:
+        recorded: The run as it was recorded.
+        replayed: The run after changes of its graph.
+        delays: Delays of the edges of `replayed`, ns, shape (n, edges). The first row is the prediction; if changed
+            transfers have an error, two follow with all of them too short and too long by it.
+        is_error_known: Whether that error is known.
+        texts: The changes, as they were written.
+        network: The network that predicts transfers; None: they follow from the recorded ones.
+        remarks: Sentences on what the prediction assumes without proof.
+    """
+
+    recorded: ReplayedRun
+    replayed: ReplayedRun
+    delays: Array
+    is_error_known: bool = True
+    texts: tuple[str, ...] = ()
+    network: Network | None = None
+    remarks: tuple[str, ...] = ()
+
+    def with_change(self, change: NamedChange) -> ChangedRun:
+        """Return the run after one more change.
+
+        Raises:
+            CommtraceError: It does not apply to the run.
+        """
+        return replace(change.apply(self), texts=(*self.texts, change.text))
+
+
+@dataclass(frozen=True)
+class NamedChange:
+    """A change, and how it was written."""
+
+    text: str
+    apply: Callable[[ChangedRun], ChangedRun]
+
+
+def with_error(delays: Array, changed: Array, error: float) -> Array:
+    """Return three rows of delays, from one or three: as predicted; `changed` ones too short, too long by `error`."""
+    rows = np.broadcast_to(delays, (3, delays.shape[-1]))
+    return np.where(changed, rows * np.array([[1.0], [1 - error], [1 + error]]), rows)
+
+
+def without_straggler(run: ReplayedRun, delays: Array, process: int) -> Array:
+    """Return delays, shape (edges,), with which a process computes no longer than the median of the others."""
+    gaps = run.gaps
+    sums = gaps.sums(delays)
+    return gaps.scaled(delays, sums, np.fmin(sums, gaps.of_others(sums, np.median, process)))
+
+
+def worst_straggler(run: ChangedRun) -> int:
+    """Return the process without whose additional computation the median step is shortest.
+
+    The search is made once for the recorded delays.
+
+    Returns:
+        Its row in `Replay.paths.processes`.
+    """
+    if np.array_equal(run.delays[0], run.replayed.replay.delays):
+        return run.replayed.straggler
+    return _worst_straggler(run.replayed, run.delays[0])
+
+
+def _worst_straggler(run: ReplayedRun, delays: Array) -> int:
+    gaps = run.gaps
+    sums = gaps.sums(delays)
+    beyond = np.maximum(sums - gaps.of_others(sums, np.median, None), 0)
+    excess = np.bincount(gaps.process, np.nan_to_num(beyond), len(run.replay.paths.processes))
+    candidates = np.argsort(-excess, kind="stable")[:MAX_STRAGGLERS].tolist()
+    changed = np.stack([without_straggler(run, delays, process) for process in candidates])
+    return int(candidates[int(np.median(run.replay.step_ns(changed), axis=-1).argmin())])
+
+
+def kinds_of_calls(run: ReplayedRun, call: Array, payload: Array) -> Iterator[tuple[str, int, int, int, Array]]:
+    """Yield operation, payload, ranks and hosts, and the positions of the calls with these, for messages of calls."""
+    calls = run.replay.paths.calls
+    host_of_rank = {process.rank: process.host for process in run.run.processes}
+    sizes = np.array([len(channel.ranks) for channel in calls.channels], np.int64)
+    hosts = np.array([len({host_of_rank.get(rank) for rank in channel.ranks}) for channel in calls.channels], np.int64)
+    channel = np.where(calls["instance"][call] >= 0, calls.channel[calls["instance"][call]], -1)
+    first, number = group_rows([calls["op"][call], payload, channel])
+    order = np.argsort(number, kind="stable")
+    bounds = np.searchsorted(number[order], np.arange(len(first) + 1))
+    for kind, example in enumerate(first.tolist()):
+        if channel[example] < 0:
+            continue
+        yield (
+            str(calls.text("op", call[example])),
+            int(payload[example]),
+            int(sizes[channel[example]]),
+            int(hosts[channel[example]]),
+            order[bounds[kind] : bounds[kind + 1]],
+        )
