@@ -37,7 +37,7 @@ RANKS: Final = 2
 LATE: Final = (10.0, 30.0, 80.0)
 BUCKETS_MB: Final = (1, 2, 4, 16)
 """Limits of buckets. All gradients fit into one of 16 MiB, from which nothing is predicted."""
-BUCKET_RATES: Final = ("1gbit", "4gbit")
+BUCKET_RATES: Final = ("300mbit", "1gbit", "4gbit")
 REPETITIONS: Final = 3
 WIDTHS: Final = "widths=512,512,1024,512,256,1024,512,512,256,512"
 """Layers of 0.5 to 2 MiB, 10.5 MiB together."""
