@@ -58,6 +58,11 @@ def with_bucket_size(run: ChangedRun, limit: int) -> ChangedRun:
         pairs = [(own, new) for own, new in pairs if [bucket.payload for bucket in new] != own.payload.tolist()]
         if not pairs:
             return run
+        if any(len(own.payload) == 1 for own, _ in pairs):
+            raise BucketsError(
+                "all gradients are in one bucket, so that it is not known when each of them became ready; record a run "
+                "with smaller buckets"
+            )
         error: float | None = 0.0
         if run.network is None:
             rows = np.broadcast_to(run.delays, (3, run.delays.shape[-1]))

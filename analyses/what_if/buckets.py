@@ -287,6 +287,10 @@ class _Rewiring:
         self._columns: dict[str, list[Array]] = {
             name: [] for name in ("part", "call", "process", "step", "waits", "before", "message")
         }
+        self._single: list[tuple[int, int, Part, int, int, int]] = []
+        self._single_delays: list[Array] = []
+        self._row_of_process = np.zeros(int(replay.paths.calls["process"].max()) + 1, np.int64)
+        self._row_of_process[replay.paths.processes] = np.arange(len(replay.paths.processes))
         order = np.argsort(replay.graph.target, kind="stable")
         self._to = order, np.searchsorted(replay.graph.target[order], np.arange(self.events + 1))
 
@@ -300,20 +304,25 @@ class _Rewiring:
         order, first = self._to
         return order[first[event] : first[event + 1]]
 
+    def add_edge(
+        self, source: int, target: int, delay: Array, part: Part, call: int, *, before: int = -1, message: int = -1
+    ) -> None:
+        """Add one edge with its delays, shape (n,)."""
+        self._single.append((source, target, part, call, before, message))
+        self._single_delays.append(delay)
+
     def add(
-        self, source: Array, target: Array, delay: Array | float, part: Part, call: Array, *,
+        self, source: Array, target: Array, delay: Array | float, part: Array | Part, call: Array, *,
         waits: bool = False, before: Array | int = -1, message: Array | int = -1,
     ) -> None:  # fmt: skip
         """Add edges with columns of any one shape; `delay` has one more axis, the rows of delays, as its first one."""
         source, target, call = np.broadcast_arrays(source, target, call)
         n, shape = len(self.delays), source.shape
-        calls, replay = self.replay.paths.calls, self.replay
-        rows = np.zeros(int(calls["process"].max()) + 1, np.int64)
-        rows[replay.paths.processes] = np.arange(len(replay.paths.processes))
-        steps = replay.paths.steps
+        calls, steps = self.replay.paths.calls, self.replay.paths.steps
         own: dict[str, Array | int] = {
-            "part": int(part), "call": call, "process": rows[calls["process"][call]], "waits": waits, "before": before,
-            "step": np.minimum(np.searchsorted(steps, calls["step"][call]), len(steps) - 1), "message": message,
+            "part": part, "call": call, "process": self._row_of_process[calls["process"][call]], "waits": waits,
+            "step": np.minimum(np.searchsorted(steps, calls["step"][call]), len(steps) - 1), "before": before,
+            "message": message,
         }  # fmt: skip
         self._source.append(source.ravel())
         self._target.append(target.ravel())
@@ -323,6 +332,9 @@ class _Rewiring:
 
     def build(self) -> tuple[Replay, Array]:
         """Return the changed graph, and its delays, shape (n, edges)."""
+        if self._single:
+            source, target, part, call, before, message = np.array(self._single, np.int64).T
+            self.add(source, target, np.stack(self._single_delays, axis=1), part, call, before=before, message=message)
         old, kept = self.replay, self.kept
         columns: dict[str, Any] = {
             name: np.concatenate([getattr(old, name)[kept], *values]).astype(getattr(old, name).dtype)
@@ -351,9 +363,6 @@ def with_buckets(
 
     Returns:
         The graph, and its delays, shape (n, edges).
-
-    Raises:
-        BucketsError: It is not known when gradients of the only bucket became ready.
     """
     rewiring = _Rewiring(replay, delays)
     for recorded, new, times in buckets:
@@ -377,10 +386,6 @@ def _rewire(rewiring: _Rewiring, buckets: GradientBuckets, cuts: Sequence[Bucket
             rewiring.delays[:, launches[:, :, bucket]] = 0
         inside = [(number, cut.part) for number, cut in enumerate(cuts) if cut.bucket == bucket and cut.part < 1]
         if inside:
-            if count == 1:
-                raise BucketsError(
-                    "its gradients are in one bucket: when they became ready, each by itself, is not known"
-                )
             for index in np.ndindex(passes, ranks):
                 moments = _moments(rewiring, begun[index], buckets.payload, bucket, [part for _, part in inside])
                 ready[index][[number for number, _ in inside]] = _launch_within(
@@ -405,9 +410,9 @@ def _rewire(rewiring: _Rewiring, buckets: GradientBuckets, cuts: Sequence[Bucket
     for index in np.ndindex(passes, ranks):
         edges = rewiring.edges_to(ended[index][0])
         for source in replay.graph.source[edges[is_queued[edges]]].tolist():
-            rewiring.add(
-                np.array(source), over[index][0], transfer[:, 0, 0, 0], Part.TRANSFER, own_call[index][0],
-                message=payload[0],
+            rewiring.add_edge(
+                source, int(over[index][0]), transfer[:, 0, 0, 0], Part.TRANSFER, int(own_call[index][0]),
+                message=int(payload[0]),
             )  # fmt: skip
     # A recorded bucket has ended when all messages with its gradients have.
     for number, cut in enumerate(cuts):
@@ -488,18 +493,17 @@ def _launch_within(
         if not len(edges):
             launched += [begun] * len(parts)
             continue
-        gap = rewiring.delays[:, edges].max(axis=1)
-        before = rewiring.replay.before[edges[0]]
-        own = rewiring.new_events(len(parts), 2)
-        rewiring.target[edges] = own[0, 0]
+        gap, example = rewiring.delays[:, edges].max(axis=1), edges[0]
+        before, following_call = int(rewiring.replay.before[example]), int(rewiring.replay.call[example])
+        own = rewiring.new_events(len(parts), 2).tolist()
+        rewiring.target[edges] = own[0][0]
         rewiring.delays[:, edges] *= parts[0]
-        rewiring.add(own[:, 0], own[:, 1], launch_ns[:, None], Part.CALL, np.array(call))
-        ends = [*parts[1:], 1.0]
-        following = np.append(own[1:, 0], event)
-        for number, (part, end) in enumerate(zip(parts, ends, strict=True)):
-            rewiring.add(
-                own[number, 1], following[number], gap * (end - part), Part.COMPUTATION,
-                np.array(rewiring.replay.call[edges[0]]), before=before,
-            )  # fmt: skip
-        launched += own[:, 0].tolist()
+        for number, (begin, end) in enumerate(own):
+            is_last = number + 1 == len(own)
+            following, until = (event, 1.0) if is_last else (own[number + 1][0], parts[number + 1])
+            rewiring.add_edge(begin, end, launch_ns, Part.CALL, call)
+            rewiring.add_edge(
+                end, following, gap * (until - parts[number]), Part.COMPUTATION, following_call, before=before
+            )
+            launched.append(begin)
     return launched

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from factory import ALL_REDUCE, BARRIER
 from replayed_programs import GRADIENTS_SITE, Instruction, Operation, Program, run, write
+from simulated_steps import PROGRAMS, Simulation
 
 import commtrace
 from commtrace.analyses.what_if import bucket_size
@@ -183,7 +184,23 @@ def test_errors(texts: list[str], message: str, tmp_path: Path) -> None:
         changed_run(replayed, texts)
 
 
-def test_runs_without_buckets_to_change(tmp_path: Path) -> None:
-    trained(tmp_path / "one", 100)
-    with pytest.raises(CommtraceError, match="one size"):
-        changed_run(replayed_run(commtrace.open(tmp_path / "one")), ["bucket=2MB"])
+@pytest.mark.parametrize(("limit", "message"), [(100, "all gradients are in one bucket"), (2, "have one size")])
+def test_runs_that_do_not_show_other_buckets(limit: int, message: str, tmp_path: Path) -> None:
+    trained(tmp_path, limit)
+    with pytest.raises(CommtraceError, match=message):
+        changed_run(replayed_run(commtrace.open(tmp_path)), ["bucket=1MB"])
+
+
+def test_runs_without_buckets(tmp_path: Path) -> None:
+    PROGRAMS["data parallel"](Simulation(2), 6).write(tmp_path)
+    with pytest.raises(CommtraceError, match="no gradients that DistributedDataParallel all_reduced"):
+        changed_run(replayed_run(commtrace.open(tmp_path)), ["bucket=1MB"])
+
+
+def test_what_was_not_validated_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, 1, [1] * 9 + [2])
+    assert main(["whatif", str(tmp_path), "--bucket", "100MB", "--json"]) == 0
+    sentences = json.loads(capsys.readouterr().out)["sentences"]
+    assert any("validated with 2 ranks over gloo only" in text for text in sentences)
+    assert any("11.0 MiB are predicted from 1.00 MiB to 2.00 MiB" in text for text in sentences)
+    assert any("The sizes of the gradients are not known" in text for text in sentences)
