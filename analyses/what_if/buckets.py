@@ -72,8 +72,10 @@ def gradient_buckets(replay: Replay) -> list[GradientBuckets]:
     """
     calls = replay.paths.calls
     is_bucket = calls.has_label("purpose", Purpose.GRADIENTS.value) & calls.has_label("op", OPERATION)
-    is_bucket &= ((calls["flags"] & int(Flag.ASYNC)) > 0) & (replay.begun >= 0) & (replay.ended >= 0)
-    call = np.flatnonzero(is_bucket & (calls["instance"] >= 0))
+    is_bucket &= ((calls["flags"] & int(Flag.ASYNC)) > 0) & (replay.begun >= 0) & (calls["instance"] >= 0)
+    call = np.flatnonzero(is_bucket & (replay.ended >= 0))
+    if not len(call) and is_bucket.any():
+        raise BucketsError("the ends of the messages were not observed: record with the native recorder")
     if not len(call):
         raise BucketsError("the steps have no gradients that DistributedDataParallel all_reduced in the background")
     if len(np.unique(calls["dtype"][call])) > 1:
