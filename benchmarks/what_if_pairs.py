@@ -37,7 +37,8 @@ RANKS: Final = 2
 LATE: Final = (10.0, 30.0, 80.0)
 BUCKETS_MB: Final = (1, 2, 4, 16)
 """Limits of buckets. All gradients fit into one of 16 MiB, from which nothing is predicted."""
-BUCKET_RATES: Final = ("300mbit", "1gbit", "4gbit")
+BUCKET_JOBS: Final = (("300mbit", 0.0), ("1gbit", 0.0), ("4gbit", 0.0), ("1gbit", 15.0), ("4gbit", 15.0))
+"""Network, and ms that backward sleeps for each MiB of gradients."""
 REPETITIONS: Final = 3
 WIDTHS: Final = "widths=512,512,1024,512,256,1024,512,512,256,512"
 """Layers of 0.5 to 2 MiB, 10.5 MiB together."""
@@ -164,32 +165,36 @@ def stragglers(folder: Path) -> Iterator[Case]:
 
 def buckets(folder: Path) -> Iterator[Case]:
     """Yield cases for each ordered pair of sizes of buckets: transfers fitted to the run, or to a measured network."""
-    for rate in BUCKET_RATES:
+    for rate, backward_ms in BUCKET_JOBS:
+        options = ["samples=128", WIDTHS, f"backward_ms={backward_ms}"]
         with link(rate) as inside:
             bench(inside, folder / f"{rate}.json")
             for number, size in itertools.product(range(REPETITIONS), BUCKETS_MB):
-                train(
-                    inside, _bucket_run(folder, rate, size, number), "ddp", f"bucket_mb={size}", "samples=128", WIDTHS
-                )
-    for rate, (before, after) in itertools.product(BUCKET_RATES, itertools.permutations(BUCKETS_MB, 2)):
+                log = _bucket_run(folder, rate, backward_ms, size, number)
+                train(inside, log, "ddp", f"bucket_mb={size}", *options)
+    for job, (before, after) in itertools.product(BUCKET_JOBS, itertools.permutations(BUCKETS_MB, 2)):
         if before == BUCKETS_MB[-1]:
             continue
-        network = f"network={folder / rate}.json,{folder / rate}.json"
-        equal = [_bucket_run(folder, rate, before, number) for number in range(REPETITIONS)]
+        file = folder / f"{job[0]}.json"
+        equal = [_bucket_run(folder, *job, before, number) for number in range(REPETITIONS)]
         for number, log in enumerate(equal):
-            name = f"{rate}, {before} MB to {after} MB, run {number}"
-            measured = _bucket_run(folder, rate, after, number)
+            name = f"{_bucket_job(*job)}, {before} MB to {after} MB"
+            measured = _bucket_run(folder, *job, after, number)
             yield predicted("bucket", name, log, f"bucket={after}MB", measured, equal)
-            yield predicted("bucket, bench", name, log, f"{network} bucket={after}MB", measured, equal)
-    for rate, size in itertools.product(BUCKET_RATES, BUCKETS_MB):
-        logs = [_bucket_run(folder, rate, size, number) for number in range(REPETITIONS)]
+            yield predicted("bucket, bench", name, log, f"network={file},{file} bucket={after}MB", measured, equal)
+    for job, size in itertools.product(BUCKET_JOBS, BUCKETS_MB):
+        logs = [_bucket_run(folder, *job, size, number) for number in range(REPETITIONS)]
         for first, second in itertools.pairwise(logs):
             others = [log for log in logs if log != second]
-            yield predicted("bucket, control", f"{rate}, {size} MB, {first.name}", first, "compute=1x", second, others)
+            yield predicted("bucket, control", f"{_bucket_job(*job)}, {size} MB", first, "compute=1x", second, others)
 
 
-def _bucket_run(folder: Path, rate: str, size: int, number: int) -> Path:
-    return folder / f"buckets-{rate}" / f"{size}mb-{number}"
+def _bucket_job(rate: str, backward_ms: float) -> str:
+    return f"{rate}, backward {'long' if backward_ms else 'short'}"
+
+
+def _bucket_run(folder: Path, rate: str, backward_ms: float, size: int, number: int) -> Path:
+    return folder / f"buckets-{rate}{'-long' * bool(backward_ms)}" / f"{size}mb-{number}"
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """python what_if_training.py SCHEME [NAME=VALUE ...]: a training whose network, computation or late rank is changed.
 
 SCHEME: ddp, zero1 or fsdp2. Values: steps, width, layers, samples, bucket_mb, dtype, late (a rank), late_ms; widths,
-such as 512,1024,256: those of the layers' inputs and of the output, instead of width and layers.
+such as 512,1024,256: those of the layers' inputs and of the output, instead of width and layers; backward_ms: time that
+backward sleeps for each MiB of gradients, before they are ready.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 SCHEME = sys.argv[1]
 OPTIONS: dict[str, Any] = {
     "steps": 30, "width": 512, "layers": 8, "samples": 256, "bucket_mb": 4.0, "dtype": "float32", "late": -1,
-    "late_ms": 0.0, "widths": "",
+    "late_ms": 0.0, "widths": "", "backward_ms": 0.0,
 }  # fmt: skip
 for argument in sys.argv[2:]:
     name, _, value = argument.partition("=")
@@ -35,6 +36,31 @@ class Late(nn.Module):
         return x
 
 
+class Sleep(torch.autograd.Function):
+    """Backward takes longer, without using a processor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Slow(nn.Module):
+    """Backward sleeps for each MiB of a layer's gradients."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.seconds = OPTIONS["backward_ms"] / 1000 * layer.weight.nbytes / (1 << 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(x, self.seconds) if self.seconds else x  # type: ignore[no-untyped-call]
+
+
 def main() -> None:
     """Train."""
     torch.manual_seed(0)
@@ -42,7 +68,8 @@ def main() -> None:
     os.sched_setaffinity(0, {int(os.environ["LOCAL_RANK"]) % (os.cpu_count() or 1)})
     dist.init_process_group("gloo")
     widths = [*map(int, filter(None, OPTIONS["widths"].split(",")))] or [OPTIONS["width"]] * (OPTIONS["layers"] + 1)
-    layers = [layer for sizes in itertools.pairwise(widths) for layer in (nn.Linear(*sizes), nn.ReLU())]
+    linear = [nn.Linear(*sizes) for sizes in itertools.pairwise(widths)]
+    layers = [module for layer in linear for module in (layer, Slow(layer), nn.ReLU())]
     model: Any = nn.Sequential(Late(), *layers).to(getattr(torch, OPTIONS["dtype"]))
     step = {"ddp": ddp, "zero1": zero1, "fsdp2": fsdp2}[SCHEME](model)
     x = torch.randn(OPTIONS["samples"], widths[0]).to(getattr(torch, OPTIONS["dtype"]))

@@ -116,11 +116,12 @@ class Run(AnalysedRun):
         """Return predicted step times, as `commtrace whatif` shows them.
 
         Args:
-            changes: Changes that are made together, such as "compute=0.5x", "scale-network=2x" or
+            changes: Changes that are made together, such as "compute=0.5x", "bucket=50MB" or
                 "without-straggler=worst" (`commtrace.analyses.what_if.changes`); none: each of the catalogue.
 
         Returns:
-            The table `what_if`; the first row is the recorded run.
+            The table `what_if`; the first row is the recorded run. `attrs["remarks"]` has sentences on what the
+            predictions assume beyond what was validated.
 
         Raises:
             CommtraceError: The steps of the run cannot be replayed, or a change does not apply to it.

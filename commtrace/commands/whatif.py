@@ -6,6 +6,7 @@ on all ranks. Options of changes compose, in the order in which they are given:
     commtrace whatif logs/run1 --all
     commtrace whatif logs/run1 --scale-network 2x --without-straggler worst
     commtrace whatif logs/run1 --network new.json,old.json
+    commtrace whatif logs/run1 --bucket 50MB
     commtrace whatif logs/run1 --required-bandwidth
     commtrace whatif logs/dryrun --required-bandwidth --computation 250ms
 
