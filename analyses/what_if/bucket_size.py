@@ -78,7 +78,7 @@ def with_bucket_size(run: ChangedRun, limit: int) -> ChangedRun:
         delays = with_error(delays, changed.message >= 0, error)
     return replace(
         run, replayed=ReplayedRun(run.recorded.run, changed), delays=delays,
-        is_error_known=run.is_error_known and error is not None,
+        is_error_known=run.is_error_known and error is not None, is_one_sided=run.network is None,
         remarks=(*run.remarks, *_remarks(pairs, gradients)),
     )  # fmt: skip
 

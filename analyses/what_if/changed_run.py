@@ -133,6 +133,8 @@ class ChangedRun:
         delays: Delays of the edges of `replayed`, ns, shape (n, edges). The first row is the prediction; if changed
             transfers have an error, two follow with all of them too short and too long by it.
         is_error_known: Whether that error is known.
+        is_one_sided: Whether the prediction may lie at a bound of the other rows; else the interval is as wide on both
+            sides.
         texts: The changes, as they were written.
         network: The network that predicts transfers; None: they follow from the recorded ones.
         remarks: Sentences on what the prediction assumes without proof.
@@ -142,6 +144,7 @@ class ChangedRun:
     replayed: ReplayedRun
     delays: Array
     is_error_known: bool = True
+    is_one_sided: bool = False
     texts: tuple[str, ...] = ()
     network: Network | None = None
     remarks: tuple[str, ...] = ()

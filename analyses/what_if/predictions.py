@@ -3,7 +3,8 @@
 The prediction of a change is the median over the replayed steps. Its 90 % interval has independent parts, added as
 squares: the error of the median, from the variation between steps (1.2533 standard errors of the mean, with the median
 absolute deviation as spread); the difference between the medians of the first and the second half of the steps, which
-is what a median predicts of later steps; the error of changed transfers, where a network predicts them; and, if there
+is what a median predicts of later steps; the error of changed transfers, where a network predicts them, or the bounds
+of the times of messages, where they follow from the run (`buckets`; on each side, its own); and, if there
 are other runs of the same program, the variation between runs: the prediction interval of one more run, from Student's
 distribution.
 
@@ -195,8 +196,11 @@ def _row(variation: float, text: str, changed: ChangedRun) -> _Prediction:
     medians = np.median(steps, axis=-1)
     around = float(np.hypot(_spread(steps[0]), variation * step_ns))
     has_interval = changed.is_error_known and len(steps[0]) >= _LEAST_FOR_INTERVAL
-    low = max(0.0, step_ns - float(np.hypot(around, step_ns - medians.min()))) if has_interval else None
-    high = step_ns + float(np.hypot(around, medians.max() - step_ns)) if has_interval else None
+    below, above = step_ns - float(medians.min()), float(medians.max()) - step_ns
+    if not changed.is_one_sided:
+        below = above = max(below, above)
+    low = max(0.0, step_ns - float(np.hypot(around, below))) if has_interval else None
+    high = step_ns + float(np.hypot(around, above)) if has_interval else None
     return _Prediction(text, step_ns, low, high, ", ".join(_limits(changed.replayed, changed.delays[0], times[0])))
 
 
