@@ -49,7 +49,12 @@ def warnings(run: RecordedRun, tables: Tables) -> Iterator[str]:
     if coverage["without_end"] and not failures(run):
         processes = format_plural(int(coverage["without_end"]), "process", "processes")
         yield f"{processes} ended early, or {'is' if coverage['without_end'] == 1 else 'are'} still running."
-    if run.is_summary:
+    if run.is_summary and run.source:
+        yield (
+            "The source counts calls and does not say when each was: the log is a summary. Waits, clocks, delays, step "
+            "times and timelines cannot be known from it."
+        )
+    elif run.is_summary:
         yield (
             f"The log is a summary (COMMTRACE_MODE=summary): counts and sizes are exact, times of calls within "
             f"{format_share(RELATIVE_ERROR)}. Waits, clocks, delays, step times and timelines cannot be known from it: "

@@ -5,6 +5,7 @@ from the contents; --format names it where it cannot be told:
 
   kineto            traces of torch.profiler: .json, .json.gz
   flight-recorder   dumps of PyTorch's NCCL flight recorder: pickle or JSON
+  nccl-inspector    JSON lines of the NCCL or RCCL Inspector: .log, .jsonl, .gz
 
 The log in OUT is marked with its source. What the source does not state (the
 payload of a call in old traces, for example) is missing in every table, and the

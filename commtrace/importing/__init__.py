@@ -2,9 +2,10 @@
 
 - `formats`: the table of formats, by which a file's format is told
 - `events`: what importers yield: processes, calls, other work of the device, what is not known
-- `imported_log`: writes the events as an ordinary log, marked with its source
+- `imported_log`: writes the events as an ordinary log, marked with its source; `imported_summary` writes calls that the
+  source only counts
 - `import_run`: imports files and directories
-- `json_stream`: reads large JSON files in pieces
+- `json_stream`: reads large JSON files in pieces; `json_lines`: reads files of lines
 - `enclosing`: spans of time that nest, and unions of spans
 - `operation_names`: operations, element types and kernels by their names in other tools
 
@@ -13,4 +14,5 @@ Formats:
 - `kineto`: traces of torch.profiler; `kineto_trace` reads the events of a file, `kineto_calls` joins host events and
   kernels, `kineto_context` finds step, phase, call site and purpose, `kineto_sizes` the sizes, groups and peers
 - `flight_recorder`: dumps of PyTorch's NCCL flight recorder
+- `nccl_inspector`: JSON lines of the NCCL and RCCL Inspector
 """

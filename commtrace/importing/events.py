@@ -7,7 +7,7 @@ for all events of a process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -77,6 +77,7 @@ class ImportedCall:
         payload: Bytes of the buffer; None: not known.
         local: Bytes of it that never leave the rank.
         seq: Its number in its group, as the source states it.
+        seq_of_operation: Whether that number counts the calls of each operation of the group by itself.
         step: Training step; -1: none.
     """
 
@@ -85,6 +86,7 @@ class ImportedCall:
     payload: int | None = None
     local: int | None = 0
     seq: int | None = None
+    seq_of_operation: bool = False
     t_begin: int = 0
     t_return: int = 0
     t_start: int = 0
@@ -99,6 +101,32 @@ class ImportedCall:
     flags: int = 0
     state: State = State.UNOBSERVABLE
     site: ImportedSite | None = None
+
+
+@dataclass(frozen=True)
+class ImportedTotal:
+    """Equal calls that the source counts without saying when each was; the log has them as a summary.
+
+    Attributes:
+        call: What is known of each of them: no times, and no number. Its clock says what observed the ends.
+        calls: Number of calls, at least 1.
+        is_exact: Whether the payload is that of each call; False: the source rounds it.
+        in_flight_ns: Times from the arrival to the end, for bandwidths, in ns: of each call, or none.
+        to_completion_ns: Times from the call to its end in ns: of each call, or none.
+    """
+
+    call: ImportedCall
+    calls: int = 1
+    is_exact: bool = True
+    in_flight_ns: Sequence[int] = ()
+    to_completion_ns: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class NotRecorded:
+    """Calls that the source counted and did not keep."""
+
+    calls: int
 
 
 @dataclass(frozen=True)
@@ -133,4 +161,6 @@ class Problem:
     kind: Literal["cut", "garbled"] = "garbled"
 
 
-Event: TypeAlias = ImportedProcess | ImportedCall | DeviceWork | StepSpans | NotKnown | Problem
+Event: TypeAlias = (
+    ImportedProcess | ImportedCall | ImportedTotal | NotRecorded | DeviceWork | StepSpans | NotKnown | Problem
+)

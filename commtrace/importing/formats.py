@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 
 from commtrace.errors import ImportFileError
 
-from . import flight_recorder, kineto
+from . import flight_recorder, kineto, nccl_inspector
 from .events import Event
-from .json_stream import open_file
+from .json_stream import read_head
 
 HEAD: Final = 1 << 16
 """Number of first bytes of a file by which its format is told."""
@@ -24,12 +24,15 @@ class Format(NamedTuple):
         about: What writes it, for help and documentation.
         matches: Returns whether a file has this format, given its path and first (decompressed) bytes.
         events: Yields the events of a file. Raises ImportFileError.
+        survey: Reads all files of a run before their events, and returns what yields the events of one; None: each
+            file says all about its own process. Raises ImportFileError.
     """
 
     name: str
     about: str
     matches: Callable[[Path, bytes], bool]
     events: Callable[[Path], Iterator[Event]]
+    survey: Callable[[Sequence[Path]], Callable[[Path], Iterator[Event]]] | None = None
 
 
 FORMATS: Final[Sequence[Format]] = (
@@ -38,6 +41,13 @@ FORMATS: Final[Sequence[Format]] = (
         "dumps of PyTorch's NCCL flight recorder: pickle or JSON",
         flight_recorder.is_flight_recorder,
         flight_recorder.events,
+    ),
+    Format(
+        "nccl-inspector",
+        "JSON lines of the NCCL or RCCL Inspector: .log, .jsonl, also with .gz",
+        nccl_inspector.is_inspector,
+        nccl_inspector.events,
+        nccl_inspector.survey,
     ),
     Format("kineto", "traces of torch.profiler: .json, .json.gz", kineto.is_kineto, kineto.events),
 )
@@ -52,9 +62,8 @@ def format_named(name: str) -> Format:
 def format_of(path: Path) -> Format | None:
     """Return the format of a file; None if it is none of these, or cannot be read."""
     try:
-        with open_file(path) as file:
-            head = file.read(HEAD)
-    except (OSError, EOFError):
+        head = read_head(path, HEAD)
+    except OSError:
         return None
     return next((known for known in FORMATS if known.matches(path, head)), None)
 

@@ -2,7 +2,7 @@
 
 What the source does not state is missing in the log: a payload is marked by the `sizes` of its kind, a group has no
 row, a time is 0, an end that was not observed has the state UNOBSERVABLE. What else is missing is in the process's list
-of blind spots.
+of blind spots. Calls that the source only counts are in a summary, as with COMMTRACE_MODE=summary (`imported_summary`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import commtrace
-from commtrace.operations import MESSAGES
+from commtrace.operations import MESSAGES, OPERATIONS
 from commtrace.rank_ranges import format_rank_list
 from commtrace.reading.device_work import Work, make_work, write_work
 from commtrace.recording.segment_writer import SegmentSeries
@@ -34,16 +34,26 @@ from .events import (
     ImportedGroup,
     ImportedProcess,
     ImportedSite,
+    ImportedTotal,
     NotKnown,
+    NotRecorded,
     Problem,
     StepSpans,
 )
 from .formats import Format
+from .imported_summary import ImportedSummary
 
 _BLOCK: Final = 4096
 _SEGMENT_BYTES: Final = (1 << 20, 64 << 20)
 _MIDDLE_NS: Final = 1 << 56
 """Where times of the first process begin in the log, so that other processes may have begun years before or after."""
+
+_OPERATION_NUMBERS: Final = {op: number for number, op in enumerate(OPERATIONS)}
+_NUMBERING: Final = 31
+"""Numbers between two calls of one operation where a source numbers each operation of a group by itself.
+
+It is odd, so that analyses that sample numbers by powers of two have calls of all operations."""
+assert len(_OPERATION_NUMBERS) < _NUMBERING
 
 _Channel = tuple[Any, ...]
 
@@ -93,6 +103,7 @@ class _ProcessLog:
         self.stem = f"rank{rank:05d}-{process.pid or number}"
         self.files: list[str] = []
         self.calls = 0
+        self.not_recorded = 0
         self.not_known: dict[str, None] = {}
         self.problems: list[tuple[str, Problem]] = []
         self.numbers: dict[_Channel, _ChannelNumbers] = defaultdict(_ChannelNumbers)
@@ -102,6 +113,7 @@ class _ProcessLog:
         self._groups: Counter[tuple[str, str]] = Counter()
         self._block, self._filled = np.zeros(_BLOCK, RECORD), 0
         self._work: list[npt.NDArray[Any]] = []
+        self._summary = ImportedSummary()
         self._threads: dict[int, int] = {}
         self._process = process
         self._run = run
@@ -111,6 +123,13 @@ class _ProcessLog:
         match event:
             case ImportedCall():
                 self._add_call(event)
+            case ImportedTotal():
+                call = event.call
+                group = 0 if call.group is None else self._group(call.group)
+                self._summary.add(event, self._kind(call.kind, _sizes(call)), group, self._site(call.site))
+                self.calls += event.calls
+            case NotRecorded():
+                self.not_recorded += event.calls
             case DeviceWork():
                 self._work += (make_work(event.computation, Work.COMPUTATION), make_work(event.copies, Work.COPY))
             case StepSpans():
@@ -123,19 +142,20 @@ class _ProcessLog:
     def _add_call(self, call: ImportedCall) -> None:
         op = call.kind[0]
         group = 0 if call.group is None else self._group(call.group)
-        channel: _Channel = (group,)
+        channel: _Channel = (group, op) if call.seq_of_operation else (group,)
         if op in MESSAGES:
             ends = (self.rank, call.peer) if op == "send" else (call.peer, self.rank)
             channel = (group, *ends, call.tag)
         seq = self.numbers[channel].next(call.seq, call.step)
-        sizes = "payload" if call.payload is None else "own share" if call.local is None else ""
+        if call.seq_of_operation:
+            seq = seq * _NUMBERING + _OPERATION_NUMBERS.get(op, _NUMBERING - 1)
         times = (self._time(t) for t in (call.t_begin, call.t_return, 0, call.t_start, call.t_end))
         if self._filled == _BLOCK:
             self._flush()
         self._block[self._filled] = (
             *times, call.payload or 0, min(call.local or 0, call.payload or 0), seq & 0xFFFFFFFF, group,
             self._site(call.site), call.step, -1, call.peer, call.tag, call.batch & 0xFFFFFFFF,
-            self._kind(call.kind, sizes), self._threads.setdefault(call.thread, len(self._threads) + 1) & 0xFFFF,
+            self._kind(call.kind, _sizes(call)), self._threads.setdefault(call.thread, len(self._threads) + 1) & 0xFFFF,
             call.phase, call.clock, call.flags, call.state,
         )  # fmt: skip
         self._filled += 1
@@ -192,7 +212,12 @@ class _ProcessLog:
             },
             "simulated": False, "blind_spots": [*self.not_known],
         }  # fmt: skip
-        stats = {"table": "stats", "calls": self.calls, "dropped": 0, "removed": 0, "lost": 0, "unrecorded": 0}
+        if self._summary.calls:
+            self._summary.write(self.folder, self.stem)
+        stats = {
+            "table": "stats", "calls": self.calls + self.not_recorded, "dropped": self.not_recorded, "removed": 0,
+            "lost": 0, "unrecorded": 0, **({"summarized": self._summary.calls} if self._summary.calls else {}),
+        }  # fmt: skip
         lines = [json.dumps({name: value for name, value in process.items() if value is not None}).encode() + b"\n"]
         lines += self._tables.lines
         end = [] if facts.alive_ns else [{"table": "end", "reason": "exit"}]
@@ -226,6 +251,22 @@ class _ProcessLog:
             records.flush()
 
 
+def _sizes(call: ImportedCall) -> str:
+    """Return which size of a call is not known, as the kinds table has it."""
+    return "payload" if call.payload is None else "own share" if call.local is None else ""
+
+
+def _readers(files: Sequence[tuple[Path, Format]]) -> dict[str, Callable[[Path], Iterator[Event]]]:
+    """Return what yields the events of a file, by the name of its format."""
+    paths: dict[str, list[Path]] = defaultdict(list)
+    for path, known in files:
+        paths[known.name].append(path)
+    formats = {known.name: known for _, known in files}
+    return {
+        name: known.events if known.survey is None else known.survey(paths[name]) for name, known in formats.items()
+    }
+
+
 def write_imported_log(files: Sequence[tuple[Path, Format]], folder: Path, run: str) -> ImportedRun:
     """Write the log of files that other tools wrote.
 
@@ -243,10 +284,10 @@ def write_imported_log(files: Sequence[tuple[Path, Format]], folder: Path, run: 
     """
     result = ImportedRun()
     logs: dict[tuple[Any, ...], _ProcessLog] = {}
-    origin = None
+    origin, readers = None, _readers(files)
     for path, known in files:
         log: _ProcessLog | None = None
-        for event in known.events(path):
+        for event in readers[known.name](path):
             if isinstance(event, ImportedProcess):
                 rank = event.rank if event.rank is not None else _free_rank(logs.values())
                 key = rank, event.host, event.pid
@@ -256,7 +297,8 @@ def write_imported_log(files: Sequence[tuple[Path, Format]], folder: Path, run: 
                         origin = log_origin
                     logs[key] = _ProcessLog(folder, run, event, rank, len(logs) + 1, log_origin)
                 log = logs[key]
-                log.files.append(str(path))
+                if str(path) not in log.files[-1:]:
+                    log.files.append(str(path))
                 if event.rank is None:
                     log.not_known[f"its rank: it was numbered {rank}, in the order of the files"] = None
             elif log is not None:

@@ -7,6 +7,7 @@ next is parsed as an array, and parsing fails unless the cut was between events,
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import re
@@ -38,6 +39,15 @@ def open_file(path: Path) -> BinaryIO:
     with open(path, "rb") as file:
         magic = file.read(2)
     return gzip.open(path, "rb") if magic == b"\x1f\x8b" else open(path, "rb")  # type: ignore[return-value]
+
+
+def read_head(path: Path, size: int) -> bytes:
+    """Return the first (decompressed) bytes of a file, as many as can be read, at most `size`. Raises OSError."""
+    head = b""
+    with open_file(path) as file, contextlib.suppress(EOFError, zlib.error, gzip.BadGzipFile):
+        while len(head) < size and (piece := file.read1(size - len(head))):  # type: ignore[attr-defined]
+            head += piece
+    return head
 
 
 def loads(text: bytes) -> Any:

@@ -21,9 +21,7 @@ from .events import ImportedCall, ImportedGroup
 from .kineto_context import Context
 from .kineto_sizes import StatedSize, TraceGroups, comms_size, peer_of, shape_size, tag_of
 from .kineto_trace import COMMS, HostEvent, Kernel, KinetoTrace, Times, TraceClock
-from .operation_names import element_type, operation_of
-
-UNKNOWN_OPERATION: Final = "unknown"
+from .operation_names import UNKNOWN_OPERATION, element_type, operation_of
 
 _EXTERNAL_ID: Final = "External id"
 

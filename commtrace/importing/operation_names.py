@@ -6,6 +6,8 @@ import re
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+UNKNOWN_OPERATION: Final = "unknown"
+
 _SPELLINGS: Final = {
     "all_reduce": ("allreduce",),
     "all_gather": ("allgather",),

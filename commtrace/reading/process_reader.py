@@ -35,6 +35,8 @@ _RECOVERED: Final = 1 << 62
 """Segment number of recovered records, which are the newest of a process."""
 _LAST: Final = 0
 """Dump number of the records that a process kept last."""
+_WITHOUT_SEGMENT: Final = (*WITHOUT_RECORD, "not_selected", "summarized")
+"""Counters of the calls that are in no segment."""
 _LARGEST_NUMBER: Final = (1 << 31) - 1
 """Largest rank or process id."""
 _SEGMENTS_MISSING: Final = partial(Statement, "segments {} to {} are missing")
@@ -327,7 +329,7 @@ def _memory_segment(path: Path, segments: list[Segment], ring: RingContent) -> S
 def _missing_segments(path: Path, tables: ProcessTables, numbers: list[int]) -> Iterator[Note]:
     """Yield a note for each gap in the segment numbers of a process, which may include `_RECOVERED`."""
     stats = tables.stats or {}
-    counted = [integer_or_none(stats.get(name)) or 0 for name in ("calls", "not_selected", "summarized")]
+    counted = [integer_or_none(stats.get(name)) or 0 for name in ("calls", *_WITHOUT_SEGMENT)]
     if not numbers and 2 * counted[0] > sum(counted):
         text = Statement("no segments, though {} calls were counted", 2 * counted[0] - sum(counted))
         yield Note("missing", path, text, "nothing is known of its calls")

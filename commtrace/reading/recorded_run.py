@@ -165,11 +165,16 @@ class RecordedRun:
 
     @property
     def is_summary(self) -> bool:
-        """Whether processes recorded with COMMTRACE_MODE=summary: counts and histograms in place of calls."""
+        """Whether processes have counts and histograms in place of calls: COMMTRACE_MODE=summary, or an import."""
         return any(process.summary for process in self.log.processes)
 
     def require_events(self, what: str) -> None:
         """Raise LogError if the run is a summary, which does not have `what`."""
+        if self.is_summary and self.source:
+            raise LogError(
+                f"{self.log.path}: imported from files of {self.source}, which do not have {what}; record with "
+                "commtrace, or see in `commtrace report` under `log` which setting of that tool records it"
+            )
         if self.is_summary:
             raise LogError(f"{self.log.path}: a summary does not have {what}; record with COMMTRACE_MODE=events")
 

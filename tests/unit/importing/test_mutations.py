@@ -1,0 +1,118 @@
+"""Damaged files of every format: an import ends with a log that can be reported, or with an error that names the file.
+
+Bytes of a good file are changed, removed, repeated or moved at random. The default seed is fixed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inspector_files import InspectorFile
+from kineto_traces import KinetoFactory
+
+import commtrace
+from commtrace.errors import ImportFileError
+from commtrace.importing.formats import FORMATS, format_named
+from commtrace.importing.import_run import import_files
+
+SEED = int(os.environ.get("MUTATION_SEED", "7"))
+DRAWS = 40
+VALUES = (b"-1", b"1e999", b"null", b"[]", b"{}", b'"x"', b"9" * 30, b"NaN", b"\n")
+_SECONDS = 20.0
+
+
+def _flight_recorder() -> dict[str, Any]:
+    entry = {
+        "record_id": 1, "process_group": ("0", "default_pg"), "collective_seq_id": 1, "is_p2p": False,
+        "profiling_name": "nccl:all_reduce", "time_created_ns": 1_700_000_000_000_000_000, "state": "completed",
+        "time_discovered_completed_ns": 1_700_000_000_000_500_000, "input_sizes": [[10, 10]], "frames": [],
+        "input_dtypes": ["Float"], "output_sizes": [[10, 10]], "output_dtypes": ["Float"],
+    }  # fmt: skip
+    return {"version": "2.10", "pg_config": {"0": {"name": "0", "ranks": "[0, 1]"}}, "entries": [entry] * 5}
+
+
+def _inspector(*, version: str, verbose: bool) -> bytes:
+    file = InspectorFile(0, version=version, verbose=verbose)
+    for at in range(5):
+        file.call(at=at * 1000).call("AllGather", at=at * 1000 + 300).message("Send", 1, at=at * 1000 + 600)
+    return file.stats(3).text().encode()
+
+
+GOOD = {
+    "kineto": {"trace.json": KinetoFactory().step(0, 0, 900).call(100, kernels=((200, 30),)).call(300).text().encode()},
+    "flight-recorder": {
+        "dump_0.json": json.dumps(_flight_recorder()).encode(),
+        "dump_0": pickle.dumps(_flight_recorder()),
+    },
+    "nccl-inspector": {
+        "plain.log": _inspector(version="v4.2", verbose=False),
+        "verbose.log": _inspector(version="v4.3", verbose=True),
+    },
+}
+FILES = [(format_name, name) for format_name, files in GOOD.items() for name in files]
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    """Return a damaged copy: one to four changes of bytes, numbers or pieces."""
+    content = bytearray(data)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(content)) if content else 0
+        end = min(len(content), at + draw.choice((1, 3, 40, 400)))
+        match draw.randrange(6):
+            case 0:
+                content[at:end] = bytes(draw.randrange(256) for _ in range(end - at))
+            case 1:
+                del content[at:end]
+            case 2:
+                content[at:at] = content[at:end] * draw.choice((1, 50))
+            case 3:
+                del content[at:]
+            case 4:
+                content[at:end] = draw.choice(VALUES)
+            case _:
+                other = draw.randrange(len(content)) if content else 0
+                content[at:at] = content[other : other + 100]
+    return bytes(content)
+
+
+def refusal(path: Path, out: Path, format_name: str) -> str:
+    """Import a file; return the message of the error, or "" if it was imported."""
+    try:
+        import_files([path], out, format_named(format_name))
+    except ImportFileError as error:
+        return str(error)
+    return ""
+
+
+def test_every_format_is_mutated() -> None:
+    assert GOOD.keys() == {known.name for known in FORMATS}
+
+
+@pytest.mark.parametrize(("format_name", "name"), FILES)
+def test_good_files_are_imported(format_name: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(GOOD[format_name][name])
+    assert import_files([path], tmp_path / "log").calls > 0
+
+
+@pytest.mark.parametrize(("format_name", "name"), FILES)
+def test_damaged_files_are_refused_or_imported_in_part(format_name: str, name: str, tmp_path: Path) -> None:
+    draw = random.Random(f"{SEED} {name}")
+    path = tmp_path / name
+    for number in range(DRAWS):
+        path.write_bytes(mutated(GOOD[format_name][name], draw))
+        began = time.monotonic()
+        error = refusal(path, tmp_path / f"log{number}", format_name)
+        if error:
+            assert name in error, number
+            continue
+        run = commtrace.open(tmp_path / f"log{number}")
+        assert run.table("coverage")["records"].iloc[0] > 0, number
+        assert time.monotonic() - began < _SECONDS
