@@ -70,7 +70,9 @@ class RecordBlock:
 
     def rows(self, at: Array) -> RecordBlock:
         """Return the rows with these indices."""
-        return self if len(at) == len(self) else RecordBlock(_Rows(self._records, at), self.labels, self.calls[at])
+        if len(at) == len(self):
+            return self
+        return RecordBlock(_Rows(self._records, at), self.labels, self.calls[at], self.exact[at])
 
     @cached_property
     def volumes(self) -> dict[str, Array]:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from commtrace.errors import ImportFileError
 
-from . import flight_recorder, kineto, nccl_inspector
+from . import deepspeed_comms, flight_recorder, kineto, nccl_inspector
 from .events import Event
 from .json_stream import read_head
 
@@ -48,6 +48,12 @@ FORMATS: Final[Sequence[Format]] = (
         nccl_inspector.is_inspector,
         nccl_inspector.events,
         nccl_inspector.survey,
+    ),
+    Format(
+        "deepspeed-comms",
+        "DeepSpeed's CommsLogger: the output of log_summary(), and its dictionaries as JSON",
+        deepspeed_comms.is_comms_logger,
+        deepspeed_comms.events,
     ),
     Format("kineto", "traces of torch.profiler: .json, .json.gz", kineto.is_kineto, kineto.events),
 )

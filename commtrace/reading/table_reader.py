@@ -101,9 +101,14 @@ class Site(NamedTuple):
             yield self.caller
 
     def label(self, short: Mapping[str, str]) -> str:
-        """Return "file:line function", then " < " and the caller's. `short` maps files to their displayed names."""
-        lines = ((short.get(line.file, line.file), line) for line in self.lines())
-        return " < ".join(f"{file}:{line.line} {line.function}".rstrip() for file, line in lines)
+        """Return "file:line function", then " < " and the caller's. `short` maps files to their displayed names.
+
+        Imported sites may have no file: "function".
+        """
+        lines = (
+            (f"{short.get(line.file, line.file)}:{line.line} " if line.file else "", line) for line in self.lines()
+        )
+        return " < ".join(f"{place}{line.function}".rstrip() for place, line in lines)
 
 
 @dataclass

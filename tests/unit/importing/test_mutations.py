@@ -45,6 +45,14 @@ def _inspector(*, version: str, verbose: bool) -> bytes:
     return file.stats(3).text().encode()
 
 
+_HEADS = ("Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg")
+_CELLS = ("", "2.0 KB", "146", "11.12", "0.08", "0.43", "0.41")
+_TABLE = "\n".join(
+    ["".join(f"{text: <20}" for text in _HEADS), "broadcast", "".join(f"{text: <20}" for text in _CELLS)]
+)
+_LATENCIES = [1.0, 2.5, 4.0, 7.5, 8.0, 9.5, 11.0, 12.0]
+_RAW = {"all_reduce": {"4096": [8, _LATENCIES, [1 / ms for ms in _LATENCIES], []], "64": [1, [0.5], [1.0], []]}}
+
 GOOD = {
     "kineto": {"trace.json": KinetoFactory().step(0, 0, 900).call(100, kernels=((200, 30),)).call(300).text().encode()},
     "flight-recorder": {
@@ -55,6 +63,7 @@ GOOD = {
         "plain.log": _inspector(version="v4.2", verbose=False),
         "verbose.log": _inspector(version="v4.3", verbose=True),
     },
+    "deepspeed-comms": {"out.txt": f"{_TABLE}\n{_TABLE}\n".encode(), "raw.json": json.dumps(_RAW).encode()},
 }
 FILES = [(format_name, name) for format_name, files in GOOD.items() for name in files]
 
