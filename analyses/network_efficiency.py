@@ -87,7 +87,8 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
 
 
 def _calls(block: RecordBlock) -> pd.DataFrame:
-    """Count the calls by operation, group and payload, and messages also by their two ranks."""
+    """Count the calls of known payload by operation, group and payload, and messages also by their two ranks."""
+    block = block.rows(np.flatnonzero(~block.labels.payload_unknown(block["kind"])))
     labels, kinds = block.labels, block["kind"]
     is_point_to_point = np.isin(labels.text("op", kinds).astype(str), MESSAGES)
     peers = np.where(is_point_to_point, block["peer"], -1)
@@ -105,7 +106,8 @@ def _operations(block: RecordBlock) -> pd.DataFrame:
     """Return a row per sampled operation that may have a transfer time, and whether this rank observed it exactly."""
     synchronizing = np.isin(block.labels.text("op", block["kind"]).astype(str), SYNCHRONIZING)
     several = block.labels.group_sizes(block["group"]) > 1
-    at = np.flatnonzero(synchronizing & is_sampled(block["seq"]) & several)
+    known = several & ~block.labels.payload_unknown(block["kind"])
+    at = np.flatnonzero(synchronizing & is_sampled(block["seq"]) & known)
     begin, end = arrivals(block), block["t_end"]
     exact = exact_ends(block) & (begin > 0) & (end > begin) & ~_overlapped(block, begin, end)
     return _table(

@@ -40,7 +40,11 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--width")
     add("--out", metavar="FILE", default="network.json", help="file for the results (default: %(default)s)")
     add_shared(parser, "--force")
-    add("--show", metavar="FILE", help="measure nothing; print the tables and fits of a results file")
+    add(
+        "--show",
+        metavar="FILE",
+        help="measure nothing; print the tables and fits of a results file, or of nccl-tests' or OMB's output",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -145,8 +145,9 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
     },
     "--network": {
         "metavar": "NET",
-        "help": ": a results file written by commtrace bench, a network description, or the name of a built-in "
-        "description (slingshot-11, ndr-infiniband)",
+        "help": ": a results file written by commtrace bench, the output of nccl-tests or the OSU micro-benchmarks "
+        "(a file or a directory), a network description, or the name of a built-in description (slingshot-11, "
+        "ndr-infiniband)",
     },
 }  # fmt: skip
 """Arguments that have the same meaning in several commands."""

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from commtrace.run import Run
 
 _VALUES: Final = {
-    "--network": ("NET[,NET]", "operations take what a network predicts (a file of commtrace bench, a description, or "
-        "a built-in one); with two, relative to the second one, on which the run was recorded"),
+    "--network": ("NET[,NET]", "operations take what a network predicts (a file of commtrace bench, the output of "
+        "nccl-tests or OMB, a description, or a built-in one); with two, relative to the second one, on which the run "
+        "was recorded"),
     "--scale-network": ("[WHAT:]FACTOR", "transfers are so many times as fast, such as 2x; of one dimension, operation "
         "or purpose: data:2x"),
     "--free": ("WHAT", "transfers of a dimension, operation or purpose take no time"),

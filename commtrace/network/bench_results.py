@@ -37,6 +37,7 @@ from commtrace.process_setup.variables import read_transport_variables
 
 from . import NetworkError
 from .bench_plan import BenchPlan
+from .benchmark_tables import BenchmarkTables, is_benchmark_table, read_tables
 from .fit import Fit, fit_operations
 from .measuring import BenchRow
 
@@ -47,7 +48,8 @@ FORMAT, VERSION = "commtrace-network", 1
 class BenchResults:
     """Results of a measurement; the fields are those of the file.
 
-    `traced`: commtrace was recording, so that every time includes its cost.
+    `traced`: commtrace was recording, so that every time includes its cost. Where `through` is neither "torch" nor
+    "mpi4py", it is the benchmark that printed the results (`benchmark_tables`), and what it does not state is empty.
     """
 
     through: str
@@ -79,6 +81,20 @@ class BenchResults:
             tuple(rows),
         )
 
+    @property
+    def is_own(self) -> bool:
+        """Whether `commtrace bench` measured the results."""
+        return self.through in ("torch", "mpi4py")
+
+    @staticmethod
+    def from_tables(tables: BenchmarkTables) -> BenchResults:
+        """Return the results of other benchmarks."""
+        device = {"device": ", ".join(sorted(tables.devices))} if tables.devices else {}
+        return BenchResults(
+            " and ".join(sorted(tables.programs)), " and ".join(sorted(tables.libraries)), tables.versions,
+            tables.hosts, device, {}, "", False, 0.0, tuple(tables.rows.values()),
+        )  # fmt: skip
+
     @cached_property
     def fits(self) -> tuple[Fit, ...]:
         """One fit for each operation and group."""
@@ -88,7 +104,7 @@ class BenchResults:
     def title(self) -> str:
         """What was measured: "gloo through torch, 2 ranks on 1 host"."""
         ranks = sum(int(host["ranks"]) for host in self.hosts)
-        name = self.backend if self.through == "torch" else self.versions.get("mpi", "MPI")
+        name = self.versions.get("mpi", "MPI") if self.through == "mpi4py" else self.backend
         return f"{name} through {self.through}, {ranks} ranks on {format_plural(len(self.hosts), 'host')}"
 
 
@@ -105,7 +121,13 @@ def write_results(results: BenchResults, path: Path, *, force: bool = False) -> 
 
 
 def read_results(path: Path) -> BenchResults:
-    """Read a file of `write_results`. Raises NetworkError if it cannot be read or is not such a file."""
+    """Read a file of `write_results`, or the tables of other benchmarks in a file or directory.
+
+    Raises:
+        NetworkError: The file cannot be read, or is none of these.
+    """
+    if is_other_benchmark(path):
+        return BenchResults.from_tables(read_tables(path))
     document = read_json_object(path)
     if document.get("format") != FORMAT:
         raise NetworkError(f"{path}: not written by commtrace bench (its format is not {FORMAT!r})")
@@ -116,6 +138,13 @@ def read_results(path: Path) -> BenchResults:
         return BenchResults(**{**values, "rows": tuple(BenchRow(**row) for row in document["rows"])})
     except (KeyError, TypeError, ValueError) as error:
         raise NetworkError(f"{path}: damaged ({type(error).__name__}: {error}); measure again") from error
+
+
+def is_other_benchmark(path: Path) -> bool:
+    """Return whether a path is a table of nccl-tests or the OSU micro-benchmarks, or a directory."""
+    with contextlib.suppress(OSError):
+        return path.is_dir() or is_benchmark_table(path)
+    return False
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -129,7 +158,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise NetworkError(f"{path}: cannot be read ({error.strerror}); commtrace bench writes such a file") from error
     except ValueError as error:
-        raise NetworkError(f"{path}: not JSON ({error})") from error
+        raise NetworkError(
+            f"{path}: not JSON ({error}), and no table of nccl-tests or the OSU micro-benchmarks; commtrace bench "
+            "writes a file that can be used"
+        ) from error
     if not isinstance(document, dict):
         raise NetworkError(f"{path}: an object of keys and values is expected, but this is {document!r:.40}")
     return document

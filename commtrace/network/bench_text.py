@@ -58,6 +58,10 @@ def results_lines(results: BenchResults, form: str = "auto", width: int = 80) ->
 
 def _header(results: BenchResults) -> Iterator[str]:
     versions = ", ".join(f"{name} {number}" for name, number in results.versions.items())
+    if not results.is_own:
+        yield f"{results.title}{f'; {versions}' if versions else ''}"
+        yield "sizes as in nccl-tests; time: mean over the ranks of one round of calls; GB/s and MB/s are powers of ten"
+        return
     yield f"commtrace bench: {results.title}, {results.date}"
     yield f"{results.machine['cores']} cores ({results.machine['cpu']}); {versions}"
     if results.environment:
@@ -68,7 +72,7 @@ def _header(results: BenchResults) -> Iterator[str]:
     )
     if results.traced:
         yield "commtrace was recording: every time includes its cost"
-    wrong = sum(row.wrong for row in results.rows)
+    wrong = sum(row.wrong or 0 for row in results.rows)
     if wrong:
         yield f"WRONG: {wrong:,} elements had wrong values; see #wrong"
 
@@ -90,8 +94,9 @@ def _nccl(rows: Sequence[BenchRow], fit: Fit, *, wide: bool) -> Iterator[str]:
         algbw, expected = row.payload_bytes / row.avg_us / 1e3, fit.time_us(row.payload_bytes)
         cells = [
             str(row.payload_bytes), str(row.payload_bytes // ELEMENT_BYTES), "float", redop, root, _us(row.avg_us),
-            f"{algbw:.2f}", "-" if factor is None else f"{algbw * factor:.2f}", str(row.wrong),
-            _us(row.min_us), _us(row.median_us), _us(row.max_us), str(row.calls), str(row.rounds), _us(expected),
+            f"{algbw:.2f}", "-" if factor is None else f"{algbw * factor:.2f}",
+            "N/A" if row.wrong is None else str(row.wrong),
+            _us(row.min_us), _us(row.median_us), _us(row.max_us), _count(row.calls), str(row.rounds), _us(expected),
             f"{expected / row.median_us - 1:+.1%}",
         ]  # fmt: skip
         yield line(" ", cells)
@@ -107,8 +112,9 @@ def _osu(rows: Sequence[BenchRow]) -> Iterator[str]:
         heads = ("Avg Latency(us)", "Min Latency(us)", "Max Latency(us)", "Iterations")
         yield f"{'# Size':<10}" + "".join(f"{head:>17}" for head in heads)
         for row in rows:
-            times = "".join(f"{time:>17.2f}" for time in (row.rank_avg_us, row.rank_min_us, row.rank_max_us))
-            yield f"{row.payload_bytes:<10}{times}{row.calls * row.rounds:>17}"
+            ranks = (row.rank_avg_us, row.rank_min_us, row.rank_max_us)
+            times = "".join(f"{'-' if time is None else f'{time:.2f}':>17}" for time in ranks)
+            yield f"{row.payload_bytes:<10}{times}{_count(row.calls and row.calls * row.rounds):>17}"
 
 
 def describe_fit(fit: Fit) -> str:
@@ -138,6 +144,10 @@ def fit_lines(fits: Sequence[Fit], width: int) -> list[str]:
     ]  # fmt: skip
     columns = [left_column("# operation"), *(TextColumn(head) for head in heads)]
     return rendered_lines(text_table(columns, rows, width), width)
+
+
+def _count(calls: int | None) -> str:
+    return "-" if calls is None else str(calls)
 
 
 def _us(time: float) -> str:

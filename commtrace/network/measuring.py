@@ -143,23 +143,23 @@ class BenchRow:
     """Measured times of one operation, size and group.
 
     Times are microseconds of one call (send_recv: of one direction). `calls` is the number of calls of one round,
-    `wrong` the number of elements with wrong values, over all ranks.
+    `wrong` the number of elements with wrong values, over all ranks. None: another benchmark's table does not state it.
     """
 
     op: str
     ranks: int
     hosts: int
     payload_bytes: int
-    calls: int
+    calls: int | None
     rounds: int
     min_us: float
     avg_us: float
     median_us: float
     max_us: float
     rank_avg_us: float
-    rank_min_us: float
-    rank_max_us: float
-    wrong: int
+    rank_min_us: float | None
+    rank_max_us: float | None
+    wrong: int | None
 
 
 def measure(

@@ -1,6 +1,7 @@
 """Networks that predict the time of a call: measured networks, and networks described in a small file.
 
     network = open_network("network.json")               a file of commtrace bench
+    network = open_network("all_reduce.txt")             tables of nccl-tests or the OSU micro-benchmarks
     network = open_network("slingshot-11")               a built-in description, or the path of another
     network.expected("all_reduce", payload=1 << 20, ranks=8, hosts=2)
 
@@ -34,7 +35,7 @@ from commtrace.volume import busbw_factor
 from . import NetworkError
 from .algorithms import ALGORITHMS, RING, Cost, Level, cost, steps
 from .bench_operations import BARRIER, COLLECTIVES, PING_PONG, bus_bytes
-from .bench_results import FORMAT, BenchResults, read_json_object, read_results
+from .bench_results import FORMAT, BenchResults, is_other_benchmark, read_json_object, read_results
 from .fit import Fit
 
 _DESCRIPTIONS: Final = Path(__file__).with_name("descriptions")
@@ -96,6 +97,8 @@ def open_network(name: str) -> Network:
                 f"{', '.join(builtin_networks())}); commtrace bench writes such a file"
             )
         path = _DESCRIPTIONS / f"{name}.json"
+    if is_other_benchmark(path):
+        return MeasuredNetwork(name, read_results(path))
     document = read_json_object(path)
     if document.get("format") == FORMAT:
         return MeasuredNetwork(name, read_results(path))
@@ -126,7 +129,8 @@ class MeasuredNetwork(Network):
         self.name = name
         self.ranks_per_node = max(int(host["ranks"]) for host in results.hosts)
         traced = ("commtrace was recording while this was measured",) if results.traced else ()
-        self.about = (f"measured: {results.title}, {results.date}", *traced)
+        date = f", {results.date}" if results.date else ""
+        self.about = (f"measured: {results.title}{date}", *traced)
         self._fits = results.fits
         errors = [fit.held_out_median for fit in results.fits if fit.held_out_median is not None]
         self.held_out_error: float | None = statistics.median(errors) if errors else None

@@ -241,7 +241,7 @@ def test_a_network_is_compared_with_verbose_calls(tmp_path: Path, capsys: pytest
         file = InspectorFile(rank, verbose=True)
         for at in range(0, 10_000, 1000):
             file.call(us=100 if rank else 130, at=at + 30 * rank)
-        files.append(file)
+        files.append(file.call("All2All", at=20_000))  # of unknown payload
     imported(tmp_path, *files)
     assert main(["report", str(tmp_path / "log"), "--network", "slingshot-11", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["tables"]["network"]
