@@ -137,7 +137,8 @@ def _note(note: Note, run: RecordedRun) -> str:
 def _source(run: RecordedRun) -> str:
     if not run.source:
         return ""
-    files = [str(file) for process in run.processes for file in process.tables.source.get("files") or ()]
+    sources = (process.tables.source.get("files") or () for process in run.processes)
+    files = [*dict.fromkeys(str(file) for paths in sources for file in paths)]
     return f"{run.source}: {files[0]}" + (f" and {len(files) - 1:,} more" if files[1:] else "") if files else run.source
 
 

@@ -8,6 +8,7 @@ from the contents; --format names it where it cannot be told:
   nccl-inspector    JSON lines of the NCCL or RCCL Inspector: .log, .jsonl, .gz
   deepspeed-comms   DeepSpeed's CommsLogger: the output of log_summary(), or its
                     dictionaries as JSON
+  mpip              reports of mpiP
 
 The log in OUT is marked with its source. What the source does not state (the
 payload of a call in old traces, for example) is missing in every table, and the

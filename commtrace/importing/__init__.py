@@ -15,5 +15,6 @@ Formats:
   kernels, `kineto_context` finds step, phase, call site and purpose, `kineto_sizes` the sizes, groups and peers
 - `flight_recorder`: dumps of PyTorch's NCCL flight recorder
 - `nccl_inspector`: JSON lines of the NCCL and RCCL Inspector
+- `mpip`: reports of mpiP
 - `deepspeed_comms`: the summary and the dictionaries of DeepSpeed's CommsLogger
 """

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from commtrace.errors import ImportFileError
 
-from . import deepspeed_comms, flight_recorder, kineto, nccl_inspector
+from . import deepspeed_comms, flight_recorder, kineto, mpip, nccl_inspector
 from .events import Event
 from .json_stream import read_head
 
@@ -55,6 +55,7 @@ FORMATS: Final[Sequence[Format]] = (
         deepspeed_comms.is_comms_logger,
         deepspeed_comms.events,
     ),
+    Format("mpip", "reports of mpiP: .mpiP", mpip.is_mpip, mpip.events),
     Format("kineto", "traces of torch.profiler: .json, .json.gz", kineto.is_kineto, kineto.events),
 )
 """The formats; the first that matches a file is used."""

@@ -172,7 +172,7 @@ class RecordedRun:
         """Raise LogError if the run is a summary, which does not have `what`."""
         if self.is_summary and self.source:
             raise LogError(
-                f"{self.log.path}: imported from files of {self.source}, which do not have {what}; record with "
+                f"{self.log.path}: imported from files of {self.source}, which do not give {what}; record with "
                 "commtrace, or see in `commtrace report` under `log` which setting of that tool records it"
             )
         if self.is_summary:
@@ -190,7 +190,8 @@ class RecordedRun:
         if unknown := sorted({kind.op for kind in kinds if kind.sizes == "payload"}):
             raise LogError(
                 f"{self.log.path}: its calls cannot be compared: the files that it was imported from do not state the "
-                f"payload of some calls ({', '.join(unknown)}); record with commtrace, or with record_shapes=True"
+                f"payload of some calls ({', '.join(unknown)}); record with commtrace, or Kineto traces with "
+                "record_shapes=True"
             )
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from inspector_files import InspectorFile
 from kineto_traces import KinetoFactory
+from mpip_reports import mpip_report
 
 import commtrace
 from commtrace.errors import ImportFileError
@@ -63,6 +64,7 @@ GOOD = {
         "plain.log": _inspector(version="v4.2", verbose=False),
         "verbose.log": _inspector(version="v4.3", verbose=True),
     },
+    "mpip": {"a.mpiP": mpip_report([("Allreduce", 1, 0, 10, (8, 8, 80)), ("Isend", 2, 1, 3, (9, 1, 12))]).encode()},
     "deepspeed-comms": {"out.txt": f"{_TABLE}\n{_TABLE}\n".encode(), "raw.json": json.dumps(_RAW).encode()},
 }
 FILES = [(format_name, name) for format_name, files in GOOD.items() for name in files]
