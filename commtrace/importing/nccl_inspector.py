@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from commtrace.formatting import format_plural
 from commtrace.operations import MESSAGES
 from commtrace.schema import Clock, Flag, State
 
@@ -223,6 +224,7 @@ class _Counts:
         self.numbers: dict[tuple[str, str], list[int]] = {}
         """First and last number, and number of calls, by communicator and operation."""
         self.without_group = self.without_payload = self.without_moment = self.timed_by_host = 0
+        self.messages = self.unmatched_messages = 0
 
     def count(self, communicator: str, operation: str, number: int) -> None:
         """Count a call by its number."""
@@ -314,7 +316,7 @@ class _Calls:
         duration_ns = _duration_ns(perf.get(f"{prefix}_exec_time_us"))
         clock = _TIMED_BY.get(str(perf.get(f"{prefix}_timing_source")), Clock.TEST) if duration_ns else Clock.NONE
         counts.timed_by_host += clock is Clock.TEST
-        peer = perf.get(f"{prefix}_peer")
+        counts.messages += op in MESSAGES
         call = ImportedCall(
             kind=(op, _variant(name, perf, prefix), "nccl", "", ""),
             group=group,
@@ -322,7 +324,7 @@ class _Calls:
             local=size.local,
             seq=number if op not in MESSAGES else None,
             seq_of_operation=prefix == "coll",
-            peer=group.ranks[peer] if group and type(peer) is int and 0 <= peer < len(group.ranks) else -1,
+            peer=self._peer(perf.get(f"{prefix}_peer"), group, context, counts),
             flags=int(size.flags),
             clock=clock,
             state=State.COMPLETE if duration_ns else State.UNOBSERVABLE,
@@ -336,6 +338,19 @@ class _Calls:
         # The kernels' starts are seen when they happen; the device's duration is exact.
         end = started + duration_ns if clock is Clock.DEVICE else max(started, stopped)
         return replace(call, t_begin=begun, t_return=returned, t_start=started, t_end=end if duration_ns else 0)
+
+    def _peer(self, position: Any, group: ImportedGroup | None, context: _Context, counts: _Counts) -> int:
+        """Return the global rank of the other end of a message; -1 where it is not known.
+
+        Messages are numbered by their order between two ranks. After messages that were overwritten, numbers would not
+        be those of the other rank, so that messages without a peer, which are not matched, are all that is certain.
+        """
+        if group is None or type(position) is not int or not 0 <= position < len(group.ranks):
+            return -1
+        if self._overwritten[context.process, counts.process.rank or 0].get((context.communicator.id, "p2p")):
+            counts.unmatched_messages += 1
+            return -1
+        return group.ranks[position]
 
     def rest(self) -> Iterator[Event]:
         """Yield what is not known of each process, and what is wrong with the file."""
@@ -384,6 +399,11 @@ class _Calls:
                 f"{counts.gaps - overwritten:,} calls between those in its file, by their numbers: it leaves out those "
                 "of less than NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES"
             )
+        if counts.unmatched_messages:
+            messages = format_plural(counts.unmatched_messages, "message")
+            yield NotKnown(f"the peers of {messages} after those that were overwritten")
+        if not counts.messages:
+            yield NotKnown("sends and receives: the file has none; NCCL_INSPECTOR_ENABLE_P2P=1 records them")
         yield NotKnown("calls of less than NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES, 8,192 B by default, and barriers")
         yield NotKnown("steps, call sites, purposes, element types, and roots of broadcasts and reduces")
 

@@ -73,7 +73,8 @@ def test_a_summary_has_counts_and_sizes(tmp_path: Path) -> None:
 
 
 def test_sizes_of_the_table_are_rounded_and_not_shown_as_exact(tmp_path: Path) -> None:
-    run = imported(tmp_path / "out.txt", table(("all_reduce", [row("6.31 KB", 7), row("512.0 B", 2)])))
+    records = [("all_reduce", [row("6.31 KB", 7), row("512.0 B", 2)]), ("all_gather", [row("1.0 KB", 1)])]
+    run = imported(tmp_path / "out.txt", table(*records))
     assert run.table("message_sizes")["payload_bytes"].tolist() == [512]
     assert volumes(run)["all_reduce"] == (9, 7 * round(6.31 * 1024) + 2 * 512)
     assert "exact sizes" in blind_spots(run)

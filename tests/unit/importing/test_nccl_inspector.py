@@ -60,6 +60,22 @@ def test_sizes_follow_the_conventions_of_nccl_tests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "size", "us", "algbw", "busbw"),
+    [
+        ("AllReduce", 17179869184, 61974, 277.210914, 485.119099),
+        ("ReduceScatter", 2147483648, 41057, 418.439467, 366.134533),
+    ],
+)
+def test_bandwidths_are_those_of_the_examples_in_its_documentation(
+    tmp_path: Path, name: str, size: int, us: int, algbw: float, busbw: float
+) -> None:
+    row: Any
+    (row,) = imported(tmp_path, InspectorFile(2, 8).call(name, size, us)).table("bandwidth").itertuples()
+    assert row.algbw_gb_per_s == pytest.approx(algbw, rel=1e-6)
+    assert row.busbw_gb_per_s == pytest.approx(busbw, rel=1e-6)
+
+
+@pytest.mark.parametrize(
     ("name", "size", "op"),
     [
         ("AllReduce", (1 << 64) - 4096, "all_reduce"),  # uint8, which the Inspector does not know
@@ -158,11 +174,24 @@ def test_messages_have_their_peers(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_messages_after_overwritten_ones_are_not_matched(tmp_path: Path) -> None:
+    file = InspectorFile(0, verbose=True).message("Send", 1, at=0).stats(0, p2p=4).message("Send", 1, at=500)
+    run = imported(tmp_path, file, InspectorFile(1, verbose=True).message("Recv", 0, at=0))
+    assert run.events()["peer"].tolist() == [1, -1, 0]
+    assert "the peers of 1 message after" in blind_spots(run)
+    assert "NCCL_INSPECTOR_ENABLE_P2P" not in blind_spots(run)
+
+
+def test_a_file_without_messages_may_not_have_recorded_them(tmp_path: Path) -> None:
+    assert "NCCL_INSPECTOR_ENABLE_P2P=1 records them" in blind_spots(imported(tmp_path, InspectorFile(0).call()))
+
+
 def test_calls_that_were_overwritten_or_left_out_are_counted(tmp_path: Path) -> None:
     file = InspectorFile(0).call(number=0).stats(3).call(number=10).stats(5)
     run = imported(tmp_path, file)
     coverage = run.table("coverage").iloc[0]
     assert (coverage["records"], coverage["dropped"]) == (2, 5)
+    assert not run.notes
     assert "5 calls that the Inspector overwrote" in blind_spots(run)
     assert "4 calls between those in its file" in blind_spots(run)
     assert "8,192 B by default" in blind_spots(run)
