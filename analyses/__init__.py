@@ -21,7 +21,9 @@ processes or a cluster can share the work. To add an analysis, write a module wi
     what_if/                steps replayed with changes
     live/                   a run while it is recorded: its state, and incidents
     process_settings, setup_section         settings of one process; ranks and runs whose settings differ
-    coverage, log_section, tracing_cost     what the log holds and lacks, and what recording cost
+    coverage                calls that were dropped, lost or not selected, and damage
+    log_section             warnings and facts about them
+    tracing_cost            what recording cost
     job_summary, dry_run_effects            the job in a line; what a dry run did not do
     timeline, perfetto, protobuf_columns    calls in the order of time, also for ui.perfetto.dev
     report/, figures/, table_specs/         text, JSON and pages; figures; types of descriptions

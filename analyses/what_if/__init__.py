@@ -3,7 +3,7 @@
 event_graph     events that wait for each other, and when they occur
 recorded_graph  the recorded steps as such events
 changed_run     a run after changes: another graph, other delays
-changes         changes of delays: another network, no straggler, faster computation
+changes         options such as `--scale-network 2x`: their values, and the delays that they change
 bucket_size     the change of the size of gradient buckets, with what it assumes
 buckets         the graph with other buckets, and times of their messages
 predictions     the tables: steps with these changes, and the bandwidth that hides communication

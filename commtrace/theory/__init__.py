@@ -6,8 +6,8 @@
 `closed_forms` has the volume formulas of the literature. `rules` has exact predictions, one sub-package per library;
 each rule is one small function that mirrors one function of the library. `configs` converts configuration files
 (GPT-NeoX, DeepSpeed, Hugging Face) to job rows, and `forecast` their predictions to tables and text.
-`job` is a captured job, `expected_calls` what rules expect of it, `model_shapes` a model from its configuration, and
-`purpose_forms` the closed forms of a step by purpose.
+`job` is a captured job, `expected_calls` what rules expect of it, and `purpose_forms` the closed forms of a step by
+purpose. `model_shapes` has the parts of models, and GPT-NeoX's model; Hugging Face's are in `configs.hugging_face`.
 """
 
 from .expected_calls import ExpectedCall, Prediction

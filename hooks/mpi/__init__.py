@@ -1,7 +1,9 @@
 """Hooks of mpi4py.
 
 hook, wrappers, extension_types       installation, and the wrappers of mpi4py's methods
-methods, buffers, pickled_objects     arguments of methods, and sizes of messages
+methods                               table of the methods, each with the rule for its size
+buffers                               bytes and element type of a message argument, in each form
+pickled_objects                       sizes of pickled messages
 tracer, requests, windows             records of calls, and their ends
 communicators                         groups
 """
