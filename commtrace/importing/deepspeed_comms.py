@@ -44,7 +44,7 @@ from commtrace.schema import Clock, State
 
 from .events import Event, ImportedCall, ImportedProcess, ImportedSite, ImportedTotal, NotKnown, Problem
 from .json_lines import Lines
-from .json_stream import loads, open_file, read_head
+from .json_stream import loads, natural, open_file, read_head
 from .operation_names import UNKNOWN_OPERATION, operation_of
 
 _HEADER: Final = re.compile(rb"Comm\. Op\s+Message Size\s+Count\s+Total Latency\(ms\)")
@@ -242,7 +242,7 @@ def _read_json(path: Path) -> _LoggedFile:
     logged = _LoggedFile(rank=int(match[1]) if match is not None else None, is_raw="summary" not in document)
     metadata, records = document.get("metadata"), document if logged.is_raw else document["summary"]
     if isinstance(metadata, dict):
-        rank, world_size = (_natural(metadata.get(name)) for name in ("rank", "world_size"))
+        rank, world_size = (natural(metadata.get(name)) for name in ("rank", "world_size"))
         logged.rank = rank if rank is not None and rank < 1 << 20 else logged.rank
         logged.world_size = world_size if world_size is not None and 0 < world_size < 1 << 20 else None
     for record, sizes in records.items() if isinstance(records, dict) else ():
@@ -257,7 +257,7 @@ def _read_json(path: Path) -> _LoggedFile:
 
 
 def _summary_entry(content: Any) -> _LoggedCalls | None:
-    count = _natural(content.get("count")) if isinstance(content, dict) else None
+    count = natural(content.get("count")) if isinstance(content, dict) else None
     return _LoggedCalls(count) if count is not None and 0 < count <= _MOST_CALLS else None
 
 
@@ -295,10 +295,6 @@ def _number(value: Any) -> float | None:
     except (ValueError, OverflowError):
         return None
     return number if 0 <= number < _LARGEST else None
-
-
-def _natural(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None
 
 
 # ---- latencies -------------------------------------------------------------------------------------------------------

@@ -21,11 +21,13 @@ from commtrace.library_frames import is_wrapper, path_below_packages
 from commtrace.schema import Clock, Flag, State
 
 from .events import Event, ImportedCall, ImportedGroup, ImportedProcess, ImportedSite, NotKnown, Problem
-from .json_stream import loads, open_file
+from .json_stream import loads, natural, open_file
 from .kineto_sizes import StatedSize, TraceGroups, size_of
 from .operation_names import element_type, operation_of
 
 _LARGEST: Final = 1 << 29
+_END: Final = 1 << 62
+"""Numbers in a dump are below this one: times and numbers of calls fit into 64 bits."""
 _RANK: Final = re.compile(r"(\d{1,6})(\.json|\.pkl|\.pickle)?(\.gz)?$")
 _MESSAGE: Final = re.compile(r"(?P<op>send|recv) (?P<own>\d{1,7})(->|<-)(?P<peer>\d{1,7})")
 
@@ -143,7 +145,7 @@ def _call(row: Mapping[str, Any], groups: Mapping[str, ImportedGroup], rank: int
         group=group,
         payload=size.payload,
         local=size.local,
-        seq=None if row.get("is_p2p") else _natural(row.get("collective_seq_id")),
+        seq=None if row.get("is_p2p") else natural(row.get("collective_seq_id"), _END),
         t_begin=_time(row, "time_created_ns"),
         t_return=_time(row, "time_created_ns") if is_over else 0,
         t_end=completed if is_over else 0,
@@ -184,13 +186,9 @@ def _site(frames: Any) -> ImportedSite | None:
         if isinstance(frame, dict) and str(frame.get("filename", "")).endswith(".py"):
             file, function = str(frame["filename"]), str(frame.get("name") or "")
             if not is_wrapper(path_below_packages(file) or file, function):
-                return ImportedSite(file, _natural(frame.get("line")) or 0, function)
+                return ImportedSite(file, natural(frame.get("line"), _END) or 0, function)
     return None
 
 
 def _time(row: Mapping[str, Any], name: str) -> int:
-    return _natural(row.get(name)) or 0
-
-
-def _natural(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < 1 << 62 else None
+    return natural(row.get(name), _END) or 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -60,6 +61,11 @@ def loads(text: bytes) -> Any:
         return _loads(text)
     except ValueError:
         return _lenient_loads(text)
+
+
+def natural(value: Any, below: float = math.inf) -> int | None:
+    """Return a parsed value if it is an integer, not negative and below a limit, else None: files may hold anything."""
+    return value if type(value) is int and 0 <= value < below else None
 
 
 def _lenient_loads(text: bytes) -> Any:

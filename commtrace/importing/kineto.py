@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from .enclosing import union
 from .events import DeviceWork, Event, ImportedProcess, NotKnown, Problem, Spans, StepSpans
+from .json_stream import natural
 from .kineto_calls import KinetoCalls
 from .kineto_context import Context, device_steps
 from .kineto_trace import KinetoTrace, SpanArrays, TraceClock
@@ -16,6 +17,7 @@ from .kineto_trace import KinetoTrace, SpanArrays, TraceClock
 _MARK: Final = re.compile(rb'"traceEvents"|"ph"\s*:')
 _WORKER: Final = re.compile(r"(?P<host>.+)_(?P<pid>\d+)\.\d+\.pt\.trace\.json(\.gz)?")
 _RANK: Final = re.compile(r"rank[-_]?(\d{1,6})", re.IGNORECASE)
+_MOST_RANKS: Final = 1 << 20
 
 
 def is_kineto(path: Path, head: bytes) -> bool:
@@ -56,7 +58,7 @@ def _process(trace: KinetoTrace, clock: TraceClock, info: Mapping[str, Any], ran
     device = devices[0].get("name") if isinstance(devices, list) and devices and isinstance(devices[0], dict) else None
     return ImportedProcess(
         rank=rank,
-        world_size=_natural(info.get("world_size")),
+        world_size=natural(info.get("world_size"), _MOST_RANKS),
         host=host if isinstance(host, str) else worker["host"] if worker is not None else "",
         pid=int(worker["pid"]) if worker is not None else None,
         tool="torch.profiler",
@@ -68,13 +70,9 @@ def _process(trace: KinetoTrace, clock: TraceClock, info: Mapping[str, Any], ran
 
 def _rank(info: Mapping[str, Any], path: Path) -> int | None:
     """Return the rank that the file states, else the one in its name."""
-    rank = _natural(info.get("rank"))
+    rank = natural(info.get("rank"), _MOST_RANKS)
     match = _RANK.search(path.name)
     return rank if rank is not None or match is None else int(match[1])
-
-
-def _natural(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < 1 << 20 else None
 
 
 def _union(spans: SpanArrays, clock: TraceClock) -> Spans:

@@ -45,6 +45,7 @@ from .events import (
     Problem,
 )
 from .json_lines import Lines, json_object
+from .json_stream import natural
 from .kineto_sizes import StatedSize
 from .operation_names import UNKNOWN_OPERATION, operation_of
 
@@ -267,7 +268,7 @@ class _Calls:
         if isinstance(stats, dict):
             overwritten = self._overwritten[key]
             for kind in ("coll", "p2p"):
-                total, place = _natural(stats.get(f"{kind}_dropped_total")) or 0, (context.communicator.id, kind)
+                total, place = natural(stats.get(f"{kind}_dropped_total")) or 0, (context.communicator.id, kind)
                 overwritten[place] = max(total, overwritten.get(place, 0))
         elif isinstance(perf, dict) and isinstance(perf.get(prefix), str):
             moments = _moments(perf.get("event_trace_ts"), prefix)
@@ -307,8 +308,8 @@ class _Calls:
     ) -> Event:
         name, communicator = str(perf[prefix]), context.communicator
         op = "all_gather" if name == "AllGatherV" else operation_of(name) or UNKNOWN_OPERATION
-        size = _size(op, name, _natural(perf.get(f"{prefix}_msg_size_bytes")), communicator.ranks)
-        number, group = _natural(perf.get(f"{prefix}_sn")), self._communicators.group(communicator)
+        size = _size(op, name, natural(perf.get(f"{prefix}_msg_size_bytes")), communicator.ranks)
+        number, group = natural(perf.get(f"{prefix}_sn")), self._communicators.group(communicator)
         if number is not None:
             counts.count(communicator.id, op if prefix == "coll" else prefix, number)
         counts.without_group += group is None
@@ -422,7 +423,7 @@ class _LineContext:
             is_marker = isinstance(stats, dict)
             self._last = context if is_marker else None
             self._remaining = {
-                kind: _natural(stats.get(name)) or 0 for kind, name in _RECORDS.items() if isinstance(stats, dict)
+                kind: natural(stats.get(name)) or 0 for kind, name in _RECORDS.items() if isinstance(stats, dict)
             }
             return context
         kind = next((kind for kind in _RECORDS if kind in row), "")
@@ -437,8 +438,8 @@ def _context(row: Mapping[str, Any]) -> _Context | None:
     header, metadata = row.get("header"), row.get("metadata")
     if not isinstance(header, dict) or not isinstance(metadata, dict):
         return None
-    ranks, position = _natural(header.get("n_ranks")), _natural(header.get("rank"))
-    pid = _natural(metadata.get("pid"))
+    ranks, position = natural(header.get("n_ranks")), natural(header.get("rank"))
+    pid = natural(metadata.get("pid"))
     if ranks is None or position is None or not position < ranks < _MOST_RANKS or pid is None or pid >= 1 << 31:
         return None
     communicator = Communicator(str(header.get("id")), str(header.get("comm_name", "unknown")), ranks, position)
@@ -485,9 +486,4 @@ def _moments(trace: Any, prefix: str) -> _Moments | None:
 
 
 def _moment(value: Any) -> int:
-    number = _natural(value)
-    return number if number is not None and number < 1 << 53 else 0
-
-
-def _natural(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None
+    return natural(value, 1 << 53) or 0
