@@ -20,6 +20,7 @@ process of its own: the training does nothing for it. Needs the extra `metrics`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,25 +69,27 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommtraceError("give --tensorboard OUT, or --openmetrics PORT")
     followed = FollowedRun(arguments.directory, [BY_STEP])
     live = followed.read()
-    targets: list[Callable[[LiveRun], object]] = []
-    if arguments.tensorboard is not None:
-        targets.append(_tensorboard(arguments.tensorboard))
-    if arguments.openmetrics is not None:
-        targets.append(_openmetrics(arguments.openmetrics, arguments.address))
-    while True:
-        for write in targets:
-            write(live)
-        if live.is_over or not (arguments.follow or arguments.openmetrics):
-            break
-        time.sleep(max(arguments.interval, 4 * live.took_s))
-        live = followed.read()
+    with contextlib.ExitStack() as at_end:
+        targets: list[Callable[[LiveRun], object]] = []
+        if arguments.tensorboard is not None:
+            targets.append(at_end.enter_context(_tensorboard(arguments.tensorboard)))
+        if arguments.openmetrics is not None:
+            targets.append(at_end.enter_context(_openmetrics(arguments.openmetrics, arguments.address)))
+        while True:
+            for write in targets:
+                write(live)
+            if live.is_over or not (arguments.follow or arguments.openmetrics):
+                break
+            time.sleep(max(arguments.interval, 4 * live.took_s))
+            live = followed.read()
     if arguments.tensorboard is not None:
         print(f"{arguments.tensorboard}: {format_plural(len(live.tables['step_times']), 'step')} of run {live.run.id}")
     return AS_EXPECTED
 
 
-def _tensorboard(folder: Path) -> Callable[[LiveRun], None]:
-    """Return a function that writes the values of new steps to an event file."""
+@contextlib.contextmanager
+def _tensorboard(folder: Path) -> Iterator[Callable[[LiveRun], None]]:
+    """Give a function that writes the values of new steps to an event file."""
     from commtrace.analyses.live.metrics import step_values
 
     try:
@@ -102,11 +105,15 @@ def _tensorboard(folder: Path) -> Callable[[LiveRun], None]:
             written = step
         writer.flush()
 
-    return write
+    try:
+        yield write
+    finally:
+        writer.close()
 
 
-def _openmetrics(port: int, address: str) -> Callable[[LiveRun], None]:
-    """Return a function that sets what a server answers, or prints it."""
+@contextlib.contextmanager
+def _openmetrics(port: int, address: str) -> Iterator[Callable[[LiveRun], None]]:
+    """Give a function that sets what a server answers, or prints it."""
     from commtrace.analyses.live.metrics import metric_families
 
     try:
@@ -124,9 +131,10 @@ def _openmetrics(port: int, address: str) -> Callable[[LiveRun], None]:
             return iter(families)
 
     registry.register(Present())
+    server = None
     if port:
         try:
-            start_http_server(port, address, registry)
+            server, _ = start_http_server(port, address, registry)
         except OSError as error:
             raise CommtraceError(f"--openmetrics {port}: {address} port {port}: {error.strerror}") from None
 
@@ -136,4 +144,9 @@ def _openmetrics(port: int, address: str) -> Callable[[LiveRun], None]:
         if not port:
             print(generate_latest(registry).decode(), end="")
 
-    return show
+    try:
+        yield show
+    finally:
+        if server is not None:
+            server.shutdown()
+            server.server_close()

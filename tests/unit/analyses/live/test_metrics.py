@@ -28,7 +28,9 @@ def log(tmp_path: Path) -> Path:
 
 def test_tensorboard_has_the_values_of_each_step(log: Path, tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    threads = threading.active_count()
     assert main(["metrics", str(log), "--tensorboard", str(tmp_path / "events")]) == AS_EXPECTED
+    assert threading.active_count() == threads, "the writer has ended"
     events = accumulator.EventAccumulator(str(tmp_path / "events"), size_guidance={"tensors": 0}).Reload()
     values = {
         tag.removeprefix("commtrace/"): {event.step: event.tensor_proto.float_val[0] for event in events.Tensors(tag)}
