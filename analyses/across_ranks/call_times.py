@@ -181,14 +181,13 @@ def _last_arrivals(calls: MatchedCalls, sources: Array, clocks: Clocks) -> tuple
     for host, rows in hosts.items():
         clock, instance = clocks.aligned[host], calls["instance"][rows]
         elsewhere = np.where(latest_host[instance] == host, second[instance], latest[instance])
-        first, last = np.full((2, len(rows)), _ALWAYS)
-        known = (elsewhere != _ALWAYS) & (elsewhere != _NEVER)
-        last[elsewhere == _NEVER] = _NEVER
-        if clock is None:
-            last[known] = _NEVER
-        elif known.any():
-            from_others = np.where(earliest[instance[known]] == _ALWAYS, elsewhere[known], earliest[instance[known]])
-            first[known], last[known] = clock.from_reference(from_others, elsewhere[known])
-            first[known] = np.where(earliest[instance[known]] == _ALWAYS, _ALWAYS, first[known])
+        first = np.full(len(rows), _ALWAYS)
+        last = np.where(elsewhere == _ALWAYS, _ALWAYS, _NEVER)
+        if clock is not None:
+            # Where a host has no bounds, the last arrival has no upper one; those of the other hosts are lower ones.
+            known = (elsewhere != _ALWAYS) & (earliest[instance] != _ALWAYS)
+            low, is_open = earliest[instance[known]], elsewhere[known] == _NEVER
+            first[known], high = clock.from_reference(low, np.where(is_open, low, elsewhere[known]))
+            last[known] = np.where(is_open, _NEVER, high)
         lower[rows], upper[rows] = np.maximum(own[rows], first), np.maximum(own[rows], last)
     return lower, upper
