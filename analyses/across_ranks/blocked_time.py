@@ -1,10 +1,12 @@
 """Blocked time: when calls blocked each process, and which part of that was waiting for other ranks.
 
 A call blocks its rank while the program is inside it, and in a wait for its end. Waits in C++ are not recorded (DDP's
-waits for gradients): an operation without an observed wait that ends after the last call of its phase counts as waited
-for from that call on. If calls overlap, because the rank has several threads, each counts from the end of those that
-began before it. The time until a call's release (`call_times`) is waiting, if it blocks the rank until its end: a call
-that returns before its operation ends is not waiting for other ranks, only the later wait for it is.
+waits for gradients): an operation without an observed wait that ends between the last call of its phase and the first
+one of the next phase or step counts as waited for from that last call on. Gradients that are reduced in C++ have ended
+when that next one begins: on a busy machine, the thread that observes their ends runs later than the one that waited
+for them. If calls overlap, because the rank has several threads, each counts from the end of those that began before
+it. The time until a call's release (`call_times`) is waiting, if it blocks the rank until its end: a call that returns
+before its operation ends is not waiting for other ranks, only the later wait for it is.
 
 A step of a rank begins when the last call of its previous step stops blocking it, and ends when its own last call
 does; computation before the first call of a step belongs to that step. A step is measured if all ranks recorded it and
@@ -25,14 +27,14 @@ import numpy as np
 
 from commtrace.analyses.grouping import Array, positions_by_value
 from commtrace.durations import has_own_times, wait_begin
-from commtrace.schema import Clock
+from commtrace.schema import Clock, Purpose
 
 from .call_times import CallTimes
 from .clocks import Clocks
 from .dependencies import SOURCE, TARGET, UNCERTAIN
 from .matching import MatchedCalls
 
-FIELDS: Final = ("t_begin", "t_return", "t_wait", "t_end", "step", "phase", "clock", "flags")
+FIELDS: Final = ("t_begin", "t_return", "t_wait", "t_end", "step", "phase", "clock", "flags", "purpose")
 """Columns (`match_calls`) that `BlockedTime.of` needs."""
 
 
@@ -89,7 +91,7 @@ class BlockedTime:
         calls: The calls, with the columns FIELDS and `call_times.COLUMNS`.
         call_times: Their times.
         times: `t_begin`, `t_return`, `t_wait`, `t_end`, `arrival` and `release` of the calls on one clock, ns, shape
-            (calls,); 0, `release` -1, where not known.
+            (calls,); 0, `release` -1, where not known. `t_end` of gradients is at most when the next phase began.
         timelines: The timeline of each process that has calls with times, by its index in the log, ascending.
     """
 
@@ -105,7 +107,11 @@ class BlockedTime:
         readings = {name: calls[name] for name in ("t_begin", "t_return", "t_wait", "t_end", "arrival")}
         times = {name: _on_one_clock(clocks, calls, reading) for name, reading in readings.items()}
         times["release"] = _on_one_clock(clocks, calls, call_times.release, unknown=-1)
-        return BlockedTime(calls, call_times, times, _timelines(calls, call_times, times))
+        next_phase = _next_phases(calls, times["t_begin"])
+        gradients = _unobserved(calls) & calls.has_label("purpose", Purpose.GRADIENTS.value) & (next_phase > 0)
+        latest = np.where(gradients, np.maximum(next_phase, times["t_return"]), times["t_end"])
+        times["t_end"] = np.minimum(times["t_end"], latest)
+        return BlockedTime(calls, call_times, times, _timelines(calls, call_times, times, next_phase))
 
     @cached_property
     def processes(self) -> Array:
@@ -166,7 +172,30 @@ def _on_one_clock(clocks: Clocks, calls: MatchedCalls, readings: Array, unknown:
     return readings if times is None else np.where(readings > 0, times, unknown)
 
 
-def _timelines(calls: MatchedCalls, call_times: CallTimes, times: Mapping[str, Array]) -> dict[int, Timeline]:
+def _next_phases(calls: MatchedCalls, begin: Array) -> Array:
+    """Return when the first later call of another phase or step of the process began, ns, shape (calls,); 0: none."""
+    order = np.lexsort((begin, calls["process"]))
+    order = order[begin[order] > 0]
+    process, step, phase = (calls[name][order] for name in ("process", "step", "phase"))
+    is_other = process[1:] != process[:-1]
+    changes = np.flatnonzero(is_other | (step[1:] != step[:-1]) | (phase[1:] != phase[:-1])) + 1
+    following = np.searchsorted(changes, np.arange(len(order)), side="right")
+    has_next = following < len(changes)
+    at = changes[following[has_next]]
+    has_next[has_next] = process[at] == process[has_next]
+    result = np.zeros(len(calls), np.int64)
+    result[order[has_next]] = begin[order[changes[following[has_next]]]]
+    return result
+
+
+def _unobserved(calls: MatchedCalls) -> Array:
+    """Return whether no wait for each call was observed, but its end, on the host, bool, shape (calls,)."""
+    return np.asarray((calls["t_wait"] == 0) & (calls["clock"] == int(Clock.FUTURE)))
+
+
+def _timelines(
+    calls: MatchedCalls, call_times: CallTimes, times: Mapping[str, Array], next_phase: Array
+) -> dict[int, Timeline]:
     """Return the timeline of each process that has calls with times."""
     begin, returned, end = (times[name] for name in ("t_begin", "t_return", "t_end"))
     release, owner = times["release"], call_times.last_process
@@ -175,7 +204,7 @@ def _timelines(calls: MatchedCalls, call_times: CallTimes, times: Mapping[str, A
     outlasts = known & (end > returned)
     waited = np.maximum(np.where(waits_on_host, times["t_wait"], 0), returned)
     waits = np.flatnonzero(outlasts & waits_on_host & (end > waited))
-    unobserved = outlasts & (calls["t_wait"] == 0) & (calls["clock"] == int(Clock.FUTURE))
+    unobserved = outlasts & _unobserved(calls) & (end <= next_phase)
     inside = np.flatnonzero(known)
     ends_inside = (end > 0) & (end <= returned)
     is_clear = call_times.known | ~_may_wait(calls)
@@ -186,7 +215,9 @@ def _timelines(calls: MatchedCalls, call_times: CallTimes, times: Mapping[str, A
         call = np.concatenate([own, own_waits])
         first = np.concatenate([begin[own], waited[own_waits]])
         last = np.concatenate([returned[own], end[own_waits]])
-        extra, since = _unobserved_waits(calls, own[unobserved[own]], end, first, last, call)
+        candidates = own[unobserved[own]]
+        chosen, since = _unobserved_waits(end[candidates], next_phase[candidates], first, last)
+        extra = candidates[chosen]
         call, first, last = map(np.concatenate, ((call, extra), (first, since), (last, end[extra])))
         until_end = np.arange(len(call)) >= len(own)
         until_end[: len(own)] = ends_inside[own]
@@ -209,20 +240,20 @@ def _may_wait(calls: MatchedCalls) -> Array:
     return np.asarray(may_wait & calls.per_call(calls.expected > 1, otherwise=True))
 
 
-def _unobserved_waits(
-    calls: MatchedCalls, candidates: Array, end: Array, first: Array, last: Array, call: Array
-) -> tuple[Array, Array]:
-    """Return the `candidates` that count as waited for (module docstring), and since when."""
+def _unobserved_waits(end: Array, next_phase: Array, first: Array, last: Array) -> tuple[Array, Array]:
+    """Return which operations count as waited for (module docstring), shape (n,), and since when, ns, shape (n,).
+
+    Args:
+        end: End of each operation whose wait was not observed.
+        next_phase: When the next phase of each one began, not before its end.
+        first: Begin of each interval of calls and waits of the process.
+        last: Its end.
+    """
     order = np.argsort(first, kind="stable")
-    first, reach, call = first[order], np.maximum.accumulate(last[order]), call[order]
-    before = np.searchsorted(first, end[candidates]) - 1
-    after = np.minimum(before + 1, len(first) - 1)
-    in_gap = (reach[before] < end[candidates]) & (before + 1 < len(first))
-    moved_on = (calls["phase"][call[after]] != calls["phase"][candidates]) | (
-        calls["step"][call[after]] != calls["step"][candidates]
-    )
-    chosen = np.flatnonzero(in_gap & moved_on)
-    return candidates[chosen], reach[before[chosen]]
+    first, reach = first[order], np.maximum.accumulate(last[order])
+    after = np.searchsorted(first, end)
+    chosen = np.flatnonzero((reach[after - 1] < end) & (first[np.minimum(after, len(first) - 1)] >= next_phase))
+    return chosen, reach[after[chosen] - 1]
 
 
 def covered_ns(intervals: Array, begin: Array, end: Array) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 from factory import LogFactory, record
 
 from commtrace.operations import OPERATIONS
-from commtrace.schema import Clock, Flag, Phase, State
+from commtrace.schema import Clock, Flag, Phase, Purpose, State
 
 OPS = [*OPERATIONS]
 ROOTED = ("broadcast", "scatter", "reduce", "gather")
@@ -20,6 +20,7 @@ UNTIMED = [op for op in OPS if OPERATIONS[op].wait_state is None]
 """Operations whose waits are not known: one-sided calls, prefix reductions, sendrecv."""
 ROLES = ("data", "tensor", "pipeline", "world")
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+GRADIENTS_SITE = 30
 US = 1_000
 
 
@@ -136,6 +137,8 @@ class RandomLog:
                 process.add("kinds", id=number, op=op, variant=op, api="torch", dtype="float32", reduce_op=None)
             groups: dict[int, Sequence[int]] = {10 + number: ranks for number, ranks in enumerate(self.groups)}
             process.known(groups, {number: ROLES[number % len(ROLES)] for number in groups})
+            purpose = {"name": Purpose.GRADIENTS.value}
+            process.add("sites", id=GRADIENTS_SITE, file="train.py", line=1, function="main", purpose=purpose)
             process.write(
                 record(**{name: value for name, value in call.items() if name not in ("op", "group")},
                        kind=20 + OPS.index(call["op"]), group=10 + call["group"])
@@ -165,7 +168,8 @@ def random_log(seed: int) -> RandomLog:
                 if op == "send" and len(groups[group]) < 2:
                     continue
                 order = random.permutation(groups[group]).tolist() if op == "send" else groups[group]
-                log.operation(op, group, order, random, step=step, phase=int(phase))
+                site = GRADIENTS_SITE if random.random() < 0.3 else 1
+                log.operation(op, group, order, random, step=step, phase=int(phase), site=site)
                 for rank in groups[group]:
                     log.compute(rank, int(random.exponential(300 * US)) * (20 if random.random() < 0.05 else 1))
             for rank in range(ranks):

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from random_times import MESSAGES, ROOTED, UNTIMED, RandomLog
+from random_times import GRADIENTS_SITE, MESSAGES, ROOTED, UNTIMED, RandomLog
 
 from commtrace.schema import Clock, Flag, Phase, State
 
@@ -61,21 +61,26 @@ def blocked_pieces(calls: list[Call], clock: Callable[[int, int], int]) -> dict[
     pieces: dict[int, list[tuple[int, int, int, Call]]] = {}
     for rank in sorted({call["rank"] for call in calls}):
         spans, unobserved = [], []
-        for call in (call for call in calls if call["rank"] == rank):
+        own = sorted((call for call in calls if call["rank"] == rank), key=lambda call: int(call["t_begin"]))
+        for number, call in enumerate(own):
             begin, back, waited, end = (
                 clock(rank, call[name]) if call[name] else 0 for name in ("t_begin", "t_return", "t_wait", "t_end")
             )
+            later = [other for other in own[number:] if any(other[name] != call[name] for name in ("phase", "step"))]
+            next_phase = clock(rank, later[0]["t_begin"]) if later else 0
+            is_unobserved = not call["t_wait"] and call["clock"] == Clock.FUTURE
+            if is_unobserved and call["site"] == GRADIENTS_SITE and later:
+                end = min(end, max(next_phase, back))
             spans.append((begin, 0, back, 0 < end <= back, call))
             if end > max(waited, back) and waited and call["clock"] in (Clock.WAIT, Clock.FUTURE):
                 spans.append((max(waited, back), 1, end, True, call))
-            elif end > back and not call["t_wait"] and call["clock"] == Clock.FUTURE:
-                unobserved.append((end, call))
+            elif back < end <= next_phase and is_unobserved:
+                unobserved.append((end, next_phase, call))
         spans.sort(key=lambda span: span[:2])
         extra = []
-        for end, call in unobserved:
-            before, after = [span for span in spans if span[0] < end], [span for span in spans if span[0] >= end]
-            reach = max(span[2] for span in before)
-            if after and reach < end and any(after[0][4][name] != call[name] for name in ("phase", "step")):
+        for end, next_phase, call in unobserved:
+            reach = max(span[2] for span in spans if span[0] < end)
+            if reach < end and not any(end <= span[0] < next_phase for span in spans):
                 extra.append((reach, 2, end, True, call))
         pieces[rank], reach = [], 0
         for begin, _, end, until_end, call in sorted([*spans, *extra], key=lambda span: span[:2]):
