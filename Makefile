@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Test files run in two processes. The tests of a file share logs, so they stay in one process.
-PARALLEL ?= --numprocesses 2 --dist loadfile
+# Three processes for two cores: tests also wait. The tests of a file share logs, so they stay in one process.
+PARALLEL ?= --numprocesses 3 --dist loadfile
 
 export OMP_NUM_THREADS ?= 1
 

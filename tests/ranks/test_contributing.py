@@ -151,9 +151,10 @@ def test_a_recipe_for_an_analysis(copy: Path, tmp_path: Path) -> None:
     ("library", "program", "payload"),
     [
         pytest.param("torch", TORCH, 4000, id="torch"),
-        pytest.param("mpi4py", MPI, 4000, id="mpi4py", marks=pytest.mark.exhaustive),
+        pytest.param("mpi4py", MPI, 4000, id="mpi4py"),
     ],
 )
+@pytest.mark.exhaustive
 def test_a_recipe_for_a_collective(library: str, program: str, payload: int, copy: Path, tmp_path: Path) -> None:
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed")

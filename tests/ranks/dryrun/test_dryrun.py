@@ -279,6 +279,7 @@ def test_a_script_for_gpus_runs_on_simulated_ones(tmp_path: Path, capsys: pytest
     assert "its CUDA devices were simulated" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_a_script_for_gpus_fails_on_the_cpu(tmp_path: Path) -> None:
     script = (processes.PROGRAMS / "user_cuda.py").read_text()
     result = dry_run(tmp_path, "--world-size", "4", "--device", "cpu", script=script)
@@ -349,6 +350,7 @@ def test_large_weights_are_sharded_by_fsdp2(tmp_path: Path) -> None:
     assert volume["all_gather"] == volume["reduce_scatter"] == parameters
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_communicates_by_mpi_is_an_error(tmp_path: Path) -> None:
     """MPI would run the program as a job of one rank, whose calls say nothing about the real job."""
     pytest.importorskip("mpi4py")
@@ -378,6 +380,7 @@ def test_a_limited_address_space_is_named(tmp_path: Path) -> None:
     assert "ulimit -v" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_starts_ranks_itself_gets_an_error(tmp_path: Path) -> None:
     script = (
         "import torch, torch.distributed as dist, torch.multiprocessing as mp\n"

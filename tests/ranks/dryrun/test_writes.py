@@ -210,6 +210,7 @@ print(open(sys.argv[1]).read())
 """
 
 
+@pytest.mark.exhaustive
 def test_a_file_that_another_rank_writes_is_named(tmp_path: Path) -> None:
     needs("private")
     (tmp_path / "prepare.py").write_text(PREPARING)

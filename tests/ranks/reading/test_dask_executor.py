@@ -279,6 +279,7 @@ def many_ranks(folder: Path, ranks: int) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_workers_that_die_again_and_again_are_an_error(tmp_path: Path, killed_cluster: Any, capsys: Captured) -> None:
     log = many_segments(tmp_path)
 

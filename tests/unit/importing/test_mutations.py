@@ -24,7 +24,6 @@ from commtrace.importing.formats import FORMATS, format_named
 from commtrace.importing.import_run import import_files
 
 SEED = int(os.environ.get("MUTATION_SEED", "7"))
-DRAWS = 40
 VALUES = (b"-1", b"1e999", b"null", b"[]", b"{}", b'"x"', b"9" * 30, b"NaN", b"\n")
 _SECONDS = 20.0
 
@@ -113,11 +112,12 @@ def test_good_files_are_imported(format_name: str, name: str, tmp_path: Path) ->
     assert import_files([path], tmp_path / "log").calls > 0
 
 
+@pytest.mark.parametrize("draws", [10, pytest.param(1_000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3_000)])])
 @pytest.mark.parametrize(("format_name", "name"), FILES)
-def test_damaged_files_are_refused_or_imported_in_part(format_name: str, name: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_or_imported_in_part(format_name: str, name: str, draws: int, tmp_path: Path) -> None:
     draw = random.Random(f"{SEED} {name}")
     path = tmp_path / name
-    for number in range(DRAWS):
+    for number in range(draws):
         path.write_bytes(mutated(GOOD[format_name][name], draw))
         began = time.monotonic()
         error = refusal(path, tmp_path / f"log{number}", format_name)

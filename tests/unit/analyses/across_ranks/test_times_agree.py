@@ -24,7 +24,7 @@ from commtrace.formatting import format_duration
 from commtrace.run import Run, open_run
 from commtrace.schema import Clock, Phase, State
 
-DEFAULT_SEEDS = 25
+DEFAULT_SEEDS = 12
 SEEDS = [
     *range(DEFAULT_SEEDS),
     *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(DEFAULT_SEEDS, 1000)),
