@@ -14,11 +14,12 @@ from typing import Any, Final
 
 import torch
 
+from commtrace.current_step import progress
 from commtrace.hooks import purposes
 from commtrace.hooks.recorder_setup import guard
 from commtrace.job_row import JobRow, PassRow
 from commtrace.patching import Patches, around
-from commtrace.schema import Purpose
+from commtrace.schema import Phase, Purpose
 
 from . import pipelining
 from .captured_jobs import Jobs
@@ -95,6 +96,8 @@ def _end_backward(original: Callable[..., None], self: Any, /) -> None:
     """Note the end of a backward pass."""
     original(self)
     with guard():
+        if progress.marks[-1:] != [Phase.INIT]:
+            progress.note_activity()  # passes without a call, as after an evaluation that left parameters gathered
         root = _root(self)
         if _forwards.pop(root, 0) == 1:
             groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
