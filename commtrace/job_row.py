@@ -162,6 +162,20 @@ class UnitRow(Facts):
     unshard_in_backward: bool = fact("Whether backward gathers parameters.")
 
 
+class ScheduledStageRow(Facts):
+    """A row of the table `stages`: a stage that a schedule of torch.distributed.pipelining runs on this rank.
+
+    Tensors are those of one micro-batch; between stages of one rank, they are passed without a message.
+    """
+
+    stage: int = fact("Number of the stage, from 0.")
+    micro_batches: int = fact("Micro-batches of a step.")
+    received: list[int] = fact("Bytes of each tensor from the stage before.")
+    sent: list[int] = fact("Bytes of each tensor to the stage after.")
+    gradients_received: list[int] = fact("Bytes of each gradient from the stage after.")
+    gradients_sent: list[int] = fact("Bytes of each gradient to the stage before.")
+
+
 class StyleRow(Facts):
     """A module that `parallelize_module` made tensor-parallel. Layouts are "Replicate" or "Shard(1)"."""
 

@@ -1,6 +1,7 @@
 """The typical step of a rank by purpose and by place, beside closed forms.
 
-A rank's typical step is its most frequent one, without activities such as checkpoints. Numbers are means over ranks.
+A rank's typical step is its most frequent one without activities such as checkpoints, neither in it nor in the step
+before. Numbers are means over ranks.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from commtrace.reading.labels import NOT_RECORDED
 from commtrace.reading.process_reader import Process
 from commtrace.schema import ACTIVITIES, OWN_PURPOSES, Purpose
 from commtrace.theory import NotPredictedError
-from commtrace.theory.purpose_forms import PurposeForm, purpose_forms
+from commtrace.theory.purpose_forms import PurposeForm, purpose_forms, stage_forms
 
-from .own_calls import is_activity
-from .run_calls import RankCalls, StepCalls
+from .own_calls import EVALUATION, is_activity
+from .run_calls import NO_CALLS, RankCalls, StepCalls
 
 _NUMBERS: Final = (
     count("calls", "calls", "Calls of a rank in its typical step."),
@@ -66,6 +67,7 @@ _OF_ACTIVATIONS: Final = frozenset(
         *(Purpose.ATTENTION, Purpose.ATTENTION_GRADIENTS),
     )
 )
+_AFTER_EVALUATION: Final = "each step follows an evaluation, which may have left parameters gathered"
 _SIZES_UNKNOWN: Final = "the sizes of activations are not in the job; `commtrace check DIR --dryrun -- CMD` has them"
 
 
@@ -100,6 +102,7 @@ class _Volume:
 
 
 _Volumes = dict[_Key, _Volume]
+_Rows = Sequence[Mapping[str, Any]]
 
 
 def tables(
@@ -112,21 +115,24 @@ def tables(
         ranks: The processes, and the calls of each by step.
         jobs: Job rows of all ranks in place of the captured ones.
     """
-    equal: Counter[tuple[int, int]] = Counter()  # ranks by typical step and closed forms
-    known_jobs: list[Sequence[Mapping[str, Any]]] = []
+    equal: Counter[tuple[_TypicalStep, int]] = Counter()  # ranks by typical step and closed forms
+    known: list[tuple[_Rows, _Rows]] = []
+    activities = [*map(_Activities.of, contents)]
     for process, calls in ranks:
-        step = typical_step(calls, contents)
+        step = _typical_step(calls, contents, activities)
         if step is None:
             continue
-        of_process = jobs or [*process.tables.jobs.values()]
-        if of_process not in known_jobs:
-            known_jobs.append(of_process)
-        equal[step, known_jobs.index(of_process)] += 1
-    forms = [_forms(rows) for rows in known_jobs]
+        of_process = jobs or [*process.tables.jobs.values()], [*process.tables.stages.values()]
+        if of_process not in known:
+            known.append(of_process)
+        equal[step, known.index(of_process)] += 1
+    forms = [_forms(*rows) for rows in known]
     by_place: _Volumes = {}
     by_purpose: _Volumes = {}
     for (step, job), number in equal.items():
-        places, purposes = _compare(contents[step], *forms[job])
+        places, purposes = _compare(contents[step.content], *forms[job])
+        if step.follows_evaluation and any(volume.differs for volume in (*places.values(), *purposes.values())):
+            places, purposes = _compare(contents[step.content], [], _AFTER_EVALUATION)
         _add(by_place, places, number)
         _add(by_purpose, purposes, number)
     total = equal.total()
@@ -136,41 +142,75 @@ def tables(
     }
 
 
-def typical_step(calls: RankCalls, contents: Sequence[StepCalls]) -> int | None:
-    """Return the index in `contents` of a rank's most frequent training step without activities; None without any.
+class _TypicalStep(NamedTuple):
+    """A rank's most frequent training step, the index of it in the distinct steps of the run."""
 
-    Of several, it is the latest, or if these are many, the one with the median payload.
+    content: int
+    follows_evaluation: bool
+    """Whether every such step follows an evaluation, which may have left parameters gathered for it."""
+
+
+class _Activities(NamedTuple):
+    """Whether a step has an activity, whether it has an evaluation, and whether it has other calls."""
+
+    any: bool
+    evaluation: bool
+    others: bool
+
+    @staticmethod
+    def of(step: StepCalls) -> _Activities:
+        return _Activities(
+            any(is_activity(equal.purpose, equal.key.phase) for equal in step.calls),
+            any(equal.key.phase == EVALUATION for equal in step.calls),
+            any(equal.key.phase != EVALUATION for equal in step.calls),
+        )
+
+
+def _typical_step(
+    calls: RankCalls, contents: Sequence[StepCalls], activities: Sequence[_Activities]
+) -> _TypicalStep | None:
+    """Return a rank's most frequent training step; None without any.
+
+    It has no activities, nor has the step before it, if there is such a step. Of several, it is the latest, or if these
+    are many, the one with the median payload. A step that was cut off by the end of the process does not count.
     """
     begins = np.maximum(calls.first, 0)
-    ends = np.append(begins[1:], calls.last_step + calls.ended) if len(begins) else begins
-    lengths: Counter[int] = Counter()
+    ends = np.minimum(np.append(begins[1:], calls.last_step + 1), calls.last_step + calls.ended)[: len(begins)]
+    lengths: dict[tuple[bool, bool, bool], Counter[int]] = defaultdict(Counter)  # by what is against a step
+    before = _Activities.of(NO_CALLS)
     for content, length in zip(calls.content.tolist(), (ends - begins).tolist(), strict=True):
-        if content and length > 0:
-            del_at = lengths.pop(content, 0)
-            lengths[content] = del_at + length  # the latest is last
-    plain = {
-        content: length
-        for content, length in lengths.items()
-        if not any(is_activity(equal.purpose, equal.key.phase) for equal in contents[content].calls)
-    }
-    frequent = plain or lengths
-    most = max(frequent.values(), default=0)
+        own = activities[content]
+        if own.others and length > 0:
+            _add_last(lengths[before.evaluation, own.any, before.any], content, 1)
+            if length > 1:
+                _add_last(lengths[own.evaluation, own.any, own.any], content, length - 1)
+        before = own
+    if not lengths:
+        return None
+    against = min(lengths)
+    frequent = lengths[against]
+    most = max(frequent.values())
     candidates = [content for content, length in frequent.items() if length == most]
     if len(candidates) > 2:
         candidates.sort(key=lambda content: contents[content].volume[1])
-        return candidates[len(candidates) // 2]
-    return candidates[-1] if candidates else None
+        return _TypicalStep(candidates[len(candidates) // 2], against[0])
+    return _TypicalStep(candidates[-1], against[0])
 
 
-def _forms(jobs: Sequence[Mapping[str, Any]]) -> tuple[list[PurposeForm], str]:
-    """Return the closed forms of the only job of a process, and why there are none."""
-    if len(jobs) != 1:
-        return [], f"the process trained {len(jobs)} models" if jobs else "no job was captured"
+def _add_last(lengths: Counter[int], content: int, length: int) -> None:
+    """Add to a content's length, and make it the last one."""
+    lengths[content] = lengths.pop(content, 0) + length
+
+
+def _forms(jobs: _Rows, stages: _Rows) -> tuple[list[PurposeForm], str]:
+    """Return the closed forms of the jobs of a process and of its stages, and why there are no other ones."""
+    of_stages: list[PurposeForm] = []
     try:
-        return purpose_forms(jobs[0]), ""
+        of_stages = stage_forms(stages)
+        return [*purpose_forms(jobs), *of_stages], ""
     except NotPredictedError as reason:
-        (text,) = reason.args
-        return [], str(text)
+        (problem,) = map(str, reason.args)
+    return of_stages, problem
 
 
 def _compare(step: StepCalls, forms: Sequence[PurposeForm], problem: str) -> tuple[_Volumes, _Volumes]:
@@ -186,9 +226,10 @@ def _compare(step: StepCalls, forms: Sequence[PurposeForm], problem: str) -> tup
         total = purposes[key._replace(place="")]
         total.calls, total.size = total.calls + volume.calls, total.size + volume.size
     for form in forms:
-        if form.place:
-            _expect(places, form)
-        _expect(purposes, form)
+        _expect(places if form.place else purposes, form)
+    for key, volume in places.items():
+        if volume.expected_calls is not None:
+            purposes[key._replace(place="")].expect(volume.expected_calls, volume.expected_size, volume.formula)
     with_forms = {(purpose.value, form.role, form.op) for form in forms if form.place for purpose in form.purposes}
     for key, volume in places.items():
         if volume.expected_calls is None and key[:3] in with_forms:

@@ -127,6 +127,8 @@ class ProcessTables:
     """Descriptions by group."""
     sites: dict[int, Site] = field(default_factory=dict)
     jobs: dict[int, Row] = field(default_factory=dict)
+    stages: dict[int, Row] = field(default_factory=dict)
+    """Stages of torch.distributed.pipelining on this rank, by number: rows of `ScheduledStageRow`."""
     clock: list[Row] = field(default_factory=list)
     backends: dict[int, str] = field(default_factory=dict)
     """Backends by group."""
@@ -297,6 +299,10 @@ def _keep_passes(tables: ProcessTables, row: Row) -> None:
     job["passes"] = [*job.get("passes", ()), row]  # a new list: equal lines may share their row
 
 
+def _keep_stage(tables: ProcessTables, row: Row) -> None:
+    tables.stages[_natural(row["stage"])] = row
+
+
 def _keep_topology(tables: ProcessTables, row: Row) -> None:
     tables.topology = tuple(tuple(_rank_list(group)) for group in row["groups"])
 
@@ -369,6 +375,7 @@ _ROW_TYPES: Final[Mapping[str, _RowType]] = {
     "sites": _RowType(partial(_keep_by, "id", "sites"), value=_site),
     "job": _RowType(_keep_job),
     "passes": _RowType(_keep_passes),
+    "stages": _RowType(_keep_stage),
     "topology": _RowType(_keep_topology),
     "stands_for": _RowType(_keep_stands_for),
 }

@@ -7,12 +7,12 @@ parallel dimension the job has. Other jobs have the forms of their rules.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from commtrace.job_facts import UnknownFactError
-from commtrace.job_row import JobRow
+from commtrace.job_row import JobRow, ScheduledStageRow
 from commtrace.schema import Purpose
 
 from .expected_calls import ExpectedCall
@@ -71,44 +71,76 @@ class PurposeForm:
     is_optional: bool = False
 
 
-def purpose_forms(row: Mapping[str, Any]) -> list[PurposeForm]:
-    """Return the closed forms of a job.
+def purpose_forms(rows: Sequence[Mapping[str, Any]]) -> list[PurposeForm]:
+    """Return the closed forms of the model that a process trains; with FSDP2, of each of its models.
 
     Args:
-        row: A row of the log's `job` table.
+        rows: Its rows of the log's `job` table: stages of one pipeline are models of their own.
 
     Raises:
         NotPredictedError: With the missing fact, if the job has no sizes, or no rules.
     """
-    job = Job(JobRow.read(row))
+    jobs = [Job(JobRow.read(row)) for row in rows]
     try:
-        if job.row.source == "fsdp":
-            return [*_of_units(job)]
-        if job.row.source == "dtensor":
+        if jobs and all(job.row.source == "fsdp" for job in jobs):
+            return [*_of_units(jobs)]
+        if len(jobs) != 1:
+            raise NotPredictedError(f"the process trained {len(jobs)} models" if jobs else "no job was captured")
+        if jobs[0].row.source == "dtensor":
             return []  # the sizes of activations are not in the job
-        return [*_of_rules(job)]
+        return [*_of_rules(jobs[0])]
     except UnknownFactError as error:
         raise NotPredictedError(str(error)) from error
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error
 
 
-def _of_units(job: Job) -> Iterator[PurposeForm]:
-    """Yield the forms of each unit of `fully_shard`."""
-    rows = [row for row in job.row.units if row.parameters]
+def stage_forms(rows: Iterable[Mapping[str, Any]]) -> list[PurposeForm]:
+    """Return the closed forms of the messages between stages of torch.distributed.pipelining.
+
+    Args:
+        rows: Rows of the log's `stages` table.
+
+    Raises:
+        NotPredictedError: With the missing fact, if a row cannot be read.
+    """
     try:
-        passes = fsdp.typical_passes(job)
-    except NotPredictedError:  # pipelines, and passes of parts of the model
-        passes = ((fsdp.Pass(), 1),)
-    for row, unit in zip(rows, fsdp.units_of(job), strict=True):
-        sums: dict[tuple[tuple[Purpose, ...], str], list[int]] = defaultdict(lambda: [0, 0])
-        for purposes, call in _calls_of_unit(unit, passes):
-            sums[purposes, call.op][0] += call.calls
-            sums[purposes, call.op][1] += call.bytes
-        for (purposes, op), (calls, size) in sums.items():
-            yield PurposeForm(purposes, "data", op, row.name or ROOT, calls, size, _FORMULAS[op])
-    if job.row.get(JobRow.tensor_parallel_size, 1) == 1:
-        size = len(job.trainable) * job.parameter_size
+        return [form for row in rows for form in _of_stage(ScheduledStageRow.read(row))]
+    except UnknownFactError as error:
+        raise NotPredictedError(str(error)) from error
+
+
+def _of_stage(stage: ScheduledStageRow) -> Iterator[PurposeForm]:
+    """Yield the forms of a stage's messages: as many of each tensor as there are micro-batches."""
+    for purpose, op, sizes in (
+        (Purpose.PIPELINE_ACTIVATIONS, "recv", stage.received),
+        (Purpose.PIPELINE_ACTIVATIONS, "send", stage.sent),
+        (Purpose.PIPELINE_GRADIENTS, "recv", stage.gradients_received),
+        (Purpose.PIPELINE_GRADIENTS, "send", stage.gradients_sent),
+    ):
+        if sizes:
+            times, place = stage.micro_batches, f"stage {stage.stage}"
+            formula = "micro-batches x tensors between the stages"
+            yield PurposeForm((purpose,), "pipeline", op, place, times * len(sizes), times * sum(sizes), formula)
+
+
+def _of_units(jobs: Sequence[Job]) -> Iterator[PurposeForm]:
+    """Yield the forms of each unit of `fully_shard`, and of the norm of all gradients."""
+    for job in jobs:
+        rows = [row for row in job.row.units if row.parameters]
+        try:
+            passes = fsdp.typical_passes(job)
+        except NotPredictedError:  # pipelines, and passes of parts of the model
+            passes = ((fsdp.Pass(), 1),)
+        for row, unit in zip(rows, fsdp.units_of(job), strict=True):
+            sums: dict[tuple[tuple[Purpose, ...], str], list[int]] = defaultdict(lambda: [0, 0])
+            for purposes, call in _calls_of_unit(unit, passes):
+                sums[purposes, call.op][0] += call.calls
+                sums[purposes, call.op][1] += call.bytes
+            for (purposes, op), (calls, size) in sums.items():
+                yield PurposeForm(purposes, "data", op, row.name or ROOT, calls, size, _FORMULAS[op])
+    if all(job.row.get(JobRow.tensor_parallel_size, 1) == 1 for job in jobs):
+        size = sum(len(job.trainable) * job.parameter_size for job in jobs)
         formula = "a norm of each trained parameter, once a step"
         yield PurposeForm((Purpose.GRADIENT_NORM,), "data", "all_reduce", "", 1, size, formula, is_optional=True)
 

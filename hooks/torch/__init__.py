@@ -14,5 +14,6 @@ recomputation, redistribution,        purposes of calls (training, fsdp2, pipeli
   fsdp1, batch_norm, expert_dispatch,
   entry_points
 passes                                rows of the passes table: what ran in each step
+scheduled_stages                      rows of the stages table: what pipeline stages send
 blind_spot_warnings                   warnings about calls that are not recorded
 """

@@ -20,7 +20,9 @@ from commtrace.hooks.recorder_setup import count_fault, guard
 from commtrace.patching import Patches, Wrapper, around
 from commtrace.schema import Phase, Purpose
 
+from . import tracer as torch_tracer
 from .group_registry import declared_roles
+from .scheduled_stages import scheduled_stages
 
 _PACKAGE: Final = "torch.distributed.pipelining"
 # Method of a stage that makes the messages of a micro-batch, which is its argument -> their purpose and phase.
@@ -64,6 +66,8 @@ def install() -> None:
             _patches.wrap(stage, name, _marking_pass(phase))
         for name, (purpose, phase) in _MESSAGES.items():
             _patches.wrap(stage, name, _marking_messages(purpose, phase))
+    _patches.append(torch_tracer.start_listeners, scheduled_stages.write)
+    _patches.on_undo(scheduled_stages.clear)
     _patches.on_undo(_stepping.clear)
 
 
@@ -101,9 +105,10 @@ def _step(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any)
 
 
 @around
-def _initialize(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _initialize(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
     with progress.marked(Phase.INIT), purposes.Marked(purposes.number(Purpose.PIPELINE_SET_UP)):
-        result = original(*args, **kwargs)
+        result = original(self, *args, **kwargs)
+    scheduled_stages.add(self)
     progress.note_activity()
     return result
 

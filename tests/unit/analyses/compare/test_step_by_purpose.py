@@ -63,7 +63,7 @@ def step() -> list[Made]:
     ]
 
 
-def write(directory: Path, steps: Sequence[Sequence[Made]], job: dict[str, Any] | None = JOB) -> Run:
+def write(directory: Path, steps: Sequence[Sequence[Made]], jobs: Sequence[dict[str, Any]] = (JOB,)) -> Run:
     """Write a log with the calls of each step on every rank."""
     log = LogFactory(directory)
     for rank in range(RANKS):
@@ -81,12 +81,13 @@ def write(directory: Path, steps: Sequence[Sequence[Made]], job: dict[str, Any] 
                     process.add("sites", id=sites[key], file=file, line=1, function="f", purpose=facts)
                 phase = Phase.FORWARD if call.purpose is FORWARD else Phase.BACKWARD
                 phase = Phase.OTHER if call.purpose is Purpose.CHECKPOINT_SAVED else phase
+                phase = Phase.EVALUATION if call.purpose is Purpose.EVALUATION else phase
                 local = call.payload // RANKS if call.kind == GATHER else 0
                 rows.append(
                     record(kind=call.kind, payload=call.payload, local=local, step=number, site=sites[key], phase=phase)
                 )
-        if job is not None:
-            process.add("job", id=1, **job)
+        for number, job in enumerate(jobs, 1):
+            process.add("job", id=number, **job)
         process.write(rows).end()
     return open_run(directory)
 
@@ -118,6 +119,19 @@ def test_steps_with_a_checkpoint_are_not_typical(tmp_path: Path) -> None:
     run = write(tmp_path, [step(), saved, saved, saved])
     assert (run.table("step_by_purpose")["difference_bytes"] == 0).all()
     assert Purpose.CHECKPOINT_SAVED.value not in set(run.table("step_by_purpose")["purpose"])
+
+
+def test_a_step_after_an_evaluation_is_typical_only_if_all_are(tmp_path: Path) -> None:
+    """An evaluation leaves the parameters of the root gathered: the next step lacks a call."""
+    evaluated = [*step(), Made(GATHER, Purpose.EVALUATION, "", 128)]
+    after = step()[1:]
+    table = write(tmp_path / "once", [step(), evaluated, after, step()]).table("step_by_purpose")
+    assert (table["difference_bytes"] == 0).all()
+    table = write(tmp_path / "always", [evaluated, [*after, evaluated[-1]], after]).table("step_by_purpose")
+    assert (table["difference_bytes"].dropna() == 0).all()  # that of the first step
+    table = write(tmp_path / "resumed", [[evaluated[-1]], after]).table("step_by_purpose")
+    assert table["expected_calls"].isna().all()
+    assert table["reason"].str.contains("each step follows an evaluation").all()
 
 
 Change = Callable[[list[Made]], list[Made]]
@@ -185,7 +199,58 @@ def test_units_whose_modules_run_at_different_times_have_no_rules(tmp_path: Path
 def test_a_job_without_sizes_says_so(tmp_path: Path) -> None:
     without_units = {name: value for name, value in JOB.items() if name != "units"}
     for job, text in ((None, "no job was captured"), (without_units, "units")):
-        table = write(tmp_path / text.split()[0], [step()] * STEPS, job).table("step_by_purpose")
+        table = write(tmp_path / text.split()[0], [step()] * STEPS, [job] if job else []).table("step_by_purpose")
         assert table["expected_calls"].isna().all()
         assert table["reason"].str.startswith("no closed form: ").all()
         assert table["reason"].str.contains(text).all()
+
+
+def write_stage(directory: Path, sent: Sequence[int], *, ends: bool = True) -> Run:
+    """Write a log of the first of two stages, with four micro-batches, that sent so many activations in each step."""
+    sends, receives = 3, 4  # kinds
+    process = LogFactory(directory).process(0, world_size=2).known({WORLD: [*range(RANKS)]}, {WORLD: "pipeline"})
+    sizes = {"received": [], "sent": [64], "gradients_received": [64], "gradients_sent": []}
+    process.add("stages", id=1, stage=0, micro_batches=3, **sizes)
+    process.add("stages", id=2, stage=0, micro_batches=4, **sizes)  # replaces it
+    for site, purpose in ((101, Purpose.PIPELINE_ACTIVATIONS), (102, Purpose.PIPELINE_GRADIENTS)):
+        facts = {"name": purpose.value, "stage": 0, "micro_batch": 0}
+        process.add("sites", id=site, file="/opt/torch/stage.py", line=1, function="f", purpose=facts)
+    message = {"payload": 64, "peer": 1, "local": 0}
+    for step, number in enumerate(sent):
+        process.write([record(kind=sends, site=101, step=step, seq=seq, **message) for seq in range(number)])
+        process.write([record(kind=receives, site=102, step=step, seq=seq, **message) for seq in range(4)])
+    if ends:
+        process.end()
+    return open_run(directory)
+
+
+def test_messages_between_stages_are_as_their_closed_form(tmp_path: Path) -> None:
+    table = write_stage(tmp_path, [4, 4]).table("step_by_place")
+    assert numbers(table, "purpose", "op", "place") == {
+        (Purpose.PIPELINE_ACTIVATIONS.value, "send", "stage 0"): (4, 256, 4, 256),
+        (Purpose.PIPELINE_GRADIENTS.value, "recv", "stage 0"): (4, 256, 4, 256),
+    }
+    assert (table["reason"] == "").all()
+
+
+def test_a_message_too_many_is_told(tmp_path: Path) -> None:
+    table = write_stage(tmp_path, [5, 5]).table("step_by_purpose").set_index("op")
+    assert table.loc["send", "difference_bytes"] == 64
+    assert table.loc["send", "reason"] == "stage 0: +1 calls, +64 B"
+    assert table.loc["recv", "difference_bytes"] == 0
+
+
+def test_a_step_that_was_cut_off_is_not_typical(tmp_path: Path) -> None:
+    assert not len(write_stage(tmp_path / "one", [2], ends=False).table("step_by_purpose"))
+    table = write_stage(tmp_path / "two", [4, 2], ends=False).table("step_by_purpose").set_index("op")
+    assert table.loc["send", "difference_bytes"] == 0
+
+
+def test_models_of_one_process_have_the_forms_of_each(tmp_path: Path) -> None:
+    """Two stages of a pipeline: the first model has the root and a layer, the second one the other layer."""
+    models = []
+    for units in (JOB["units"][:2], JOB["units"][2:]):
+        models.append({**JOB, "units": [{**unit, "parameters": [n]} for n, unit in enumerate(units)]})
+        models[-1]["parameters"] = JOB["parameters"][: len(units)]
+    run = write(tmp_path, [step()] * STEPS, models)
+    assert (run.table("step_by_place")["difference_bytes"] == 0).all()
