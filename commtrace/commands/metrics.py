@@ -4,6 +4,7 @@
     commtrace metrics logs/run1 --tensorboard runs/comm --follow
     commtrace metrics logs/run1 --openmetrics 9400
     commtrace metrics logs/run1 --openmetrics -         # once, as text
+    commtrace metrics logs/run1 --json                  # a JSON object per step
 
 TensorBoard gets a value per training step, beside the loss if OUT is below the
 same folder: duration of the step, computation, waiting, exposed and hidden
@@ -11,6 +12,9 @@ communication, the slowest rank and its delay, calls and payload by purpose.
 Prometheus gets the present numbers: step, processes, times of the last step,
 counters of calls and bytes by purpose, stuck seconds, and what ranks without
 progress do.
+
+--json prints the values of TensorBoard, a line per step: commtrace.live reads them
+so, in a training, and closes the command's standard input at its end (--until-eof).
 
 With --follow, or a port, the command ends with the run. It reads the log in a
 process of its own: the training does nothing for it. Needs the extra `metrics`
@@ -21,21 +25,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import os
+import select
+import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from commtrace.errors import CommtraceError, MissingLibraryError
+from commtrace.errors import CommtraceError, LogError, MissingLibraryError
 from commtrace.formatting import format_plural
 
 from .exit_status import AS_EXPECTED
 from .option_types import add_shared, positive_number
 
 if TYPE_CHECKING:
-    from commtrace.analyses.live.followed_run import LiveRun
+    from commtrace.analyses.live.followed_run import FollowedRun, LiveRun
 
 LOOPBACK = "127.0.0.1"
+_NICE: Final = 10
+"""Lower priority with which the command gives way to the training that started it."""
+_WRITE_SECONDS: Final = 1.0
+"""Time in which records reach the log: twice the interval in which they are written."""
 _NEEDS = "needs {}; pip install 'commtrace[metrics]'"
 
 
@@ -44,6 +57,9 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "directory")
     parser.add_argument("--tensorboard", metavar="OUT", type=Path, help="folder for an event file")
     parser.add_argument("--openmetrics", metavar="PORT", type=_port, help="port to serve the metrics at; -: print them")
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each measured step")
+    parser.add_argument("--until-eof", action="store_true",
+        help="follow the log, which may not exist yet, until a line or the end of standard input")  # fmt: skip
     parser.add_argument("--address", metavar="ADDRESS", default=LOOPBACK,
         help=f"address to serve them at (default: {LOOPBACK}, which other hosts cannot reach)")  # fmt: skip
     parser.add_argument("--follow", action="store_true", help="go on until the run is over")
@@ -65,26 +81,70 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.analyses.live.followed_run import FollowedRun
     from commtrace.analyses.volume_by_purpose import BY_STEP
 
-    if arguments.tensorboard is None and arguments.openmetrics is None:
-        raise CommtraceError("give --tensorboard OUT, or --openmetrics PORT")
+    if arguments.tensorboard is None and arguments.openmetrics is None and not arguments.json:
+        raise CommtraceError("give --tensorboard OUT, --openmetrics PORT, or --json")
+    if arguments.until_eof and not arguments.json:
+        raise CommtraceError("--until-eof: give --json")
     followed = FollowedRun(arguments.directory, [BY_STEP])
-    live = followed.read()
     with contextlib.ExitStack() as at_end:
         targets: list[Callable[[LiveRun], object]] = []
         if arguments.tensorboard is not None:
             targets.append(at_end.enter_context(_tensorboard(arguments.tensorboard)))
         if arguments.openmetrics is not None:
             targets.append(at_end.enter_context(_openmetrics(arguments.openmetrics, arguments.address)))
-        while True:
+        if arguments.json:
+            targets.append(_print_steps())
+        for live in _until_eof(followed, arguments.interval) if arguments.until_eof else _readings(followed, arguments):
             for write in targets:
                 write(live)
-            if live.is_over or not (arguments.follow or arguments.openmetrics):
-                break
-            time.sleep(max(arguments.interval, 4 * live.took_s))
-            live = followed.read()
-    if arguments.tensorboard is not None:
+    if arguments.tensorboard is not None and not arguments.until_eof:
         print(f"{arguments.tensorboard}: {format_plural(len(live.tables['step_times']), 'step')} of run {live.run.id}")
     return AS_EXPECTED
+
+
+def _readings(followed: FollowedRun, arguments: argparse.Namespace) -> Iterator[LiveRun]:
+    """Yield one reading, or readings until the run is over."""
+    while True:
+        live = followed.read()
+        yield live
+        if live.is_over or not (arguments.follow or arguments.openmetrics):
+            break
+        time.sleep(max(arguments.interval, 4 * live.took_s))
+
+
+def _until_eof(followed: FollowedRun, interval: float) -> Iterator[LiveRun]:
+    """Yield readings until a line or the end of standard input, or the end of the parent process.
+
+    The last one is made when all records until then have reached the log.
+    """
+    os.nice(_NICE)
+    parent, pause = os.getppid(), 0.0
+    while True:
+        ended = bool(select.select([sys.stdin], [], [], pause)[0]) or os.getppid() != parent
+        if ended:
+            time.sleep(_WRITE_SECONDS)
+        with contextlib.suppress(LogError, OSError):  # the log is not there yet, or was removed
+            live = followed.read()
+            yield live
+            pause = max(interval, 4 * live.took_s)
+        if ended:
+            break
+        pause = max(interval, pause)
+
+
+def _print_steps() -> Callable[[LiveRun], None]:
+    """Return a function that prints the values of new steps."""
+    from commtrace.analyses.live.metrics import step_values
+
+    written = -1
+
+    def write(live: LiveRun) -> None:
+        nonlocal written
+        for step, values in groupby(step_values(live, written), key=lambda value: value.step):
+            print(json.dumps({"step": step, **{value.name: float(value.value) for value in values}}), flush=True)
+            written = step
+
+    return write
 
 
 @contextlib.contextmanager

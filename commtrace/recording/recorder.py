@@ -92,9 +92,12 @@ class Recorder:
             self._half = self.ring.capacity // 2
             self.tables = TableLines(self.ring)
             self._add_process(settings, run, host, blind_spots)
-            directory = Path(settings.directory) / run / host
+            self.run_directory = Path(settings.directory) / run
             writer = LogWriter(
-                directory, stem, settings, lambda stem: self.ring.describe({**identity_of_ring, "stem": stem})
+                self.run_directory / host,
+                stem,
+                settings,
+                lambda stem: self.ring.describe({**identity_of_ring, "stem": stem}),
             )
             peers = PeerWatch(self.ring, settings.shm, run, rank_identity.rank, self.tables)
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import urllib.error
 import urllib.request
@@ -92,9 +93,18 @@ def test_the_server_answers_until_the_run_is_over(tmp_path: Path) -> None:
     assert statuses == [AS_EXPECTED]
 
 
+def test_steps_as_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["metrics", str(log), "--json"]) == AS_EXPECTED
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    times = open_run(log).table("step_times")
+    assert [(row["step"], row["step_seconds"]) for row in rows] == [*zip(times["step"], times["ns"] / 1e9, strict=True)]
+
+
 def test_bad_arguments(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["metrics", str(log)]) == FAILED
-    assert "give --tensorboard OUT, or --openmetrics PORT" in capsys.readouterr().err
+    assert "give --tensorboard OUT, --openmetrics PORT, or --json" in capsys.readouterr().err
+    assert main(["metrics", str(log), "--tensorboard", "x", "--until-eof"]) == FAILED
+    assert "--until-eof: give --json" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["metrics", str(log), "--openmetrics", "70000"])
     assert "'70000' is neither a port from 1 to 65535 nor -" in capsys.readouterr().err
