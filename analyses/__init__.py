@@ -25,7 +25,9 @@ processes or a cluster can share the work. To add an analysis, write a module wi
     log_section             warnings and facts about them
     tracing_cost            what recording cost
     job_summary, dry_run_effects            the job in a line; what a dry run did not do
-    timeline, perfetto, protobuf_columns    calls in the order of time, also for ui.perfetto.dev
+    timeline                calls in the order of time
+    perfetto, protobuf_columns              the same for ui.perfetto.dev
+    call_spans              times and tracks of calls, for both
     report/, figures/, table_specs/         text, JSON and pages; figures; types of descriptions
 
 Definitions that hold in every table:

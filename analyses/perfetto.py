@@ -14,7 +14,6 @@ clocks. The package `perfetto` defines the messages: https://perfetto.dev/docs/r
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -25,16 +24,15 @@ import numpy as np
 from commtrace.analyses import protobuf_columns as protobuf
 from commtrace.analyses.across_ranks.call_times import COLUMNS as TIME_COLUMNS
 from commtrace.analyses.across_ranks.call_times import CallTimes
-from commtrace.analyses.across_ranks.clocks import to_one_clock, wall_clock_offsets
 from commtrace.analyses.across_ranks.matching import NOT_MATCHED, MatchedCalls, host_numbers, match_calls
 from commtrace.analyses.analysed_run import AnalysedRun
+from commtrace.analyses.call_spans import AlignedTimes, changes, ends_of_runs, lanes, no_calls, require_times
 from commtrace.analyses.grouping import Array, group_rows
 from commtrace.analyses.protobuf_columns import Column, constant, varint, where
 from commtrace.analyses.record_blocks import EVALUATION
 from commtrace.durations import exact_ends
-from commtrace.errors import LogError, MissingLibraryError
+from commtrace.errors import MissingLibraryError
 from commtrace.output_files import atomic_write
-from commtrace.rank_ranges import format_ranks
 from commtrace.schema import Flag, Phase
 
 _FIELDS: Final = (
@@ -81,54 +79,28 @@ def export_perfetto(
         OutputError: The file exists or cannot be written.
         MissingLibraryError: The package perfetto is not installed.
     """
-    if run.simulated:
-        raise LogError(f"{run.log.path}: a dry run has no times; export a recorded run")
+    require_times(run)
     messages = _perfetto_messages()
     columns = [*_FIELDS, *_LABELS, "op", "phase"]
-    run.require_events("single calls")
     calls = match_calls(run, columns, None if steps is None else np.array(steps, np.int64), derived=TIME_COLUMNS)
     waits = CallTimes.of(calls, run.clocks)
-    times = _Times(run, calls)
+    times = AlignedTimes(run, calls, run.clocks)
     rank_of = np.array([process.rank for process in run.processes], np.int64)
     wanted = times.known & ((calls["flags"] & int(Flag.CAPTURED)) == 0)
     if ranks is not None:
         wanted &= np.isin(rank_of[calls["process"]], ranks)
     if not wanted.any():
-        raise LogError(f"{run.log.path}: no call of these ranks and steps; the run has ranks {format_ranks(run.ranks)}")
+        raise no_calls(run)
     with atomic_write(out, force=force) as part, open(part, "xb") as file:
         _Writer(messages, file, calls, times, waits, wanted).write(run)
     return int(wanted.sum())
-
-
-class _Times:
-    """Times of calls in ns since the first call of the run, each of shape (calls,)."""
-
-    def __init__(self, run: AnalysedRun, calls: MatchedCalls) -> None:
-        process = calls["process"]
-        times, known = to_one_clock(run, run.clocks, process, calls["t_begin"])
-        self.known, shift = known & (calls["t_begin"] > 0), times - calls["t_begin"]
-        at = np.flatnonzero(self.known)
-        first = self.first_unix_ns = 0
-        if len(at):
-            earliest = at[times[at].argmin()]
-            first, offset = int(times[earliest]), wall_clock_offsets(run).get(int(process[earliest]))
-            self.first_unix_ns = 0 if offset is None else int(calls["t_begin"][earliest]) + offset
-        self.begin, self.returned, self.end, self.wait, self.start = (
-            np.where(calls[name] > 0, calls[name] + shift - first, -1)
-            for name in ("t_begin", "t_return", "t_end", "t_wait", "t_start")
-        )
-        self.started = np.maximum(self.begin, self.start)
-        last = np.zeros(len(run.processes), np.int64)
-        np.maximum.at(last, process, np.maximum.reduce([self.begin, self.returned, self.end]))
-        # A call that never returned is drawn until the last timestamp of its process.
-        self.returned = np.where(self.returned >= self.begin, self.returned, last[process])
 
 
 class _Writer:
     """Writer of one trace: first all tracks, with the counters, then the spans of the calls, a block at a time."""
 
     def __init__(
-        self, messages: Any, file: IO[bytes], calls: MatchedCalls, times: _Times, waits: CallTimes, wanted: Array
+        self, messages: Any, file: IO[bytes], calls: MatchedCalls, times: AlignedTimes, waits: CallTimes, wanted: Array
     ) -> None:
         self._messages, self._event = messages, messages.TrackEvent
         self._file, self._calls, self._times, self._wanted = file, calls, times, wanted
@@ -171,36 +143,36 @@ class _Writer:
 
     def _thread_tracks(self, group: int, at: Array) -> _Lanes:
         begin, returned, threads = self._times.begin, self._times.returned, self._calls["thread"][at]
-        lanes: _Lanes = {}
+        tracks: _Lanes = {}
         for thread in np.unique(threads).tolist():
-            lanes |= self._tracks(group, f"thread {thread}", at[threads == thread], begin, returned)
-        return lanes
+            tracks |= self._tracks(group, f"thread {thread}", at[threads == thread], begin, returned)
+        return tracks
 
     def _in_flight_tracks(self, group: int, at: Array) -> _Lanes:
         """Write the tracks of the completed operations of a process, and its counters."""
         at = at[self._times.end[at] >= self._times.begin[at]]
         at = at[np.argsort(self._times.started[at], kind="stable")]
-        lanes = self._tracks(group, "in flight", at, self._times.started, self._times.end)
+        tracks = self._tracks(group, "in flight", at, self._times.started, self._times.end)
         started, end, payload = self._times.started[at], self._times.end[at], self._calls["payload"][at]
         self._write_counter(group, "bytes in flight", "bytes", started, end, payload)
         exact = self._exact[at] & (end > started)
         rate = payload[exact] / (end[exact] - started[exact])  # bytes per ns are GB/s
         self._write_counter(group, "bandwidth", "GB/s", started[exact], end[exact], rate)
-        return lanes
+        return tracks
 
     def _tracks(self, group: int, name: str, at: Array, begin: Array, end: Array) -> _Lanes:
         """Write as many tracks of one name as needed to draw the calls, ordered by begin, without overlaps."""
-        return {self._track(parent_uuid=group, name=name): lane for lane in _lanes(at, begin[at], end[at])}
+        return {self._track(parent_uuid=group, name=name): lane for lane in lanes(at, begin[at], end[at])}
 
     def _write_threads(self, tracks: Array, at: Array) -> None:
         """Write the calls of threads, nested in phases, nested in steps."""
         begin, end, phases = self._times.begin[at], self._times.returned[at], self._calls["phase"][at]
         phase_names = self._calls.categories["phase"]
         steps = np.where((phase_names == Phase.EVALUATION.name.lower())[phases], EVALUATION, self._calls["step"][at])
-        first_of_step = _changes(tracks) | _changes(steps)
-        first_of_phase = first_of_step | _changes(phases)
+        first_of_step = changes(tracks) | changes(steps)
+        first_of_phase = first_of_step | changes(phases)
         last_of_step, last_of_phase = (np.append(first[1:], True) for first in (first_of_step, first_of_phase))
-        step_end, phase_end = (_end_of_runs(first, end) for first in (first_of_step, first_of_phase))
+        step_end, phase_end = (ends_of_runs(first, end) for first in (first_of_step, first_of_phase))
         distinct, step_of = np.unique(steps, return_inverse=True)
         names_of_steps = self._event_names(_STEP_NAMES.get(step, f"step {step}") for step in distinct.tolist())
         names_of_phases = self._event_names(phase_names)
@@ -352,40 +324,12 @@ def _perfetto_messages() -> Any:
         ) from None
 
 
-def _changes(values: Array) -> Array:
-    """Return whether each value differs from the one before, bool, shape (n,); the first does."""
-    return np.concatenate([[True], values[1:] != values[:-1]]) if len(values) else np.zeros(0, bool)
-
-
-def _end_of_runs(new: Array, end: Array) -> Array:
-    """Return for each position the latest `end` of its run. A run begins where `new` is true."""
-    firsts = np.flatnonzero(new)
-    return np.repeat(np.maximum.reduceat(end, firsts), np.diff(np.append(firsts, len(end)))) if len(end) else end
-
-
-def _rows(lanes: _Lanes) -> tuple[Array, Array]:
-    """Return track and index of the calls of all lanes, shape (n,)."""
-    tracks = np.array([*lanes], np.int64).repeat([len(calls) for calls in lanes.values()])
-    return tracks, np.concatenate([np.zeros(0, np.int64), *lanes.values()])
+def _rows(tracks: _Lanes) -> tuple[Array, Array]:
+    """Return track and index of the calls of all tracks, shape (n,)."""
+    numbers = np.array([*tracks], np.int64).repeat([len(calls) for calls in tracks.values()])
+    return numbers, np.concatenate([np.zeros(0, np.int64), *tracks.values()])
 
 
 def _blocks(rows: int) -> Iterator[slice]:
     """Return slices that cover `rows` rows in blocks."""
     return (slice(first, first + _BLOCK) for first in range(0, rows, _BLOCK))
-
-
-def _lanes(at: Array, begin: Array, end: Array) -> list[Array]:
-    """Distribute calls, ordered by begin, to tracks without overlaps: each call goes to the first free track."""
-    lanes = np.zeros(len(at), np.int64)
-    overlaps_earlier = np.append(False, begin[1:] < np.maximum.accumulate(end)[:-1])
-    overlapping = np.flatnonzero(overlaps_earlier | np.append(overlaps_earlier[1:], False))
-    busy: list[tuple[int, int]] = []
-    free: list[int] = []
-    for i, first, last in zip(
-        *(values.tolist() for values in (overlapping, begin[overlapping], end[overlapping])), strict=True
-    ):
-        while busy and busy[0][0] <= first:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        lanes[i] = heapq.heappop(free) if free else len(busy)
-        heapq.heappush(busy, (last, int(lanes[i])))
-    return [at[lanes == lane] for lane in range(int(lanes.max(initial=-1)) + 1)]
