@@ -27,6 +27,7 @@ processes or a cluster can share the work. To add an analysis, write a module wi
     job_summary, dry_run_effects            the job in a line; what a dry run did not do
     timeline                calls in the order of time
     perfetto, protobuf_columns              the same for ui.perfetto.dev
+    kineto_export           the same as torch.profiler writes it
     call_spans              times and tracks of calls, for both
     report/, figures/, table_specs/         text, JSON and pages; figures; types of descriptions
 

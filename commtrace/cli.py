@@ -41,7 +41,7 @@ COMMANDS: Final = {
     "recover": "Recover records of killed processes from this host's shared memory.",
     "pack": "Write a log as a Parquet data set for commtrace and other programs.",
     "import": "Import what other tools have recorded, as a log that every command reads.",
-    "export": "Write every call of a run to a CSV, Parquet or Perfetto file.",
+    "export": "Write every call of a run to a file for other tools.",
 }
 
 

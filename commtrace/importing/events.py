@@ -89,6 +89,7 @@ class ImportedCall:
     seq_of_operation: bool = False
     t_begin: int = 0
     t_return: int = 0
+    t_wait: int = 0
     t_start: int = 0
     t_end: int = 0
     step: int = -1

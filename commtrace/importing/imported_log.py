@@ -149,7 +149,7 @@ class _ProcessLog:
         seq = self.numbers[channel].next(call.seq, call.step)
         if call.seq_of_operation:
             seq = seq * _NUMBERING + _OPERATION_NUMBERS.get(op, _NUMBERING - 1)
-        times = (self._time(t) for t in (call.t_begin, call.t_return, 0, call.t_start, call.t_end))
+        times = (self._time(t) for t in (call.t_begin, call.t_return, call.t_wait, call.t_start, call.t_end))
         if self._filled == _BLOCK:
             self._flush()
         self._block[self._filled] = (

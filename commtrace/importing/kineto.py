@@ -98,4 +98,5 @@ def _not_known(calls: KinetoCalls, trace: KinetoTrace, context: Context) -> Iter
         yield NotKnown("its call sites: the profiler ran without with_stack=True")
     else:
         yield NotKnown("the line of a call: call sites are the first lines of their functions")
-    yield NotKnown("when the program waits for a call")
+    if not trace.waits:
+        yield NotKnown("when the program waits for a call")

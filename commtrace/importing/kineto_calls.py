@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +20,20 @@ from commtrace.schema import Clock, Flag, State
 from .events import ImportedCall, ImportedGroup
 from .kineto_context import Context
 from .kineto_sizes import StatedSize, TraceGroups, comms_size, peer_of, shape_size, tag_of
-from .kineto_trace import COMMS, HostEvent, Kernel, KinetoTrace, Times, TraceClock
+from .kineto_trace import (
+    CLOCK,
+    COMMS,
+    EXTERNAL_ID,
+    FLAGS,
+    MARK,
+    ON_HOST,
+    HostEvent,
+    Kernel,
+    KinetoTrace,
+    Times,
+    TraceClock,
+)
 from .operation_names import UNKNOWN_OPERATION, element_type, operation_of
-
-_EXTERNAL_ID: Final = "External id"
 
 
 @dataclass(eq=False)
@@ -90,6 +100,8 @@ class KinetoCalls:
         self._launches = launches
         self._alone: list[int] = []
         self._gloo = _by_tensor(trace.gloo)
+        waits = clock.spans([*trace.waits.values()], np.zeros(len(trace.waits)))[0]
+        self._waits: dict[Any, int] = dict(zip(trace.waits, waits.tolist(), strict=True))
         self._join()
 
     def calls(self) -> Iterator[ImportedCall]:
@@ -108,10 +120,10 @@ class KinetoCalls:
             by_thread.setdefault(made.thread, []).append(made)
         begins = {thread: np.array([call.begin for call in calls]) for thread, calls in by_thread.items()}
         by_id = {
-            event.args[_EXTERNAL_ID]: call
+            event.args[EXTERNAL_ID]: call
             for call in self._calls
             for event in call.events
-            if isinstance(event.args.get(_EXTERNAL_ID), int)
+            if isinstance(event.args.get(EXTERNAL_ID), int)
         }
         late: list[int] = []
         for row, (kernel, launch) in enumerate(zip(self._kernels, self._launches, strict=True)):
@@ -122,7 +134,7 @@ class KinetoCalls:
                 if at >= 0 and moment <= by_thread[launch.thread][at].end:
                     call = by_thread[launch.thread][at]
             if call is None and kernel.meaning.library == "nccl" and not (launch is not None and launch.is_graph):
-                external = kernel.args.get(_EXTERNAL_ID)
+                external = kernel.args.get(EXTERNAL_ID)
                 call = by_id.get(external) if isinstance(external, int) and external != kernel.correlation else None
             if call is not None:
                 call.kernels.append(row)
@@ -184,13 +196,14 @@ class KinetoCalls:
             seq=_sequence_number(comms),
             t_begin=call.begin,
             t_return=call.end,
+            t_wait=self._waits.get(comms.get(EXTERNAL_ID), 0),
             step=self._context.step(call.begin),
             peer=peer_of(op, operator, comms, group),
-            tag=tag_of(op, operator),
+            tag=tag_of(op, operator, comms),
             batch=call.batch,
             thread=call.thread,
             phase=self._context.phase(call.begin, call.thread),
-            flags=int(size.flags | (Flag.COALESCED if coalesced else 0)),
+            flags=int(size.flags | (Flag.COALESCED if coalesced else 0) | _flags(comms)),
             site=self._context.site(call.begin, call.thread, purpose),
             **self._device_times(call.kernels),
         )
@@ -198,10 +211,11 @@ class KinetoCalls:
     def _device_times(self, kernels: Sequence[int]) -> dict[str, Any]:
         if not kernels:
             return {"state": State.UNOBSERVABLE}
+        args = self._kernels[kernels[0]].args
         return {
-            "t_start": int(self._kernel_begin[kernels].min()),
+            "t_start": 0 if args.get(MARK) == ON_HOST else int(self._kernel_begin[kernels].min()),
             "t_end": int(self._kernel_end[kernels].max()),
-            "clock": Clock.DEVICE,
+            "clock": Clock.__members__.get(str(args.get(CLOCK, "device")).upper(), Clock.DEVICE),
             "state": State.COMPLETE,
         }
 
@@ -280,6 +294,11 @@ def _place(group: ImportedGroup | None, rank: int | None) -> tuple[int, int]:
     if group is None:
         return 0, -1
     return len(group.ranks), group.ranks.index(rank) if rank in group.ranks else -1
+
+
+def _flags(comms: dict[str, Any]) -> Flag:
+    names = str(comms.get(FLAGS) or "").upper().split("|")
+    return Flag(sum(Flag[name] for name in {*names} & {*Flag.__members__}))
 
 
 def _sequence_number(comms: dict[str, Any]) -> int | None:

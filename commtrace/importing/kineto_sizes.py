@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Final, NamedTuple
 
+from commtrace.operations import MESSAGES, OPERATIONS
+from commtrace.rank_ranges import format_ranks
 from commtrace.schema import Flag
 
 from .events import ImportedGroup
 from .operation_names import element_type
 
-_CUT: Final = "..."
+TAG: Final = "commtrace tag"
+"""Argument of `record_param_comms` of a message, which only `commtrace export` writes. `Rank` is then its peer's."""
+CUT: Final = "..."
 _LARGEST: Final = 1 << 50
 _MOST_RANKS: Final = 1 << 20
 
@@ -91,9 +95,23 @@ def size_of(
         uneven = any(len({*lengths}) > 1 for lengths in splits if lengths)
         return StatedSize(sent, _own_split(sent, splits[0], ranks, position), Flag.UNEVEN if uneven else 0, dtype)
     if op in ("gather", "scatter"):
-        own = sent if op == "gather" else received
-        return StatedSize(own * ranks if own is not None and ranks else None, own, dtype=dtype)
+        own, every = (sent, received) if op == "gather" else (received, sent)
+        return StatedSize(every or (own * ranks if own is not None and ranks else None), own, dtype=dtype)
+    if op in OPERATIONS:
+        return StatedSize(sent, 0, dtype=dtype)
     return StatedSize(dtype=dtype)
+
+
+def lengths_of(op: str, payload: int, local: int) -> tuple[int, int]:
+    """Return the bytes of the input and the output of a call, as `record_param_comms` states them: see `size_of`.
+
+    Args:
+        op: The operation.
+        payload: Its payload.
+        local: This rank's own share of it.
+    """
+    sent = local if op in ("all_gather", "gather") else payload
+    return sent, local if op in ("reduce_scatter", "scatter") else payload
 
 
 def _own_split(sent: int | None, splits: list[int] | None, ranks: int, position: int) -> int | None:
@@ -127,7 +145,7 @@ def _elements(shape: Any) -> int | None:
 def _numbers(value: Any) -> list[int] | None:
     """Return a list of numbers, or its text; None where it was cut."""
     if isinstance(value, str):
-        if _CUT in value:
+        if CUT in value:
             return None
         try:
             value = json.loads(value or "[]")
@@ -153,7 +171,9 @@ class TraceGroups:
                 if ranks and _possible(ranks):
                     name, description = str(row.get("pg_name", "")), str(row.get("pg_desc") or "")
                     backend = str(row.get("backend_config") or "")
-                    self.by_name[name] = ImportedGroup(tuple(ranks), name, _described(description), backend)
+                    self.by_name[name] = ImportedGroup(
+                        tuple(ranks), _own_name(name, ranks), _described(description), backend
+                    )
 
     @property
     def only(self) -> ImportedGroup | None:
@@ -175,10 +195,16 @@ class TraceGroups:
         if listed is not None and listed.ranks == tuple(ranks):
             return listed
         description = str(args.get("Process Group Description") or "")
-        group = ImportedGroup(tuple(ranks), name, _described(description), listed.backend if listed is not None else "")
+        backend = listed.backend if listed is not None else ""
+        group = ImportedGroup(tuple(ranks), _own_name(name, ranks), _described(description), backend)
         if listed is None and name:
             self.by_name[name] = group
         return group
+
+
+def _own_name(name: str, ranks: Sequence[int]) -> str:
+    """Return the name of a group; "" where `commtrace export` named it by its ranks, because it has none."""
+    return "" if name == format_ranks(ranks) else name
 
 
 def _described(description: str) -> str:
@@ -208,7 +234,7 @@ def peer_of(op: str, operator: Mapping[str, Any], comms: Mapping[str, Any], grou
         return -1
     concrete = operator.get("Concrete Inputs")
     position = _number_in(concrete, 2 if op not in ("gather", "scatter", "reduce") else 3)
-    if position is None and op in ("broadcast", "reduce", "gather", "scatter"):
+    if position is None and (op in ("broadcast", "reduce", "gather", "scatter") or TAG in comms):
         rank = comms.get("Rank")
         position = rank if type(rank) is int else None
     if position is None and group.ranks == tuple(range(len(group.ranks))):
@@ -217,10 +243,11 @@ def peer_of(op: str, operator: Mapping[str, Any], comms: Mapping[str, Any], grou
     return group.ranks[position] if position is not None and 0 <= position < len(group.ranks) else -1
 
 
-def tag_of(op: str, operator: Mapping[str, Any]) -> int:
+def tag_of(op: str, operator: Mapping[str, Any], comms: Mapping[str, Any]) -> int:
     """Return the tag of a message; -1 where it is not known."""
-    tag = _number_in(operator.get("Concrete Inputs"), 3) if op in ("send", "recv") else None
-    return tag if tag is not None and 0 <= tag < 1 << 31 else -1
+    tag = _number_in(operator.get("Concrete Inputs"), 3) if op in MESSAGES else None
+    tag = comms.get(TAG) if tag is None else tag
+    return tag if type(tag) is int and 0 <= tag < 1 << 31 else -1
 
 
 def _number_in(values: Any, at: int) -> int | None:

@@ -22,6 +22,18 @@ Times: TypeAlias = npt.NDArray[np.int64]
 STEP: Final = "ProfilerStep#"
 BACKWARD: Final = "autograd::engine::evaluate_function"
 COMMS: Final = "record_param_comms"
+EXTERNAL_ID: Final = "External id"
+
+# What only `commtrace export --format kineto` writes.
+MARK: Final = "commtrace"
+"""Argument of an operation in flight: what recorded it, ON_HOST or another."""
+ON_HOST: Final = "cpu call"
+CLOCK: Final = "commtrace clock"
+"""Argument of an operation in flight: the `schema.Clock` of its end."""
+FLAGS: Final = "commtrace flags"
+"""Argument of a call: its `schema.Flag` bits, as `flags_label` writes them."""
+WAIT: Final = "commtrace wait"
+"""Annotation: the program waits for the call with the same EXTERNAL_ID."""
 
 _LONGEST_US: Final = 1e12
 """Time in us (11 days) by which an event may differ from most others."""
@@ -88,6 +100,7 @@ class KinetoTrace:
         frames: Python frames; names are indices into `names`.
         annotations: Annotations of the program.
         backward: Functions that autograd runs.
+        waits: Begins of waits by the external id of the call.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,6 +113,7 @@ class KinetoTrace:
         self.launches: dict[int, Launch] = {}
         self.computation, self.copies, self.frames = SpanArrays(), SpanArrays(), SpanArrays()
         self.annotations, self.backward = SpanArrays(), SpanArrays()
+        self.waits: dict[int, float] = {}
         self.names: list[str] = []
         self._number_of_name: dict[str, int] = {}
         self._number_of_thread: dict[Any, int] = {}
@@ -178,6 +192,9 @@ class KinetoTrace:
 
     def _add_annotation(self, event: dict[str, Any]) -> None:
         name = event["name"]
+        if name == WAIT:
+            self.waits[int(event["args"][EXTERNAL_ID])] = float(event["ts"])
+            return
         if name.startswith(_ANNOTATED):
             self._add_host(event, self.host)
         elif name.startswith(_GLOO):

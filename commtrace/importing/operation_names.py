@@ -8,6 +8,11 @@ from typing import Final, NamedTuple
 
 UNKNOWN_OPERATION: Final = "unknown"
 
+COLLECTIVE_NAMES: Final = {
+    "all_reduce": "allreduce", "all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base",
+}  # fmt: skip
+"""Names of operations in `record_param_comms`, where they differ from those of the event table."""
+
 _SPELLINGS: Final = {
     "all_reduce": ("allreduce",),
     "all_gather": ("allgather",),
@@ -20,6 +25,7 @@ _SPELLINGS: Final = {
     "send": ("send", "isend"),
     "recv": ("recv", "irecv", "recvanysource"),
     "barrier": ("barrier", "monitoredbarrier"),
+    **{op: (op,) for op in ("scan", "exscan", "put", "get", "accumulate")},
 }
 _OPERATIONS: Final = {spelling: op for op, spellings in _SPELLINGS.items() for spelling in spellings}
 _PREFIX: Final = re.compile(r"^(nccl|rccl|gloo|c10d|ucc|xccl|hccl|symm_mem):+")
@@ -35,14 +41,18 @@ def operation_of(name: str) -> str:
     return _OPERATIONS.get(plain) or _OPERATIONS.get(_DECORATION.sub("", plain), "")
 
 
+BYTE: Final = "Byte"
+SCALAR_TYPES: Final = {
+    "float32": ("Float", 4), "float64": ("Double", 8), "float16": ("Half", 2), "bfloat16": ("BFloat16", 2),
+    "int32": ("Int", 4), "int64": ("Long", 8), "int16": ("Short", 2), "int8": ("Char", 1), "uint8": (BYTE, 1),
+    "bool": ("Bool", 1), "uint16": ("UInt16", 2), "uint32": ("UInt32", 4), "uint64": ("UInt64", 8),
+    "complex64": ("ComplexFloat", 8), "complex128": ("ComplexDouble", 16),
+}  # fmt: skip
+"""Element types: torch's names -> the names in traces (of `c10::ScalarType`), and bytes."""
 _DTYPES: Final = {
-    "float": ("float32", 4), "float32": ("float32", 4), "double": ("float64", 8), "float64": ("float64", 8),
-    "half": ("float16", 2), "float16": ("float16", 2), "bfloat16": ("bfloat16", 2),
-    "int": ("int32", 4), "int32": ("int32", 4), "long": ("int64", 8), "long int": ("int64", 8), "int64": ("int64", 8),
-    "short": ("int16", 2), "int16": ("int16", 2), "char": ("int8", 1), "signed char": ("int8", 1), "int8": ("int8", 1),
-    "byte": ("uint8", 1), "unsigned char": ("uint8", 1), "uint8": ("uint8", 1), "bool": ("bool", 1),
-    "uint16": ("uint16", 2), "uint32": ("uint32", 4), "uint64": ("uint64", 8),
-    "complexfloat": ("complex64", 8), "complexdouble": ("complex128", 16),
+    **{name: (name, width) for name, (_, width) in SCALAR_TYPES.items()},
+    **{scalar.lower(): (name, width) for name, (scalar, width) in SCALAR_TYPES.items()},
+    "long int": ("int64", 8), "signed char": ("int8", 1), "unsigned char": ("uint8", 1),
 }  # fmt: skip
 
 
