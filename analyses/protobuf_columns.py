@@ -61,8 +61,17 @@ def fixed64(field: int | Array, values: Array) -> Column:
 
 def message(field: int, columns: Sequence[Column]) -> list[Column]:
     """Return a field that holds a message with the given fields."""
-    key = constant(_base128(np.array([field << 3 | _LENGTH_DELIMITED])).data.tobytes())
-    return [key, _base128(sum((column.length for column in columns), start=np.zeros(1, np.int64))), *columns]
+    return [constant(_base128(np.array([field << 3 | _LENGTH_DELIMITED])).data.tobytes()), *delimited(columns)]
+
+
+def delimited(columns: Sequence[Column]) -> list[Column]:
+    """Return messages with the given fields, each after its length, as files of messages have them."""
+    return [_base128(sum((column.length for column in columns), start=np.zeros(1, np.int64))), *columns]
+
+
+def text(field: int, texts: Column) -> list[Column]:
+    """Return a field that holds the bytes of a column, such as names."""
+    return message(field, [texts])
 
 
 def where(present: Array, columns: Sequence[Column]) -> list[Column]:

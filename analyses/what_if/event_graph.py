@@ -38,7 +38,7 @@ class EventGraph:
     target: Array
 
     @cached_property
-    def _levels(self) -> Array:
+    def levels(self) -> Array:
         """Level of each event: 0 if it waits for none, else one above the highest that it waits for.
 
         Raises:
@@ -65,7 +65,7 @@ class EventGraph:
     @cached_property
     def _steps(self) -> list[tuple[Array, Array, Array]]:
         """For each level from 1: its events, the edges to them in the order of the events, where each begins there."""
-        level_of_edge = self._levels[self.target]
+        level_of_edge = self.levels[self.target]
         order = np.lexsort((self.target, level_of_edge))
         bounds = np.searchsorted(level_of_edge[order], np.arange(1, level_of_edge.max(initial=0) + 2))
         steps = []

@@ -22,7 +22,6 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.across_ranks.critical_paths import MAX_CALLS, read_step_paths
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.grouping import Array, rows_of
 from commtrace.analyses.sections import Section
@@ -45,8 +44,7 @@ from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_TARGETS, format_bandwidt
 from .buckets import BucketsError
 from .changed_run import ChangedRun, ReplayedRun, worst_straggler
 from .changes import all_changes, changed_run
-from .event_graph import CircularEventsError
-from .recorded_graph import Part, Replay, replay_of
+from .recorded_graph import Part, Replay, read_replay
 
 AS_RECORDED: Final = "as recorded"
 REMARKS: Final = "remarks"
@@ -120,21 +118,7 @@ def replayed_run(run: AnalysedRun) -> ReplayedRun:
             f"{run.log.path}: a dry run has no times; pass a recorded run, or state the computation of a step: "
             "--required-bandwidth --computation 250ms"
         )
-    run.require_events("a replay")
-    paths = read_step_paths(run, run.clocks, MAX_CALLS, _COLUMNS)
-    if paths is None:
-        raise LogError(
-            f"{run.log.path}: its steps cannot be replayed: this needs three training steps of all ranks, with ends of "
-            "calls observed on the host, and enough calls between hosts to compare their clocks"
-        )
-    replay = replay_of(paths)
-    try:
-        replay.graph.times(replay.delays)
-    except CircularEventsError as error:
-        raise LogError(
-            f"{run.log.path}: its steps cannot be replayed, since its times contradict each other: {error}"
-        ) from None
-    return ReplayedRun(run, replay)
+    return ReplayedRun(run, read_replay(run, _COLUMNS))
 
 
 def what_if(changed: ChangedRun, *, catalogue: bool = False, variation: float = 0.0) -> pd.DataFrame:

@@ -18,7 +18,7 @@ A rank's first event is the end of the step before. Operations that began before
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -27,13 +27,16 @@ import numpy as np
 
 from commtrace.analyses.across_ranks.blocked_time import Timeline
 from commtrace.analyses.across_ranks.call_times import receives, sends
-from commtrace.analyses.across_ranks.critical_paths import StepPaths
+from commtrace.analyses.across_ranks.critical_paths import MAX_CALLS, StepPaths, read_step_paths
 from commtrace.analyses.across_ranks.dependencies import SOURCE, TARGET, UNCERTAIN
+from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.grouping import Array, group_rows
 from commtrace.durations import wait_begin
+from commtrace.errors import LogError
+from commtrace.rank_ranges import format_ranks
 from commtrace.schema import Clock, Flag
 
-from .event_graph import EventGraph
+from .event_graph import CircularEventsError, EventGraph
 
 _AT_ONCE_NS: Final = 50_000
 """Longest wait for an operation that had ended before: the time that the observation takes."""
@@ -164,6 +167,47 @@ class _Edges:
         """Return source, target, delay, part, whether it is a wait, call, and call before."""
         source, target, delay, coded, call, before = (np.concatenate(column) for column in self._columns)
         return [source, target, delay, coded % 16, coded >= 16, call, before]
+
+
+def read_replay(run: AnalysedRun, columns: Sequence[str], steps: Sequence[int] | None = None) -> Replay:
+    """Return the events of the last steps of a run.
+
+    Args:
+        run: The run; no dry run.
+        columns: Columns (`match_calls`) that its calls shall have besides those of `StepPaths`.
+        steps: Consecutive steps; None: all that can be replayed.
+
+    Raises:
+        LogError: The steps cannot be replayed; the message says why.
+    """
+    run.require_events("a replay")
+    paths = read_step_paths(run, run.clocks, MAX_CALLS, columns)
+    if paths is None:
+        raise LogError(
+            f"{run.log.path}: its steps cannot be replayed: this needs three training steps of all ranks, with ends of "
+            "calls observed on the host, and enough calls between hosts to compare their clocks"
+        )
+    replay = replay_of(paths if steps is None else _only(run, paths, steps))
+    try:
+        replay.graph.times(replay.delays)
+    except CircularEventsError as error:
+        raise LogError(
+            f"{run.log.path}: its steps cannot be replayed, since its times contradict each other: {error}"
+        ) from None
+    return replay
+
+
+def _only(run: AnalysedRun, paths: StepPaths, steps: Sequence[int]) -> StepPaths:
+    """Return the paths of some steps. Raises LogError."""
+    wanted = np.unique(steps)
+    at = np.flatnonzero(np.isin(paths.steps, wanted))
+    if len(at) < len(wanted) or int(np.ptp(wanted)) >= len(wanted):
+        raise LogError(
+            f"{run.log.path}: steps {format_ranks(steps)} cannot be replayed; choose consecutive ones from "
+            f"{format_ranks(paths.steps.tolist())}: the first recorded step has no known begin, and the last one may "
+            "not be over"
+        )
+    return replace(paths, steps=paths.steps[at], ends=paths.ends[:, at[0] : at[-1] + 2])
 
 
 def replay_of(paths: StepPaths) -> Replay:
