@@ -15,6 +15,9 @@ only about a million calls. Perfetto needs the extra `perfetto`.
 Kineto: a folder with a trace per rank as torch.profiler writes it, for HTA,
 TraceLens and `commtrace import`; or, named .json or .json.gz, the file of one
 rank. Operations that no device measured are marked as "cpu call".
+
+Chakra: a folder with an execution trace per rank for simulators: the last
+steps of the run, with the computation between calls and what waits for what.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _FORMATS: Final = {
 
 
 def _names() -> list[str]:
-    return sorted({*_FORMATS.values()})
+    return sorted({*_FORMATS.values(), "chakra"})
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +57,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the file, and print damage in the log to stderr."""
+    from commtrace.analyses.chakra_export import export_chakra
     from commtrace.analyses.kineto_export import export_kineto
     from commtrace.analyses.perfetto import export_perfetto
     from commtrace.errors import OutputError
@@ -71,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.kept:
         run = Run(kept_log(run.log))
     selection = {"ranks": arguments.ranks, "steps": arguments.steps, "force": arguments.force}
-    exporters = {"perfetto": export_perfetto, "kineto": export_kineto}
+    exporters = {"perfetto": export_perfetto, "kineto": export_kineto, "chakra": export_chakra}
     rows = exporters[form](run, out, **selection) if form in exporters else export(run, out, form, **selection)
     print_notes(run.notes)
     print(f"{out}: {rows:,} calls of run {run.id}")
