@@ -113,13 +113,13 @@ def export_chakra(
     replay = read_replay(run, _COLUMNS, steps)
     begun, process = replay.begun >= 0, replay.paths.calls["process"]
     times = replay.graph.times(replay.delays)
-    operations, written = _Operations.of(replay, times), 0
+    ranked, written = _Ranked(replay, times), 0
     with atomic_directory(out, force=force, marker=_MARKER) as folder:
         for row, number in enumerate(replay.paths.processes.tolist()):
             rank = run.processes[number].rank
             if ranks is None or rank in ranks:
                 with open(folder / f"trace.{rank}.et", "xb") as file:
-                    _write_rank(file, replay, times, operations, row, rank)
+                    ranked.write(file, row, rank)
                 written += int((begun & (process == number)).sum())
         if not written:
             raise no_calls(run)
@@ -138,7 +138,7 @@ def _members(run: AnalysedRun, replay: Replay) -> dict[str, list[int]]:
 
 @dataclass
 class _Nodes:
-    """Nodes of a rank that are not written yet; `call` is theirs, `is_operation` whether they are its operation."""
+    """Nodes of a rank that are not written yet."""
 
     labels: list[str] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
@@ -153,6 +153,7 @@ class _RankTrace:
 
     def __init__(self, file: IO[bytes], replay: Replay, rank: int) -> None:
         self._file, self._calls, self._rank = file, replay.paths.calls, rank
+        self._ops, self._op_of = self._calls.categories["op"], self._calls["op"]
         self._nodes, self._first = _Nodes(), 0
         self._after: dict[int, tuple[int, ...]] = {}
         """Nodes that end in each event."""
@@ -162,7 +163,7 @@ class _RankTrace:
 
     def op(self, call: int) -> str:
         """Return the operation of a call."""
-        return str(self._calls.text("op", np.array([call]))[0])
+        return str(self._ops[self._op_of[call]])
 
     def after(self, events: Sequence[int]) -> tuple[int, ...]:
         """Return the nodes that end in events."""
@@ -286,6 +287,7 @@ class _Operations:
         np.minimum.at(first_end, instance[replayed], times[replay.ended[replayed]])
         left_out = queued & (last_previous > first_end)[instance[call]]
         types, released = _types(replay), np.full(len(calls), -np.inf)
+        left_out |= queued & (types[call] == NodeType.COMP)
         # No simulator lets a send wait for its receive: its duration has that wait.
         used = is_transfer & ~left_out & ~(replay.waits & (types[call] == NodeType.COMM_SEND))
         np.maximum.at(released, call[used], times[source[used]])
@@ -311,60 +313,68 @@ def _types(replay: Replay) -> Array:
     return np.where(matched, types, NodeType.COMP)
 
 
-def _write_rank(file: IO[bytes], replay: Replay, times: Array, operations: _Operations, row: int, rank: int) -> None:
-    """Write the nodes of one rank, in an order in which each follows those that it depends on."""
-    graph, calls = replay.graph, replay.paths.calls
-    trace = _RankTrace(file, replay, rank)
-    _add_earlier(trace, replay, row)
-    in_rank = (replay.process == row) & (replay.part != Part.ORDER) & ~replay.waits & ~operations.left_out
-    edges = np.flatnonzero(in_rank)
-    target = graph.target[edges]
-    edges = edges[np.argsort(target, kind="stable")]
-    events, firsts = np.unique(target, return_index=False), np.flatnonzero(np.diff(np.sort(target), prepend=-1))
-    begin = np.full(len(graph.start), np.inf)
-    np.minimum.at(begin, target, times[target] - np.maximum(replay.delays[np.flatnonzero(in_rank)], 0))
-    # Operations in the order of their calls, which is the same on all ranks; that of their transfers may not be.
-    own = np.flatnonzero((replay.begun >= 0) & (calls["process"] == replay.paths.processes[row]))
-    known, unknown = own[replay.ended[own] >= 0], own[replay.ended[own] < 0]
-    begin[replay.ended[known]] = times[replay.begun[known]]
-    # A call whose end is not known: other ranks may wait for it, and nothing on this one does.
-    moments = np.concatenate([begin[events], times[replay.begun[unknown]]])
-    levels = np.concatenate([graph.levels[events], graph.levels[replay.begun[unknown]] + 1])
-    groups = [*np.split(edges, firsts[1:]), *([] for _ in unknown)] if len(edges) else [[] for _ in unknown]
-    for item in np.lexsort((levels, moments)).tolist():
-        if item >= len(events):
-            call = int(unknown[item - len(events)])
-            event = int(replay.begun[call])
-            trace.add(None, trace.op(call), operations.types[call], times[event], 0, trace.after([event]), call)
-        else:
-            _add_event(trace, replay, times, operations, groups[item])
-    trace.flush()
+class _Ranked:
+    """The events of a replay by rank, in an order in which each follows those that it depends on."""
 
+    def __init__(self, replay: Replay, times: Array) -> None:
+        self._replay, self._times, self._operations = replay, times, _Operations.of(replay, times)
+        graph = replay.graph
+        edges = np.flatnonzero((replay.part != Part.ORDER) & ~replay.waits & ~self._operations.left_out)
+        self._edges = edges[np.lexsort((graph.target[edges], replay.process[edges]))]
+        target = graph.target[self._edges]
+        self._begin = np.full(len(graph.start), np.inf)
+        np.minimum.at(self._begin, target, times[target] - np.maximum(replay.delays[self._edges], 0))
+        # Operations in the order of their calls, which is the same on all ranks; that of their transfers may not be.
+        known = np.flatnonzero((replay.begun >= 0) & (replay.ended >= 0))
+        self._begin[replay.ended[known]] = times[replay.begun[known]]
 
-def _add_earlier(trace: _RankTrace, replay: Replay, row: int) -> None:
-    """Add nodes for what precedes the steps: the later begin of a rank, and operations that began before."""
-    start, ends = replay.graph.start, replay.ended
-    earlier = np.flatnonzero((ends >= 0) & (replay.begun < 0))
-    earlier = earlier[replay.paths.calls["process"][earlier] == replay.paths.processes[row]]
-    first = int(np.argmax(replay.begun >= 0))
-    for event, call in ((row, first), *zip(ends[earlier].tolist(), earlier.tolist(), strict=True)):
-        if (delay := float(start[event] - trace.origin)) > _LEAST_NS:
-            trace.add(event, "before the steps", NodeType.COMP, start[event], delay, (), call)
+    def write(self, file: IO[bytes], row: int, rank: int) -> None:
+        """Write the nodes of a rank, given by its row in `StepPaths.processes`."""
+        replay, times, types, levels = self._replay, self._times, self._operations.types, self._replay.graph.levels
+        trace = _RankTrace(file, replay, rank)
+        own = replay.paths.calls.of_process(int(replay.paths.processes[row]))
+        self._add_earlier(trace, row, own)
+        edges = self._edges[slice(*np.searchsorted(replay.process[self._edges], [row, row + 1]))]
+        events, firsts = np.unique(replay.graph.target[edges], return_index=True)
+        stops = [*firsts[1:].tolist(), len(edges)]
+        columns = replay.graph.source[edges], replay.delays[edges], replay.part[edges], replay.call[edges]
+        rows = [*zip(*(column.tolist() for column in columns), strict=True)]  # single numbers are slow in arrays
+        # A call whose end is not known: other ranks may wait for it, and nothing on this one does.
+        unknown = own[(replay.begun[own] >= 0) & (replay.ended[own] < 0) & (types[own] != NodeType.COMP)]
+        begun = replay.begun[unknown]
+        moments = np.concatenate([self._begin[events], times[begun]])
+        for item in np.lexsort((np.concatenate([levels[events], levels[begun] + 1]), moments)).tolist():
+            if item < len(events):
+                event = int(events[item])
+                self._add_event(trace, event, float(times[event]), rows[firsts[item] : stops[item]])
+                continue
+            call, event = int(unknown[item - len(events)]), int(begun[item - len(events)])
+            trace.add(None, trace.op(call), types[call], times[event], 0, trace.after([event]), call)
+        trace.flush()
 
+    def _add_event(
+        self, trace: _RankTrace, event: int, end: float, edges: Sequence[tuple[int, float, int, int]]
+    ) -> None:
+        """Add the nodes for the edges to one event, given by source, delay, part and call."""
+        _, _, part, call = edges[0]
+        if part == Part.TRANSFER:
+            kind, duration = int(self._operations.types[call]), float(self._operations.durations[call])
+            depends = trace.after([source for source, *_ in edges])
+            trace.add(event, trace.op(call), kind, end, duration, depends, call)
+            return
+        for delay in sorted({delay for _, delay, _, _ in edges}):
+            depends = trace.after([source for source, own, _, _ in edges if own == delay])
+            if delay > _LEAST_NS:
+                label = "computation" if part == Part.COMPUTATION else f"{trace.op(call)} call"
+                trace.add(event, label, NodeType.COMP, end, delay, depends, call)
+            else:
+                trace.join(event, depends)
 
-def _add_event(trace: _RankTrace, replay: Replay, times: Array, operations: _Operations, edges: Array) -> None:
-    """Add the nodes for the edges to one event."""
-    event, call, part = int(replay.graph.target[edges[0]]), int(replay.call[edges[0]]), replay.part[edges[0]]
-    end, source = float(times[event]), replay.graph.source[edges]
-    if part == Part.TRANSFER:
-        kind, duration = operations.types[call], float(operations.durations[call])
-        trace.add(event, trace.op(call), kind, end, duration, trace.after(source.tolist()), call)
-        return
-    delays = replay.delays[edges]
-    for delay in np.unique(delays).tolist():
-        depends = trace.after(source[delays == delay].tolist())
-        if delay > _LEAST_NS:
-            label = "computation" if part == Part.COMPUTATION else f"{trace.op(call)} call"
-            trace.add(event, label, NodeType.COMP, end, delay, depends, call)
-        else:
-            trace.join(event, depends)
+    def _add_earlier(self, trace: _RankTrace, row: int, own: Array) -> None:
+        """Add nodes for what precedes the steps: the later begin of a rank, and operations that began before."""
+        start, ended, begun = self._replay.graph.start, self._replay.ended, self._replay.begun
+        earlier = own[(ended[own] >= 0) & (begun[own] < 0)].tolist()
+        first = own[begun[own] >= 0][:1].tolist()
+        for event, call in (*((row, call) for call in first), *((int(ended[call]), call) for call in earlier)):
+            if (delay := float(start[event] - trace.origin)) > _LEAST_NS:
+                trace.add(event, "before the steps", NodeType.COMP, start[event], delay, (), call)
