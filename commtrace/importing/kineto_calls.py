@@ -101,7 +101,7 @@ class KinetoCalls:
         self._alone: list[int] = []
         self._gloo = _by_tensor(trace.gloo)
         waits = clock.spans([*trace.waits.values()], np.zeros(len(trace.waits)))[0]
-        self._waits: dict[Any, int] = dict(zip(trace.waits, waits.tolist(), strict=True))
+        self._waits: dict[int | None, int] = dict(zip(trace.waits, waits.tolist(), strict=True))
         self._join()
 
     def calls(self) -> Iterator[ImportedCall]:
@@ -120,10 +120,10 @@ class KinetoCalls:
             by_thread.setdefault(made.thread, []).append(made)
         begins = {thread: np.array([call.begin for call in calls]) for thread, calls in by_thread.items()}
         by_id = {
-            event.args[EXTERNAL_ID]: call
+            external: call
             for call in self._calls
             for event in call.events
-            if isinstance(event.args.get(EXTERNAL_ID), int)
+            if (external := _external_id(event.args)) is not None
         }
         late: list[int] = []
         for row, (kernel, launch) in enumerate(zip(self._kernels, self._launches, strict=True)):
@@ -134,8 +134,8 @@ class KinetoCalls:
                 if at >= 0 and moment <= by_thread[launch.thread][at].end:
                     call = by_thread[launch.thread][at]
             if call is None and kernel.meaning.library == "nccl" and not (launch is not None and launch.is_graph):
-                external = kernel.args.get(EXTERNAL_ID)
-                call = by_id.get(external) if isinstance(external, int) and external != kernel.correlation else None
+                external = _external_id(kernel.args)
+                call = by_id.get(external) if external is not None and external != kernel.correlation else None
             if call is not None:
                 call.kernels.append(row)
             else:
@@ -196,7 +196,7 @@ class KinetoCalls:
             seq=_sequence_number(comms),
             t_begin=call.begin,
             t_return=call.end,
-            t_wait=self._waits.get(comms.get(EXTERNAL_ID), 0),
+            t_wait=self._waits.get(_external_id(comms), 0),
             step=self._context.step(call.begin),
             peer=peer_of(op, operator, comms, group),
             tag=tag_of(op, operator, comms),
@@ -294,6 +294,11 @@ def _place(group: ImportedGroup | None, rank: int | None) -> tuple[int, int]:
     if group is None:
         return 0, -1
     return len(group.ranks), group.ranks.index(rank) if rank in group.ranks else -1
+
+
+def _external_id(args: dict[str, Any]) -> int | None:
+    number = args.get(EXTERNAL_ID)
+    return number if isinstance(number, int) else None
 
 
 def _flags(comms: dict[str, Any]) -> Flag:

@@ -211,6 +211,21 @@ def test_events_of_wrong_types_are_left_out_and_counted(tmp_path: Path) -> None:
     assert any("4 events" in note.text for note in run.notes)
 
 
+def test_what_only_an_export_writes_may_be_damaged(tmp_path: Path) -> None:
+    damaged: dict[str, Any] = {
+        "External id": [1], "Seq": {}, "Rank": [], "commtrace tag": "x", "commtrace flags": 7, "commtrace": {},
+    }  # fmt: skip
+    trace = KinetoFactory().call(100, operator="send", kernels=((200, 30),), **stated("send", **damaged))
+    trace.events[-1]["args"] |= {"commtrace": ["cpu call"], "commtrace clock": [3]}
+    trace.event("user_annotation", "commtrace wait", 150, 5).events[-1]["args"]["External id"] = "x"
+    trace.event("user_annotation", "commtrace wait", 160, 5)
+    run = imported(tmp_path, trace)
+    call = only_call(run)
+    assert (call.op, call.tag, call.flags, call.t_wait_ns) == ("send", -1, "", 0)
+    assert call.t_end_ns - call.t_start_ns == 30_000
+    assert any("2 events" in note.text for note in run.notes)
+
+
 def test_calls_of_unknown_payload_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = KinetoFactory().event("cpu_op", "c10d::allreduce_", 100, 50).write(tmp_path / "a.json")
     assert main(["check", str(trace)]) == 2
