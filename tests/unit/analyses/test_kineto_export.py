@@ -199,6 +199,20 @@ def test_operations_at_the_same_time_are_on_streams_of_their_own(tmp_path: Path)
     assert names == {1: "group 0-1/1", 2: "group 0-1/1", 3: "group 0-1/2"}
 
 
+def test_long_lists_of_ranks_are_cut_as_by_the_profiler(tmp_path: Path) -> None:
+    groups: dict[int, Sequence[int]] = {1: range(0, 80, 2), 2: [*range(30), 100]}
+    later = {"t_begin": 20_000, "t_return": 21_000, "t_wait": 0, "t_end": 21_000, "clock": int(Clock.RETURN)}
+    rows = [record(seq=0, group=1), record(seq=0, group=2, **later)]
+    LogFactory(tmp_path / "log").process(0, world_size=128).known(groups).write(rows).end()
+    run = open_run(tmp_path / "log")
+    export_kineto(run, tmp_path / "rank.json")
+    _, events = read(tmp_path / "rank.json")
+    calls = [event["args"] for event in spans(events, "cpu_op", "record_param_comms")]
+    assert all(call["Process Group Ranks"].endswith(", ...]") for call in calls)
+    assert [(call["Global rank start"], call["Global rank stride"]) for call in calls] == [(0, 2), (0, -1)]
+    assert_same(run, import_of(tmp_path / "rank.json"), ["group_ranks", "group", "seq"])
+
+
 def test_two_calls_of_one_method_stay_two(tmp_path: Path) -> None:
     """MPI_Sendrecv sends and receives at the same time."""
     log = LogFactory(tmp_path / "log")
