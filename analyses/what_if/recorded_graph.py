@@ -202,8 +202,9 @@ def _only(run: AnalysedRun, paths: StepPaths, steps: Sequence[int]) -> StepPaths
     wanted = np.unique(steps)
     at = np.flatnonzero(np.isin(paths.steps, wanted))
     if len(at) < len(wanted) or int(np.ptp(wanted)) >= len(wanted):
+        named = format_ranks(wanted[wanted >= 0].tolist()) if wanted.max() >= 0 else "before the first one"
         raise LogError(
-            f"{run.log.path}: steps {format_ranks(steps)} cannot be replayed; choose consecutive ones from "
+            f"{run.log.path}: steps {named} cannot be replayed; choose consecutive ones from "
             f"{format_ranks(paths.steps.tolist())}: the first recorded step has no known begin, and the last one may "
             "not be over"
         )

@@ -112,6 +112,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     recorded = open_run(tmp_path / "log")
     for steps, message in (
         ([0, 1], r"steps 0-1 cannot be replayed; choose consecutive ones from 1-4"),
+        ([-1], r"steps before the first one cannot be replayed"),
         ([1, 3], r"steps 1,3 cannot be replayed; choose consecutive ones from 1-4"),
     ):
         with pytest.raises(LogError, match=message):
