@@ -37,12 +37,13 @@ ENDINGS: Final = TableSpec("endings", "How the processes ended",
     "A row per process. No rows if all of them ended regularly, or still run.", (
     shared.RANK,
     word_column("end", "end",
-        '"exception": an exception that the program did not catch; "signal": of the kernel or another process; '
+        '"exception": an exception that the program did not catch, or for which it aborted its MPI job; "abort": it '
+        'aborted its MPI job; "signal": of the kernel or another process; '
         '"status": an exit status other than 0; "exit": its program ended; "died": it did not close its log, the '
         'reason is not known; "stopped": `commtrace.stop()`; "runs": it ran when the report was made; "unknown": it '
         "runs or died, on another host."),
     text_column("reason", "reason",
-        'Type of the exception, name of the signal, or exit status; "" if not known.'),
+        'Type of the exception, name of the signal, exit status, or "MPI_Abort(7)"; "" if not known.'),
     replace(shared.SITE, meaning="Innermost line of the program that the exception passed; missing without one."),
     text_column("message", "message", "Message of the exception, without data.", optional=True),
     text_column("raised_at", "raised at", "Line that raised the exception, if it is in a library.", optional=True),
@@ -62,7 +63,7 @@ THREAD_EXCEPTIONS: Final = TableSpec("thread_exceptions", "Exceptions that ended
     column("", text_of, "step", "step", "Step of the process at that time; -1: before the first step."),
 ), merge_by="rank")  # fmt: skip
 
-FAILURES: Final = ("exception", "signal", "status", "died")
+FAILURES: Final = ("exception", "abort", "signal", "status", "died")
 """Values of `end` in `endings` that are no regular ends."""
 _UNKNOWN_LOW, _UNKNOWN_HIGH = np.iinfo(np.int64).min // 2, np.iinfo(np.int64).max // 2
 _LAST: Final = 4096
@@ -152,6 +153,8 @@ def _described(process: Process, end: ProcessEnd, files: Mapping[str, str]) -> d
     row: dict[str, object] = {"rank": process.rank, "reason": "", "step": last_step(process)}
     if end.exception is not None:
         return {**row, "end": "exception", **_exception(end.exception, files)}
+    if (process.tables.leaving or {}).get("aborts") is True:
+        return {**row, "end": "abort", "reason": f"MPI_Abort({end.status})"}
     if end.signal is not None:
         memory = " for lack of memory (its control group counted one at that time)"
         reason = _signal_name(end.signal) + memory * (end.out_of_memory_ns is not None)

@@ -90,6 +90,7 @@ def _phrase(group: pd.DataFrame) -> str:
         return f"without closing {log}{_step(row)} (by a signal, or without Python's exit handlers)"
     reasons = {
         "signal": f"by {row.reason}",
+        "abort": f"by {row.reason}",
         "status": f"with {row.reason}",
         "exit": "at the end of the program" + (f" ({row.reason})" if row.reason else " (exit status not known)"),
         "stopped": "after it had stopped tracing",

@@ -74,7 +74,8 @@ def _process_end(process: Process, rows: Iterable[Row]) -> ProcessEnd:
     leaving, end = tables.leaving or {}, tables.end
     signal: int | None = None
     status: int | None = None
-    if wait_status is not None:
+    aborts = leaving.get("aborts") is True  # the launcher then kills it, too
+    if wait_status is not None and not aborts:
         signal, status = (wait_status & 0x7F or None), wait_status >> 8
         status = None if signal else status
     elif tables.exit_status is not None:

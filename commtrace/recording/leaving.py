@@ -3,7 +3,8 @@
 Nothing that belongs to the program is replaced, neither `sys.excepthook` nor `threading.excepthook`: when the main
 thread has finished, the interpreter still has the exception that it printed (`sys.last_value`). The row `leaving` is
 written then, before the exit handlers, which may take long or never return. Processes of multiprocessing leave through
-its finalizers, while the exception is being raised.
+its finalizers, while the exception is being raised. A program that aborts its MPI job says so itself: the launcher then
+kills all processes, in any order.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class Leaving:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         self._add(error if isinstance(error, BaseException) and _ended_main_thread(error) else None)
 
+    def abort(self, status: int) -> None:
+        """Add the row before the program aborts its job, which ends this process and the others. Never raises."""
+        self._add(sys.exc_info()[1], status & 0xFF, aborts=True)
+
     def _leave_multiprocessing(self) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, SystemExit):
@@ -70,7 +75,7 @@ class Leaving:
         # torch.multiprocessing ends a process whose function raised an exception with sys.exit(1).
         self._add(error.__context__ if status else None, status)
 
-    def _add(self, error: BaseException | None, status: int | None = None) -> None:
+    def _add(self, error: BaseException | None, status: int | None = None, **facts: bool) -> None:
         if self._is_over or self._pid != os.getpid():
             return
         self._is_over = True
@@ -81,7 +86,7 @@ class Leaving:
         try:
             self._tables.add(
                 "leaving", **identity.clock_readings(), step=progress.step, status=status,
-                exception=None if error is None else describe(error),
+                exception=None if error is None else describe(error), **facts,
             )  # fmt: skip
         except Exception:
             pass  # an exception whose attributes raise

@@ -65,6 +65,7 @@ def install() -> None:
         (MPI.Prequest, ("Start",), wrappers.wrap_start),
         (MPI.Prequest, ("Startall",), wrappers.wrap_startall),
         (MPI.Comm, ("Free", "Disconnect"), wrappers.wrap_handle_free),
+        (MPI.Comm, ("Abort",), wrappers.wrap_abort),
         (MPI.Win, ("Free",), wrappers.wrap_handle_free),
         (MPI.Comm, ("Mprobe", "Improbe", "mprobe", "improbe"), wrappers.wrap_probe),
         (MPI.Message, ("Probe", "Iprobe", "probe", "iprobe"), wrappers.wrap_message_probe),

@@ -13,6 +13,7 @@ from commtrace.hooks.native import compiled_wrappers as native
 from commtrace.hooks.recorder_setup import call_unmeasured, count_fault, guard
 from commtrace.patching import Wrapper, around
 from commtrace.recording.interrupts import reraise_if_from_signal_handler
+from commtrace.recording.session import session
 from commtrace.schema import Clock
 
 from .communicators import creations, handle_key
@@ -244,6 +245,15 @@ wrap_cancel: Final = _followed_by(lambda tracer, request: tracer.requests.cancel
 
 wrap_request_free: Final = _followed_by(lambda tracer, request: tracer.requests.dropped(request))
 """Wrap Request.Free."""
+
+
+@around
+def wrap_abort(original: Original, self: Any, /, errorcode: int = 0) -> Any:
+    """Wrap Abort: the program ends its job, because of the exception that it handles, if there is one."""
+    with guard():
+        if session.recorder is not None:
+            session.recorder.leaving.abort(int(errorcode))
+    return original(self, errorcode)
 
 
 # ---- communicators, messages, windows --------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ EXPECTED: Final[dict[str, tuple[str, ...]]] = {
         "signal SIGKILL",
         "died ",
     ),
-    "mpi_abort": ("status exit status 7", "signal SIGTERM", "signal SIGKILL", "died "),
+    "mpi_abort": ("abort MPI_Abort(7)",),
 }
 """Kind -> true ends of the bad rank: the reason, or that it is not known; none: no process fails."""
 
