@@ -192,17 +192,17 @@ def _openmetrics(port: int, address: str) -> Iterator[Callable[[LiveRun], None]]
 
     registry.register(Present())
     server = None
-    if port:
-        try:
-            server, _ = start_http_server(port, address, registry)
-        except OSError as error:
-            raise CommtraceError(f"--openmetrics {port}: {address} port {port}: {error.strerror}") from None
 
     def show(live: LiveRun) -> None:
-        nonlocal families
+        nonlocal families, server
         families = [*metric_families(live)]
         if not port:
             print(generate_latest(registry).decode(), end="")
+        elif server is None:
+            try:
+                server, _ = start_http_server(port, address, registry)
+            except OSError as error:
+                raise CommtraceError(f"--openmetrics {port}: {address} port {port}: {error.strerror}") from None
 
     try:
         yield show
