@@ -29,7 +29,8 @@ def run(name: str, work: Callable[[Sequence[str], Any], int], argv: Sequence[str
             print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         return 2
     except Exception:
-        traceback.print_exc()
+        # At once: the launcher may end this process before it has read a second piece.
+        sys.stderr.write(traceback.format_exc())
         sys.stderr.flush()
         comm.Abort(1)
         return 1
