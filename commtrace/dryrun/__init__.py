@@ -16,5 +16,6 @@ docs/how-to/dry-run.md.
     simulated_cuda, cuda_autocast  devices
     torch_functions, checkpoint_patches, deepspeed_patches, inert    functions of libraries that are no operators
     notices                        lines of the program that need what a dry run does not have
+    flops                          floating-point operations between the calls
     simulated_log                  the log of a rank, marked and without times
 """

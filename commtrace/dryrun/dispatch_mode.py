@@ -22,6 +22,7 @@ from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .flops import FlopCounter
 from .notices import add_notice
 from .operators import OperatorKind, OperatorPlan, operator_plan, tensors_in
 from .simulated_cuda import DeviceTensors
@@ -56,6 +57,7 @@ class DryRunMode(TorchDispatchMode):
     def __init__(self, uncomputed: StorageSet, devices: DeviceTensors | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.uncomputed, self._devices = uncomputed, devices
+        self.flops = FlopCounter()
         self.forked = False  # True in a data loader's process, where everything is executed
         self._plans: dict[Any, OperatorPlan] = {}
         self._real: dict[Any, Callable[..., Any]] = {}
@@ -105,9 +107,13 @@ class DryRunMode(TorchDispatchMode):
         if self._devices is not None and plan.draws and kwargs.get("generator") is None:
             kwargs = {**kwargs, "generator": self._devices.generator_of(tensors)}
         if self._devices is None or plan.kind in (OperatorKind.WRITE, OperatorKind.NUMBER):
-            return self._handlers[plan.kind](func, plan, tensors, args, kwargs)
-        on_cpu, device = self._devices.redirect(kwargs, tensors)
-        return self._devices.place(self._handlers[plan.kind](func, plan, tensors, args, on_cpu), device)
+            result = self._handlers[plan.kind](func, plan, tensors, args, kwargs)
+        else:
+            on_cpu, device = self._devices.redirect(kwargs, tensors)
+            result = self._devices.place(self._handlers[plan.kind](func, plan, tensors, args, on_cpu), device)
+        if plan.flops is not None:
+            self.flops.add(plan.flops(*args, **kwargs, out_val=result))
+        return result
 
     def _wraps(self, cls: type) -> bool:
         wraps = self._wrapping.get(cls)

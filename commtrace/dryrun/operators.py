@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from .flops import Formula, formula_of
+
 
 class OperatorKind(Enum):
     """How a dry run treats an operator."""
@@ -32,6 +34,7 @@ class OperatorPlan(NamedTuple):
     fills: bool = False  # whether it overwrites its first argument completely
     leaves_empty: bool = False  # whether it makes a tensor without initial values
     draws: bool = False  # whether it draws random numbers into an argument, from a generator that a caller may give
+    flops: Formula | None = None  # number of floating-point operations of a NEW
 
 
 # Operators that write metadata: the storage of a tensor, its length, its strides.
@@ -73,7 +76,10 @@ def operator_plan(operator: Any) -> OperatorPlan:
     views = any(result.alias_info is not None for result in schema.returns)
     if views or not any("Tensor" in str(result.type) for result in schema.returns):
         return OperatorPlan(OperatorKind.REAL)
-    return OperatorPlan(OperatorKind.NEW, pointwise=torch.Tag.pointwise in operator.tags, leaves_empty="empty" in name)
+    return OperatorPlan(
+        OperatorKind.NEW, pointwise=torch.Tag.pointwise in operator.tags, leaves_empty="empty" in name,
+        flops=formula_of(operator),
+    )  # fmt: skip
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from commtrace.rank_ranges import format_rank_list
 from commtrace.reading.process_reader import Process
@@ -57,14 +58,15 @@ def write_simulated_log(
     """
     folder.mkdir(parents=True, exist_ok=True)
     blocks = [block for segment in process.segments for block in segment.blocks()]
-    records = without_times(np.concatenate([np.zeros(0, RECORD), *blocks]))
+    recorded = np.concatenate([np.zeros(0, RECORD), *blocks])
+    records = without_times(recorded)
     stem = process.path.stem
     try:
         smallest, largest = settings.segment_min_bytes, settings.segment_max_bytes
         series = SegmentSeries(folder, stem, smallest=smallest, largest=largest, max_bytes=settings.max_bytes)
         series.append(records)
         series.close()
-        rows = [*_rows(process.path, device, failure)]
+        rows = [*_rows(process.path, device, failure, np.sort(recorded["t_begin"]))]
         rows += ({"table": "writes", "path": path, "change": change, "bytes": size} for path, change, size in changes)
         if stands_for:
             rows.append({"table": "stands_for", "ranks": format_rank_list(stands_for), "count": len(stands_for)})
@@ -88,11 +90,11 @@ def without_times(records: Records) -> Records:
     return ordered
 
 
-def _rows(path: Path, device: str, failure: str) -> Iterator[dict[str, Any]]:
+def _rows(path: Path, device: str, failure: str, begins: npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
     """Yield the rows of the tables, without clocks, groups of other ranks, and the cost of recording."""
     # topology: the groups of the whole job, which the dry run has read. A log without an end is incomplete.
     # stacks: where a rank paused, which says nothing about the job.
-    left_out = ("clock", "stacks", "topology", "end") if failure else ("clock", "stacks", "topology")
+    left_out = ("clock", "stacks", "topology", "flops", "end") if failure else ("clock", "stacks", "topology")
     for line in path.read_text().splitlines():
         try:
             row = json.loads(line)
@@ -105,6 +107,30 @@ def _rows(path: Path, device: str, failure: str) -> Iterator[dict[str, Any]]:
                 row["failure"] = failure
         elif row["table"] in left_out:
             continue
+        elif row["table"] == "flops":
+            yield {"table": "flops", **flops_between_calls(begins, row["moments"], row["flops"])}
+            continue
         elif row["table"] == "stats":
             row.update(dict.fromkeys(_COSTS, 0))
         yield row
+
+
+def flops_between_calls(
+    begins: npt.NDArray[np.int64], moments: Sequence[int], flops: Sequence[int]
+) -> dict[str, list[int]]:
+    """Return the operations before each call that is not directly after another one.
+
+    Args:
+        begins: When the calls began, CLOCK_MONOTONIC, ascending, shape (calls,).
+        moments: When operations were computed.
+        flops: How many.
+
+    Returns:
+        `calls`: the number of the call, from 1, that follows them, or one more than the number of calls; `flops`.
+    """
+    following = np.searchsorted(begins, np.asarray(moments, np.int64), side="right")
+    calls, number = np.unique(following, return_inverse=True)
+    sums = [0] * len(calls)  # Python's integers: operations of a large job exceed 64 bits
+    for at, count in zip(number.tolist(), flops, strict=True):
+        sums[at] += count
+    return {"calls": (calls + 1).tolist(), "flops": sums}

@@ -122,12 +122,13 @@ def _watch_for_cuda(folder: Path) -> None:
 
 
 def _end() -> None:
-    """Add the notices and the groups of the job to the log before it is closed."""
+    """Add the notices, the groups of the job and what was computed to the log before it is closed."""
     if _rank is None or _rank.mode.forked:
         return
     recorder = session.recorder
     if recorder is not None:
         notices.record_notices()
+        _rank.mode.flops.record()
         recorder.tables.add("topology", groups=[format_rank_list(ranks) for ranks in _rank.groups.ranks])
 
 

@@ -156,6 +156,8 @@ class ProcessTables:
     """Dry run: the ranks of every group of the job."""
     stands_for: tuple[str, int] = "", 1
     """Dry run: the ranks that this rank represents, as text, and their number."""
+    flops: Mapping[int, int] | None = None
+    """Dry run: floating-point operations directly before a call, by the number of the call from 1; None: not known."""
 
     @property
     def source(self) -> Row:
@@ -192,6 +194,7 @@ class _RowType(NamedTuple):
 _MAX_ID: Final = 1 << 32
 _MAX_COUNTER: Final = 1 << 53
 _MAX_TIME: Final = 1 << 62
+_MAX_FLOPS: Final = 1 << 100
 _CLOCKS: Final = {"mono_ns": _MAX_TIME, "unix_ns": _MAX_TIME}
 
 
@@ -313,6 +316,11 @@ def _keep_stands_for(tables: ProcessTables, row: Row) -> None:
         raise ValueError(row["count"])
 
 
+def _keep_flops(tables: ProcessTables, row: Row) -> None:
+    calls, flops = map(_natural, row["calls"]), (_natural(count, _MAX_FLOPS) for count in row["flops"])
+    tables.flops = dict(zip(calls, flops, strict=True))
+
+
 def _time(row: Row) -> int | None:
     """Return the time of a row; None: it is of a dry run, whose log has no times."""
     return _natural(row["mono_ns"]) if "mono_ns" in row else None
@@ -378,6 +386,7 @@ _ROW_TYPES: Final[Mapping[str, _RowType]] = {
     "stages": _RowType(_keep_stage),
     "topology": _RowType(_keep_topology),
     "stands_for": _RowType(_keep_stands_for),
+    "flops": _RowType(_keep_flops),
 }
 """The tables of a process's log by name. Rows of other tables are of a newer commtrace, and left out."""
 

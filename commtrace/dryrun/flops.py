@@ -1,0 +1,63 @@
+"""Floating-point operations that a simulated rank would compute, and the calls between which it would.
+
+Counted are matrix products, convolutions and attention, with torch's own formulas (`torch.utils.flop_counter`): two per
+multiplication and addition, attention without regard to a causal mask. All other operators count as none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from commtrace.recording.session import session
+
+Formula: TypeAlias = Callable[..., int]
+"""Returns the number of operations, given the arguments of an operator and, as `out_val`, its result."""
+
+TABLE: Final = "flops"
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    shapes = gradient.shape, query.shape, key.shape, value.shape
+    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+
+
+_ON_CPU: Final[dict[str, Formula]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}
+"""Operators that torch's registry leaves out."""
+
+
+def formula_of(operator: Any) -> Formula | None:
+    """Return the formula of an OpOverload, or None if it counts as no operations."""
+    packet = operator.overloadpacket
+    if operator.namespace == "aten" and packet.__name__ in _ON_CPU:
+        return _ON_CPU[packet.__name__]
+    formula: Formula | None = flop_registry.get(packet)
+    return formula
+
+
+class FlopCounter:
+    """Operations that were counted, with their moments."""
+
+    def __init__(self) -> None:
+        self._mono_ns: list[int] = []
+        self._flops: list[int] = []
+
+    def add(self, flops: int) -> None:
+        """Count operations that are computed now."""
+        self._mono_ns.append(time.monotonic_ns())
+        self._flops.append(flops)
+
+    def record(self) -> None:
+        """Add them to the log of the process, if it has one."""
+        if session.recorder is not None:
+            session.recorder.tables.add(TABLE, moments=self._mono_ns, flops=self._flops)
