@@ -138,7 +138,9 @@ def _relative_to(run: ChangedRun, network: Network, recorded: GradientBuckets) -
     """
     replay = run.replayed.replay
     call = recorded.calls[0, 0]
-    ((op, _, ranks, hosts, _), *_) = kinds_of_calls(run.replayed, call[:1], recorded.payload[:1])
+    ((op, _, ranks, hosts, _), *_) = kinds_of_calls(
+        replay.paths.calls, run.replayed.hosts, call[:1], recorded.payload[:1]
+    )
 
     def expected_ns(payload: int) -> float:
         expected = network.expected(op, payload, ranks, hosts)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
 import numpy as np
 
+from commtrace.analyses.across_ranks.matching import MatchedCalls
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.grouping import Array, group_rows
 from commtrace.errors import CommtraceError
@@ -38,6 +39,11 @@ class ReplayedRun:
     def straggler(self) -> int:
         """Row in `replay.paths.processes` of the worst straggler of the recorded run."""
         return _worst_straggler(self, self.replay.delays)
+
+    @cached_property
+    def hosts(self) -> Mapping[int, str]:
+        """Host of each rank."""
+        return {process.rank: process.host for process in self.run.processes}
 
     def ranks(self) -> list[int]:
         """Return the rank of each process of the replay."""
@@ -202,10 +208,17 @@ def _worst_straggler(run: ReplayedRun, delays: Array) -> int:
     return int(candidates[int(np.median(run.replay.step_ns(changed), axis=-1).argmin())])
 
 
-def kinds_of_calls(run: ReplayedRun, call: Array, payload: Array) -> Iterator[tuple[str, int, int, int, Array]]:
-    """Yield operation, payload, ranks and hosts, and the positions of the calls with these, for messages of calls."""
-    calls = run.replay.paths.calls
-    host_of_rank = {process.rank: process.host for process in run.run.processes}
+def kinds_of_calls(
+    calls: MatchedCalls, host_of_rank: Mapping[int, str | int], call: Array, payload: Array
+) -> Iterator[tuple[str, int, int, int, Array]]:
+    """Yield operation, payload, ranks and hosts, and the positions of the calls with these, for messages of calls.
+
+    Args:
+        calls: All calls.
+        host_of_rank: The host of each rank.
+        call: The calls of the messages, as indices, shape (n,).
+        payload: Bytes of each message, shape (n,).
+    """
     sizes = np.array([len(channel.ranks) for channel in calls.channels], np.int64)
     hosts = np.array([len({host_of_rank.get(rank) for rank in channel.ranks}) for channel in calls.channels], np.int64)
     channel = np.where(calls["instance"][call] >= 0, calls.channel[calls["instance"][call]], -1)

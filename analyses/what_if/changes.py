@@ -183,7 +183,9 @@ def _on_network(run: ReplayedRun, delays: Array, new: Network, recorded: Network
     transfers, number = replay.transfers(edges)
     calls, is_recorded = replay.call[transfers], replay.message[transfers] < 0
     before, after = np.full((2, len(calls)), np.nan)
-    for op, payload, ranks, hosts, at in kinds_of_calls(run, calls, replay.payload(transfers)):
+    for op, payload, ranks, hosts, at in kinds_of_calls(
+        replay.paths.calls, run.hosts, calls, replay.payload(transfers)
+    ):
         if (expected := new.expected(op, payload, ranks, hosts)) is not None:
             after[at] = expected.total_us * 1e3
         if recorded is not None and (expected := recorded.expected(op, payload, ranks, hosts)) is not None:

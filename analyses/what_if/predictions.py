@@ -13,7 +13,7 @@ What limits a step are the parts of its critical path after the change.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,10 +40,12 @@ from commtrace.errors import LogError
 from commtrace.formatting import format_count, format_duration, is_known
 from commtrace.volume import wire_bytes
 
+from . import layouts
 from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_TARGETS, format_bandwidth
 from .buckets import BucketsError
 from .changed_run import ChangedRun, ReplayedRun, worst_straggler
 from .changes import all_changes, changed_run
+from .critical_parts import critical_parts, largest_parts
 from .recorded_graph import Part, Replay, read_replay
 
 AS_RECORDED: Final = "as recorded"
@@ -60,10 +62,8 @@ _LEAST_STEPS: Final = 3
 """Number of steps up to which all of them count."""
 _LEAST_FOR_INTERVAL: Final = 4
 """Number of steps without which their variation is not known."""
-_MAX_LIMITS: Final = 2
 _STUDENT_95: Final = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 """95 % quantiles of Student's distribution by degrees of freedom from 1; for more, the last one is an upper bound."""
-_MIN_LIMIT: Final = 0.02
 
 WHAT_IF: Final = TableSpec("what_if", "Steps with changes", "A row per change, the first one is the recorded run.", (
     text_column("change", "change", "What is changed, as it is written; several compose.", shortenable=True),
@@ -98,11 +98,13 @@ WHAT_IF_RUN: Final = TableSpec("what_if_run", "What was replayed", "One row.", (
         "Rank without whose additional computation the step becomes shortest; missing without several ranks."),
     duration("error_ns", "replay error", "Largest difference between a replayed and the recorded time of an event."),
 ))  # fmt: skip
-TABLES: Final = (WHAT_IF, REQUIRED_BANDWIDTH, WHAT_IF_RUN, BANDWIDTH_BOUNDS)
+TABLES: Final = (WHAT_IF, REQUIRED_BANDWIDTH, WHAT_IF_RUN, BANDWIDTH_BOUNDS, *layouts.TABLES)
 SECTIONS: Final = (
     Section("what-if", "Steps with changes", (WHAT_IF,)),
     Section("required-bandwidth", REQUIRED_BANDWIDTH.title, (REQUIRED_BANDWIDTH,)),
     Section("bandwidth-bounds", BANDWIDTH_BOUNDS.title, (BANDWIDTH_BOUNDS,)),
+    Section("layouts", layouts.LAYOUTS.title, (layouts.LAYOUTS,)),
+    Section("layout-transfers", layouts.LAYOUT_TRANSFERS.title, (layouts.LAYOUT_TRANSFERS,)),
 )
 """The sections of the text, in its order."""
 
@@ -115,8 +117,8 @@ def replayed_run(run: AnalysedRun) -> ReplayedRun:
     """
     if run.simulated:
         raise LogError(
-            f"{run.log.path}: a dry run has no times; pass a recorded run, or state the computation of a step: "
-            "--required-bandwidth --computation 250ms"
+            f"{run.log.path}: a dry run has no times; pass a recorded run, or say how fast it computes: --rate "
+            "400TFLOPS, --computation 250ms or --calibrate RUN"
         )
     return ReplayedRun(run, read_replay(run, _COLUMNS))
 
@@ -185,7 +187,7 @@ def _row(variation: float, text: str, changed: ChangedRun) -> _Prediction:
         below = above = max(below, above)
     low = max(0.0, step_ns - float(np.hypot(around, below))) if has_interval else None
     high = step_ns + float(np.hypot(around, above)) if has_interval else None
-    return _Prediction(text, step_ns, low, high, ", ".join(_limits(changed.replayed, changed.delays[0], times[0])))
+    return _Prediction(text, step_ns, low, high, _limits(changed.replayed, changed.delays[0], times[0]))
 
 
 def _spread(steps: Array) -> float:
@@ -203,8 +205,8 @@ def _first(replay: Replay) -> int:
     return int(len(replay.paths.steps) > _LEAST_STEPS)
 
 
-def _limits(replayed: ReplayedRun, delays: Array, times: Array) -> Iterator[str]:
-    """Yield the largest parts of the critical path of a step of median duration."""
+def _limits(replayed: ReplayedRun, delays: Array, times: Array) -> str:
+    """Return the largest parts of the critical path of a step of median duration."""
     replay, calls = replayed.replay, replayed.replay.paths.calls
     steps = replay.durations(times)
     counted = np.arange(_first(replay), len(steps))
@@ -214,24 +216,14 @@ def _limits(replayed: ReplayedRun, delays: Array, times: Array) -> Iterator[str]
     ends = times[replay.ends].max(axis=0)
     begin = ends[step - 1] if step else replay.begin_ns
     last = int(replay.ends[int(times[replay.ends[:, step]].argmax()), step])
-    sums: Counter[str] = Counter()
-    moment = times[last]
-    for edge in replay.graph.path(delays, times, last):
-        earlier = times[replay.graph.source[edge]]
-        ns = moment - max(earlier, begin)
-        if ns <= 0 and earlier <= begin:
-            break
+    sums: defaultdict[str, float] = defaultdict(float)
+    for edge, ns in critical_parts(replay.graph, delays, times, last, begin):
         part, call = Part(int(replay.part[edge])), int(replay.call[edge])
         name = {Part.COMPUTATION: "computation", Part.CALL: "inside calls"}.get(part, "")
         if part == Part.TRANSFER:
             name = " ".join(str(calls.text(column, np.array(call))) for column in columns)
-        if name:
-            sums[name] += max(0.0, ns)
-        moment = min(moment, earlier)
-    total = float(steps[step])
-    for name, ns in sums.most_common(_MAX_LIMITS):
-        if total > 0 and ns / total >= _MIN_LIMIT:
-            yield f"{name} {ns / total:.0%}"
+        sums[name] += ns
+    return largest_parts(sums, float(steps[step]))
 
 
 def required_bandwidth(changed: ChangedRun) -> pd.DataFrame:

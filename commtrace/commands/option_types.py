@@ -88,6 +88,14 @@ def duration_seconds(text: str) -> float:
     return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
 
 
+def flops_per_second(text: str) -> float:
+    """Parse a rate such as "400TFLOPS", in floating-point operations by second."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(G|T|P)FLOP(?:S|/s)", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate such as 400TFLOPS; units are GFLOPS, TFLOPS, PFLOPS")
+    return float(match[1]) * {"G": 1e9, "T": 1e12, "P": 1e15}[match[2]]
+
+
 def numbers_and_ranges(text: str) -> list[int]:
     """Parse integers and ranges, separated by commas: "0-15,64"."""
     try:
@@ -146,8 +154,8 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
     "--network": {
         "metavar": "NET",
         "help": ": a results file written by commtrace bench, the output of nccl-tests or the OSU micro-benchmarks "
-        "(a file or a directory), a network description, or the name of a built-in description (slingshot-11, "
-        "ndr-infiniband)",
+        "(a file or a directory), a network description, the name of a built-in description (slingshot-11, "
+        "ndr-infiniband), or a rank's bandwidth and latency, such as 100GB/s+5us",
     },
 }  # fmt: skip
 """Arguments that have the same meaning in several commands."""

@@ -1,4 +1,4 @@
-"""Predict the step time of a recorded run after a change.
+"""Predict the step time of a recorded run after a change, or of dry runs.
 
 The last steps are replayed: computation, calls, and what each call waits for,
 on all ranks. Options of changes compose, in the order in which they are given:
@@ -10,8 +10,15 @@ on all ranks. Options of changes compose, in the order in which they are given:
     commtrace whatif logs/run1 --required-bandwidth
     commtrace whatif logs/dryrun --required-bandwidth --computation 250ms
 
-Each prediction has a 90 % interval, and says what limits the step after the
-change. Exit status: 0, or 2 if the steps cannot be replayed.
+Dry runs of several layouts are compared on a network; their ranks compute at
+one rate, stated or measured:
+
+    commtrace whatif logs/zero1 logs/tp8 --network ndr-infiniband --rate 400TFLOPS
+    commtrace whatif logs/ddp logs/fsdp --network net.json --calibrate logs/run1
+
+Each prediction of a change has a 90 % interval, that of a layout has bounds:
+nothing hidden, and all hidden that dependencies allow. Both say what limits the
+step. Exit status: 0, or 2 if the steps cannot be replayed.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from typing import TYPE_CHECKING, Final
 from commtrace.errors import CommtraceError
 
 from .exit_status import AS_EXPECTED
-from .option_types import add_shared, duration_seconds
+from .option_types import add_shared, duration_seconds, flops_per_second
 from .report import print_text
 
 if TYPE_CHECKING:
@@ -63,7 +70,8 @@ class _Change(argparse.Action):
 
 def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    add_shared(parser, "directory")
+    parser.add_argument("directories", metavar="DIR", type=Path, nargs="+",
+        help="log directory, as in COMMTRACE, or one run's directory in it; several: dry runs")  # fmt: skip
     changes = parser.add_argument_group("changes")
     for option, (metavar, text) in _VALUES.items():
         changes.add_argument(option, metavar=metavar, action=_Change, dest="changes", default=[], help=text)
@@ -77,28 +85,88 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         "repeated")  # fmt: skip
     parser.add_argument("--required-bandwidth", action="store_true",
         help="how much faster transfers must be to be hidden, by dimension")  # fmt: skip
-    parser.add_argument("--computation", metavar="TIME", type=duration_seconds,
-        help="computation of a step, such as 250ms, instead of the times of the run: for dry runs")  # fmt: skip
+    computation = parser.add_argument_group("computation of dry runs").add_mutually_exclusive_group()
+    computation.add_argument(
+        "--computation",
+        metavar="TIME",
+        type=duration_seconds,
+        help="computation of a step of the first dry run, such as 250ms; others: in proportion to their operations",
+    )
+    computation.add_argument(
+        "--rate",
+        metavar="FLOPS",
+        type=flops_per_second,
+        help="floating-point operations of a rank by second that it reaches, such as 400TFLOPS",
+    )
+    computation.add_argument("--calibrate", metavar="RUN", type=Path,
+        help="a recorded run of the layout of one of the dry runs, whose rate is measured")  # fmt: skip
     parser.add_argument("--latency", metavar="TIME", type=duration_seconds, default=0.0,
-        help="latency of a call beside --computation, such as 5us (default: 0)")  # fmt: skip
+        help="latency of a call beside --required-bandwidth --computation, such as 5us (default: 0)")  # fmt: skip
     add_shared(parser, "--json", "--width")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the predictions."""
-    from commtrace.analyses.what_if import bandwidth_bounds, predictions
+    first, *others = arguments.directories
+    stated = [arguments.computation, arguments.rate, arguments.calibrate]
+    if any(value is not None for value in stated) and not arguments.required_bandwidth:
+        return _layouts(arguments)
+    if others:
+        raise CommtraceError(
+            "several runs are compared if they are dry runs, and it is known how fast they compute: add --rate, "
+            "--computation or --calibrate"
+        )
+    if arguments.computation is not None:
+        return _bandwidth_bounds(first, arguments)
+    return _changes(first, arguments)
+
+
+def _layouts(arguments: argparse.Namespace) -> int:
+    from commtrace.analyses.side_by_side import short_names
+    from commtrace.analyses.what_if import layouts
+    from commtrace.analyses.what_if.predictions import replayed_run
+    from commtrace.analyses.what_if.simulated_step import simulated_step
+    from commtrace.run import open_run
+
+    names = [change.partition("=")[2] for change in arguments.changes if change.startswith("network=")]
+    if len(names) < len(arguments.changes) or arguments.all or arguments.equal:
+        raise CommtraceError("dry runs are compared on networks: of the changes, only --network is possible")
+    networks = layouts.networks_of(names)
+    steps = {name: simulated_step(open_run(path)) for name, path in short_names(arguments.directories).items()}
+    first = next(iter(steps.values()))
+    if arguments.calibrate is not None:
+        rate = layouts.rate_of_run(replayed_run(open_run(arguments.calibrate)), [*steps.values()])
+    elif arguments.rate is not None:
+        rate = layouts.Rate(arguments.rate, "as stated")
+    else:
+        rate = layouts.rate_of_computation(first, arguments.computation)
+    tables = layouts.predicted_layouts(steps, networks, rate)
+    return _show(first.run, tables, [*layouts.sentences(tables, networks, rate)], arguments)
+
+
+def _bandwidth_bounds(path: Path, arguments: argparse.Namespace) -> int:
+    from commtrace.analyses.what_if import bandwidth_bounds
+    from commtrace.reading.log_notes import print_notes
+    from commtrace.run import open_run
+
+    if arguments.changes or arguments.all:
+        raise CommtraceError("--required-bandwidth --computation is without changes")
+    opened, stated = open_run(path, recover=True), (arguments.computation, arguments.latency)
+    try:
+        tables = {"bandwidth_bounds": bandwidth_bounds.bandwidth_bounds(opened, *stated)}
+    finally:
+        print_notes(opened.notes)
+    return _show(opened, tables, [bandwidth_bounds.sentence(*stated)], arguments)
+
+
+def _changes(path: Path, arguments: argparse.Namespace) -> int:
+    from commtrace.analyses.what_if import predictions
     from commtrace.analyses.what_if.changes import changed_run
     from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
-    if arguments.computation is not None and (arguments.changes or arguments.all or not arguments.required_bandwidth):
-        raise CommtraceError("--computation is only for --required-bandwidth, without changes")
-    opened = open_run(arguments.directory, recover=True)
+    opened = open_run(path, recover=True)
     try:
-        if arguments.computation is not None:
-            stated = arguments.computation, arguments.latency
-            tables = {"bandwidth_bounds": bandwidth_bounds.bandwidth_bounds(opened, *stated)}
-            return _show(opened, tables, [bandwidth_bounds.sentence(*stated)], arguments)
         replayed = predictions.replayed_run(opened)
         equal = [predictions.replayed_run(open_run(path)) for path in arguments.equal]
         variation = predictions.variation_of_runs([replayed, *equal])

@@ -2,6 +2,8 @@
 
 Counted are matrix products, convolutions and attention, with torch's own formulas (`torch.utils.flop_counter`): two per
 multiplication and addition, attention without regard to a causal mask. All other operators count as none.
+
+Those of forward are also counted alone: they are in proportion to the batch, whether or not backward repeats some.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
+import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from commtrace.recording.session import session
@@ -21,12 +24,12 @@ TABLE: Final = "flops"
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     shapes = gradient.shape, query.shape, key.shape, value.shape
-    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+    return int(sdpa_backward_flop_count(*shapes))
 
 
 _ON_CPU: Final[dict[str, Formula]] = {
@@ -51,13 +54,15 @@ class FlopCounter:
     def __init__(self) -> None:
         self._mono_ns: list[int] = []
         self._flops: list[int] = []
+        self._is_forward: list[bool] = []
 
     def add(self, flops: int) -> None:
         """Count operations that are computed now."""
         self._mono_ns.append(time.monotonic_ns())
         self._flops.append(flops)
+        self._is_forward.append(torch._C._current_autograd_node() is None)
 
     def record(self) -> None:
         """Add them to the log of the process, if it has one."""
         if session.recorder is not None:
-            session.recorder.tables.add(TABLE, moments=self._mono_ns, flops=self._flops)
+            session.recorder.tables.add(TABLE, moments=self._mono_ns, flops=self._flops, is_forward=self._is_forward)

@@ -108,7 +108,7 @@ def _rows(path: Path, device: str, failure: str, begins: npt.NDArray[np.int64]) 
         elif row["table"] in left_out:
             continue
         elif row["table"] == "flops":
-            yield {"table": "flops", **flops_between_calls(begins, row["moments"], row["flops"])}
+            yield {"table": "flops", **flops_between_calls(begins, row["moments"], row["flops"], row["is_forward"])}
             continue
         elif row["table"] == "stats":
             row.update(dict.fromkeys(_COSTS, 0))
@@ -116,7 +116,7 @@ def _rows(path: Path, device: str, failure: str, begins: npt.NDArray[np.int64]) 
 
 
 def flops_between_calls(
-    begins: npt.NDArray[np.int64], moments: Sequence[int], flops: Sequence[int]
+    begins: npt.NDArray[np.int64], moments: Sequence[int], flops: Sequence[int], is_forward: Sequence[bool]
 ) -> dict[str, list[int]]:
     """Return the operations before each call that is not directly after another one.
 
@@ -124,13 +124,17 @@ def flops_between_calls(
         begins: When the calls began, CLOCK_MONOTONIC, ascending, shape (calls,).
         moments: When operations were computed.
         flops: How many.
+        is_forward: Whether that was outside of backward.
 
     Returns:
-        `calls`: the number of the call, from 1, that follows them, or one more than the number of calls; `flops`.
+        `calls`: the number of the call, from 1, that follows them, or one more than the number of calls; `flops`;
+        `forward`: those
+        outside of backward.
     """
     following = np.searchsorted(begins, np.asarray(moments, np.int64), side="right")
     calls, number = np.unique(following, return_inverse=True)
-    sums = [0] * len(calls)  # Python's integers: operations of a large job exceed 64 bits
-    for at, count in zip(number.tolist(), flops, strict=True):
+    sums, forward = [0] * len(calls), [0] * len(calls)  # Python's integers: a large step may exceed 64 bits
+    for at, count, outside in zip(number.tolist(), flops, is_forward, strict=True):
         sums[at] += count
-    return {"calls": (calls + 1).tolist(), "flops": sums}
+        forward[at] += count * outside
+    return {"calls": (calls + 1).tolist(), "flops": sums, "forward": forward}

@@ -3,6 +3,7 @@
     network = open_network("network.json")               a file of commtrace bench
     network = open_network("all_reduce.txt")             tables of nccl-tests or the OSU micro-benchmarks
     network = open_network("slingshot-11")               a built-in description, or the path of another
+    network = open_network("100GB/s+5us")                a rank's bandwidth in one direction, and latency of a message
     network.expected("all_reduce", payload=1 << 20, ranks=8, hosts=2)
 
 A description is JSON:
@@ -23,6 +24,7 @@ A described network predicts the time of an ideal library in an idle network: re
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from commtrace.operations import MESSAGES
+from commtrace.rank_ranges import MAX_RANKS
 from commtrace.volume import busbw_factor
 
 from . import NetworkError
@@ -91,6 +94,8 @@ def open_network(name: str) -> Network:
     """
     path = Path(name)
     if not path.exists():
+        if (flat := _flat_network(name)) is not None:
+            return flat
         if name not in builtin_networks():
             raise NetworkError(
                 f"{name}: no such file, and no built-in description of this name (choose from "
@@ -105,6 +110,18 @@ def open_network(name: str) -> Network:
     if document.get("format") == DESCRIPTION:
         return _read_description(document, name)
     raise NetworkError(f"{name}: neither a file of commtrace bench ({FORMAT!r}) nor a description ({DESCRIPTION!r})")
+
+
+def _flat_network(text: str) -> DescribedNetwork | None:
+    """Return the network of a text such as "100GB/s+5us", in which all ranks are equally far from each other."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(MB|GB|TB)/s(?:\+(\d+(?:\.\d+)?)(us|ms))?", text)
+    if match is None or not float(match[1]):
+        return None
+    bandwidth = float(match[1]) * {"MB": 1e-3, "GB": 1.0, "TB": 1e3}[match[2]]
+    links = Level(float(match[3] or 0) * (1e3 if match[4] == "ms" else 1), bandwidth)
+    return DescribedNetwork(
+        text, ("described: all ranks are equally far from each other",), MAX_RANKS, 0.0, links, links, {}
+    )
 
 
 def builtin_networks() -> list[str]:

@@ -156,8 +156,9 @@ class ProcessTables:
     """Dry run: the ranks of every group of the job."""
     stands_for: tuple[str, int] = "", 1
     """Dry run: the ranks that this rank represents, as text, and their number."""
-    flops: Mapping[int, int] | None = None
-    """Dry run: floating-point operations directly before a call, by the number of the call from 1; None: not known."""
+    flops: Mapping[int, tuple[int, int]] | None = None
+    """Dry run: floating-point operations directly before a call, all and those outside of backward, by the number of
+    the call from 1; None: not known."""
 
     @property
     def source(self) -> Row:
@@ -317,8 +318,8 @@ def _keep_stands_for(tables: ProcessTables, row: Row) -> None:
 
 
 def _keep_flops(tables: ProcessTables, row: Row) -> None:
-    calls, flops = map(_natural, row["calls"]), (_natural(count, _MAX_FLOPS) for count in row["flops"])
-    tables.flops = dict(zip(calls, flops, strict=True))
+    counts = [[_natural(count, _MAX_FLOPS) for count in row[name]] for name in ("flops", "forward")]
+    tables.flops = dict(zip(map(_natural, row["calls"]), zip(*counts, strict=True), strict=True))
 
 
 def _time(row: Row) -> int | None:
