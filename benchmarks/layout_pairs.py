@@ -1,8 +1,9 @@
 """Predictions of `commtrace whatif DRYRUN ... --calibrate RUN` beside what happened: layouts of one model over gloo.
 
 Each rank has a network namespace whose only interface a token bucket filter limits (tc-tbf(8)); all are on one bridge.
-This needs root. A prediction reads the log of one layout, dry runs, and `commtrace bench` of the network. Each ordered
-pair of layouts of one number of ranks counts, also a layout from its own run.
+This needs root. A prediction reads logs of one layout, dry runs, and `commtrace bench` of the network. Each ordered
+pair of layouts of one number of ranks counts, also a layout from its own runs. All layouts run once in each round;
+rates and measured steps are medians over the rounds, since other jobs may use the machine.
 
     sudo python benchmarks/layout_pairs.py --folder pairs --out layouts.json
     python benchmarks/layout_pairs.py --show layouts.json
@@ -29,8 +30,9 @@ from commtrace.analyses.what_if.simulated_step import simulated_step
 from commtrace.run import open_run
 
 ROOT: Final = Path(__file__).parents[1]
-RATES: Final = ("500mbit", "4gbit")
-STEPS: Final = 12
+RATES: Final = ("500mbit",)
+STEPS: Final = 8
+ROUNDS: Final = 3
 LAYOUTS: Final[Mapping[int, Mapping[str, Sequence[str]]]] = {
     2: {
         "ddp": ["--engine", "ddp"],
@@ -63,6 +65,8 @@ class Case:
     low_ns: float
     high_ns: float
     measured_ns: float
+    spread: float
+    """By how much the longest of the equal runs exceeds the shortest, relative."""
 
     @property
     def miss(self) -> float:
@@ -115,7 +119,8 @@ def run(inside: Sequence[Sequence[str]], command: Sequence[str], log: Path | Non
         arguments = [*prefix, "timeout", "300", *command]
         quiet = subprocess.DEVNULL
         started.append(subprocess.Popen(arguments, env=environment, cwd=ROOT, stdout=quiet, stderr=quiet))
-    if any([process.wait() for process in started]):
+    statuses = [process.wait() for process in started]
+    if any(statuses):
         raise SystemExit(f"failed: {' '.join(command)}")
 
 
@@ -123,7 +128,8 @@ def program(folder: Path, options: Sequence[str]) -> list[str]:
     """Return the command of a rank."""
     settings = dict(option.split("=") for option in options if "=" in option)
     file = folder / f"{'-'.join(settings) or 'plain'}.json"
-    file.write_text(json.dumps({"seq_length": 256, **{name: int(value) for name, value in settings.items()}}))
+    lengths = dict.fromkeys(("seq_length", "max_position_embeddings"), 256)
+    file.write_text(json.dumps({**lengths, **{name: int(value) for name, value in settings.items()}}))
     rest = [option for option in options if "=" not in option]
     start = [sys.executable, "-m", "examples.gpt_neox.train", "demo", str(file)]
     return [*start, "--precision", "fp32", "--train-iters", str(STEPS), *rest]
@@ -143,9 +149,9 @@ def measure(folder: Path, rates: Sequence[str]) -> None:
                 if not (out := folder / f"{rate}-{ranks}.json").exists():
                     limits = ["--max-bytes", "16m", "--seconds", "0.2", "--out", str(out), "--force"]
                     run(inside, [sys.executable, "-m", "commtrace.cli", "bench", *limits])
-                for name, own in options.items():
-                    if not (log := folder / f"{rate}-{ranks}" / name).exists():
-                        run(inside, program(folder, own), log)
+                for number, name in itertools.product(range(ROUNDS), options):
+                    if not (log := folder / f"{rate}-{ranks}-{number}" / name).exists():
+                        run(inside, program(folder, options[name]), log)
                         print(log, flush=True)
 
 
@@ -154,14 +160,20 @@ def cases(folder: Path, rates: Sequence[str]) -> Iterator[Case]:
     for (ranks, options), rate in itertools.product(LAYOUTS.items(), rates):
         steps = {name: simulated_step(open_run(folder / f"dry-{ranks}" / name)) for name in options}
         networks = layouts.networks_of([str(folder / f"{rate}-{ranks}.json")])
-        replays = {name: replayed_run(open_run(folder / f"{rate}-{ranks}" / name)) for name in options}
+        replays = {
+            name: [replayed_run(open_run(folder / f"{rate}-{ranks}-{number}" / name)) for number in range(ROUNDS)]
+            for name in options
+        }
         for calibrated, recorded in replays.items():
-            of_run = layouts.rate_of_run(recorded, [*steps.values()])
-            table = layouts.predicted_layouts(steps, networks, of_run)["layouts"].set_index("run")
-            for name, other in replays.items():
-                low, high = (float(table.loc[name, column]) for column in ("low_ns", "high_ns"))
-                measured = float(median_step_ns(other.replay, other.replay.delays))
-                yield Case(ranks, rate, calibrated, name, low, high, measured)
+            rates_of_runs = [layouts.rate_of_run(own, [*steps.values()]).flops_per_s for own in recorded]
+            of_runs = layouts.Rate(statistics.median(rates_of_runs), calibrated)
+            table = layouts.predicted_layouts(steps, networks, of_runs)["layouts"]
+            bounds = dict(zip(table["run"], zip(table["low_ns"], table["high_ns"], strict=True), strict=True))
+            for name, runs in replays.items():
+                low, high = map(float, bounds[name])
+                measured = sorted(float(median_step_ns(own.replay, own.replay.delays)) for own in runs)
+                spread = measured[-1] / measured[0] - 1
+                yield Case(ranks, rate, calibrated, name, low, high, statistics.median(measured), spread)
 
 
 def tables(found: Sequence[Case]) -> Iterator[str]:
@@ -175,12 +187,19 @@ def tables(found: Sequence[Case]) -> Iterator[str]:
         which = "itself" if same else "another layout"
         yield f"| {ranks}, {rate} | {which} | {len(own)} | {inside} | {close} | {largest:+.1%} |"
     yield ""
-    yield "| ranks, rate | calibrated on | layout | predicted | measured | miss |"
-    yield "| --- " * 6 + "|"
+    yield "| ranks, rate | calibrated on | layout | predicted | measured | equal runs differ by | miss |"
+    yield "| --- " * 7 + "|"
     for case in sorted(found, key=lambda case: -abs(case.miss)):
         low, high, measured = (f"{ns / 1e6:.0f}" for ns in (case.low_ns, case.high_ns, case.measured_ns))
-        miss = f"{case.miss:+.1%}" if case.miss else "-"
-        yield f"| {case.ranks}, {case.rate} | {case.calibrated} | {case.layout} | {low} to {high} | {measured} | {miss} |"
+        cells = (
+            f"{case.ranks}, {case.rate}",
+            case.calibrated,
+            case.layout,
+            f"{low} to {high}",
+            measured,
+            f"{case.spread:.0%}",
+        )
+        yield f"| {' | '.join(cells)} | {f'{case.miss:+.1%}' if case.miss else '-'} |"
     width = statistics.median(case.high_ns / case.low_ns for case in found)
     yield f"\nMedian ratio of the bounds: {width:.2f}."
 

@@ -29,7 +29,7 @@ COMMANDS: Final = {
     "watch": "Watch a run while it is recorded, and tell of hangs, failures and delays.",
     "metrics": "Write the numbers of a run for TensorBoard or Prometheus.",
     "scaling": "Compare runs at increasing scale, and show what limits the scaling.",
-    "whatif": "Predict the step time of a recorded run after a change.",
+    "whatif": "Predict the step time of a recorded run after a change, or of dry runs.",
     "check": "Compare a run with its expected calls, for continuous integration.",
     "diff": "Compare the calls of two runs.",
     "theory": "Predict what a training run will communicate, from its configuration alone.",

@@ -186,7 +186,7 @@ _TABLE_SECTIONS: Final = (
     ),
     (
         "Tables of predicted changes",
-        "`commtrace whatif DIR --json`; `commtrace.open(DIR).what_if(...)` returns the first.",
+        "`commtrace whatif DIR ... --json`; `commtrace.open(DIR).what_if(...)` returns the first.",
         TABLE_GROUPS["what_if"],
     ),
 )

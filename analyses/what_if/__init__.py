@@ -6,8 +6,12 @@ changed_run     a run after changes: another graph, other delays
 changes         options such as `--scale-network 2x`: their values, and the delays that they change
 bucket_size     the change of the size of gradient buckets, with what it assumes
 buckets         the graph with other buckets, and times of their messages
+critical_parts  what the critical path of a step consists of
 predictions     the tables: steps with these changes, and the bandwidth that hides communication
 bandwidth_bounds  the same bandwidth from bytes and a stated computation, for dry runs
+simulated_step  a step of a dry run: its calls, and what each rank computes between them
+layout_graph    two such graphs of it, in which nothing is hidden, and all that can be
+layouts         the tables of dry runs that are compared: steps between these bounds
 """
 
 from __future__ import annotations

@@ -6,13 +6,14 @@ without computation between them begin together. The two graphs differ in what a
 
     nothing hidden   each operation, from its call to its end. A send waits for its receive (if ranks would then wait in
                      a circle, none does)
-    most hidden      each operation whose result the next computation uses: activations, messages of pipelines, whatever
-                     the program calls synchronously. Not, if a library knows their purpose:
+    most hidden      each operation whose result the next computation uses: activations, what a stage of a pipeline
+                     receives, whatever else the program calls synchronously. Not sends, and not
                      gradients: the rank waits for them before its first call after backward, or at the end of the step
-                     parameters gathered for a pass: they may begin with the pass (prefetched without limit), and have
-                     arrived when it ends
-                     other asynchronous operations: until the next message, for messages, or until the pass ends
-                     Those of one group run one after the other. Sends never wait.
+                     parameters gathered for a pass: they may begin with the pass (prefetched without limit); the rank
+                     waits for them before its first call after the pass
+                     other asynchronous operations, not of pipelines: until the pass ends, messages also until the next
+                     message
+                     Those of one group run one after the other.
 
 A real step is between the two as far as the times of operations and of computation hold: a library that overlaps what
 computation needs next (tensor parallelism by parts), or operations of several steps, is faster than the second.
@@ -43,21 +44,7 @@ COPIES: Final = 3
 _PARAMETERS: Final = (
     Purpose.PARAMETERS_FORWARD, Purpose.PARAMETERS_BACKWARD, Purpose.PARAMETERS_RECOMPUTATION, Purpose.PARAMETERS_STAGE,
 )  # fmt: skip
-_NEEDED_NEXT: Final = (
-    Purpose.PIPELINE_ACTIVATIONS, Purpose.PIPELINE_GRADIENTS, Purpose.PIPELINE_SET_UP, Purpose.OBJECTS,
-)  # fmt: skip
-"""Purposes of asynchronous calls that the rank nevertheless waits for before it computes."""
 _PASSES: Final = (int(Phase.FORWARD), int(Phase.BACKWARD))
-
-
-class _Edges:
-    """Edges that are being added: source, target, part, and the call whose computation or transfer the delay is."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, int, int, int]] = []
-
-    def add(self, source: int, target: int, part: Part = Part.ORDER, call: int = -1) -> None:
-        self.rows.append((source, target, int(part), call))
 
 
 class _Background(NamedTuple):
@@ -112,21 +99,23 @@ def bounds(step: SimulatedStep) -> tuple[LayoutGraph, LayoutGraph]:
     Raises:
         CircularEventsError: Ranks wait for each other in a circle, even if sends do not wait.
     """
-    most_hidden = _Builder(step, hides=True, sends_wait=False).build()
-    nothing_hidden = _Builder(step, hides=False, sends_wait=True).build()
+    most_hidden = _GraphBuilder(step, hides=True, sends_wait=False).build()
+    nothing_hidden = _GraphBuilder(step, hides=False, sends_wait=True).build()
     zeros = np.zeros(len(step.calls))
     try:
         nothing_hidden.graph.times(nothing_hidden.delays(zeros, zeros))
     except CircularEventsError:
-        nothing_hidden = _Builder(step, hides=False, sends_wait=False).build()
+        nothing_hidden = _GraphBuilder(step, hides=False, sends_wait=False).build()
     return most_hidden, nothing_hidden
 
 
-class _Builder:
+class _GraphBuilder:
     def __init__(self, step: SimulatedStep, *, hides: bool, sends_wait: bool) -> None:
         calls = step.calls
         self._step, self._calls, self._hides = step, calls, hides
-        self._edges, self._events, self._arrivals = _Edges(), 0, dict[tuple[int, int], int]()
+        self._rows: list[tuple[int, int, int, int]] = []
+        """Edges: source, target, part, and the call whose computation or transfer the delay is."""
+        self._events, self._arrivals = 0, dict[tuple[int, int], int]()
         is_async = (calls["flags"] & int(Flag.ASYNC)) > 0
         self._receives = receives(calls)
         self._buffered = sends(calls) & (is_async | (not sends_wait))
@@ -137,14 +126,15 @@ class _Builder:
         self._arrives = matched & (((calls["depends"] & (SOURCE | UNCERTAIN)) > 0) | (not hides))
         self._is_parameters = calls.has_label("purpose", *(purpose.value for purpose in _PARAMETERS))
         self._is_gradient = calls.has_label("purpose", Purpose.GRADIENTS.value)
-        others = is_async & ~calls.has_label("purpose", *(purpose.value for purpose in _NEEDED_NEXT))
+        # What a stage receives, it computes with, however it waits for it.
+        others = is_async & ~calls.has_label("role", "pipeline")
         self._is_background = hides & matched & (self._is_parameters | self._is_gradient | others)
         self._channel = np.where(matched, calls.channel[np.maximum(calls["instance"], 0)], -1)
 
     def build(self) -> LayoutGraph:
         processes = np.unique(self._calls["process"]).tolist()
         ends = np.array([[*self._rank(process)] for process in processes])
-        rows = np.array(self._edges.rows, np.int64)
+        rows = np.array(self._rows, np.int64)
         start = np.full(self._events, -np.inf)
         start[np.setdiff1d(np.arange(self._events), rows[:, 1])] = 0.0
         return LayoutGraph(EventGraph(start, rows[:, 0], rows[:, 1]), rows[:, 2], rows[:, 3], ends)
@@ -152,6 +142,9 @@ class _Builder:
     def _event(self) -> int:
         self._events += 1
         return self._events - 1
+
+    def _edge(self, source: int, target: int, part: Part = Part.ORDER, call: int = -1) -> None:
+        self._rows.append((source, target, int(part), call))
 
     def _arrival(self, copy: int, call: int) -> int:
         """Return the event that all on whom the operation of a call depends have begun it."""
@@ -173,8 +166,7 @@ class _Builder:
 
     def _rank(self, process: int) -> Iterator[int]:
         """Add the events of a process. Yield the end of each copy of the step."""
-        edges, phases = self._edges, self._calls["phase"]
-        blocks = [*self._blocks(process)]
+        phases, blocks = self._calls["phase"], [*self._blocks(process)]
         position = self._event()
         last_of_channel: dict[int, int] = {}
         for copy in range(COPIES):
@@ -187,45 +179,45 @@ class _Builder:
                     phase, pass_begin = int(phases[first]), position
                 due = [own for own in background if own.is_due(phase, is_message)]
                 background = [own for own in background if own not in due]
-                edges.add(position, begun, Part.COMPUTATION, first)
+                self._edge(position, begun, Part.COMPUTATION, first)
                 for own in due:
-                    edges.add(own.event, begun)
-                edges.add(begun, after)
+                    self._edge(own.event, begun)
+                self._edge(begun, after)
                 for call in block:
                     released = pass_begin if self._hides and self._is_parameters[call] else begun
                     end = self._operation(copy, call, released, last_of_channel)
                     if self._is_background[call]:
                         gradient = bool(self._is_gradient[call])
                         background.append(_Background(end, phase, gradient, is_message))
-                    else:
-                        edges.add(end, after)
+                    elif not (self._hides and self._buffered[call]):
+                        self._edge(end, after)
                 position = after
             end_of_step = self._event()
-            edges.add(position, end_of_step)
+            self._edge(position, end_of_step)
             for own in background:
-                edges.add(own.event, end_of_step)
+                self._edge(own.event, end_of_step)
             position = end_of_step
             yield position
 
     def _operation(self, copy: int, call: int, released: int, last_of_channel: dict[int, int]) -> int:
         """Add the operation of a call. Return the event of its end on the rank."""
-        edges, end = self._edges, self._event()
+        end = self._event()
         if self._channel[call] < 0:
-            edges.add(released, end)
+            self._edge(released, end)
             return end
         if self._buffered[call]:
-            edges.add(released, self._arrival(copy, call))
-            edges.add(released, end, Part.TRANSFER, call)
+            self._edge(released, self._arrival(copy, call))
+            self._edge(released, end, Part.TRANSFER, call)
             return end
         if self._arrives[call]:
-            edges.add(released, self._arrival(copy, call))
+            self._edge(released, self._arrival(copy, call))
         if self._waits[call]:
-            edges.add(self._arrival(copy, call), end, Part.TRANSFER, call)
+            self._edge(self._arrival(copy, call), end, Part.TRANSFER, call)
         # What was sent before has arrived when its receive begins.
         is_late_receive = self._hides and self._receives[call]
-        edges.add(released, end, *((Part.ORDER,) if is_late_receive else (Part.TRANSFER, call)))
+        self._edge(released, end, *((Part.ORDER,) if is_late_receive else (Part.TRANSFER, call)))
         channel = int(self._channel[call])
         if self._is_background[call] and channel in last_of_channel:
-            edges.add(last_of_channel[channel], end, Part.TRANSFER, call)
+            self._edge(last_of_channel[channel], end, Part.TRANSFER, call)
         last_of_channel[channel] = end
         return end

@@ -132,16 +132,16 @@ def _layouts(arguments: argparse.Namespace) -> int:
     if len(names) < len(arguments.changes) or arguments.all or arguments.equal:
         raise CommtraceError("dry runs are compared on networks: of the changes, only --network is possible")
     networks = layouts.networks_of(names)
-    steps = {name: simulated_step(open_run(path)) for name, path in short_names(arguments.directories).items()}
-    first = next(iter(steps.values()))
+    runs = {name: open_run(path) for name, path in short_names(arguments.directories).items()}
+    steps = {name: simulated_step(opened) for name, opened in runs.items()}
     if arguments.calibrate is not None:
         rate = layouts.rate_of_run(replayed_run(open_run(arguments.calibrate)), [*steps.values()])
     elif arguments.rate is not None:
         rate = layouts.Rate(arguments.rate, "as stated")
     else:
-        rate = layouts.rate_of_computation(first, arguments.computation)
+        rate = layouts.rate_of_computation(next(iter(steps.values())), arguments.computation)
     tables = layouts.predicted_layouts(steps, networks, rate)
-    return _show(first.run, tables, [*layouts.sentences(tables, networks, rate)], arguments)
+    return _show(next(iter(runs.values())), tables, [*layouts.sentences(tables, networks, rate)], arguments)
 
 
 def _bandwidth_bounds(path: Path, arguments: argparse.Namespace) -> int:

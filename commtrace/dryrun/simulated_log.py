@@ -128,8 +128,7 @@ def flops_between_calls(
 
     Returns:
         `calls`: the number of the call, from 1, that follows them, or one more than the number of calls; `flops`;
-        `forward`: those
-        outside of backward.
+        `forward`: those outside of backward.
     """
     following = np.searchsorted(begins, np.asarray(moments, np.int64), side="right")
     calls, number = np.unique(following, return_inverse=True)

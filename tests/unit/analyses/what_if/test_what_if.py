@@ -242,7 +242,7 @@ def test_bounds_of_a_stated_computation(tmp_path: Path, capsys: pytest.CaptureFi
     assert max(map(len, text.splitlines())) <= 80
     assert text.splitlines()[2].split()[-4:] == ["-"] * 4, "latency alone takes too long"
     assert main(["whatif", str(log), "--computation", "1s"]) == 2
-    assert "--computation is only for --required-bandwidth" in capsys.readouterr().err
+    assert "the network is missing" in capsys.readouterr().err
 
 
 def test_the_table_of_a_run(late: Path) -> None:
