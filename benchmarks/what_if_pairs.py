@@ -40,6 +40,10 @@ BUCKETS_MB: Final = (1, 2, 4, 16)
 BUCKET_JOBS: Final = (("300mbit", 0.0), ("1gbit", 0.0), ("4gbit", 0.0), ("1gbit", 15.0), ("4gbit", 15.0))
 """Network, and ms that backward sleeps for each MiB of gradients."""
 REPETITIONS: Final = 3
+DTYPE_RATES: Final = ("300mbit", "1gbit")
+DTYPE_BACKWARD_MS: Final = (0.0, 15.0)
+DTYPE_SCHEMES: Final = ("ddp", "fsdp2")
+DTYPE_RUNS: Final = 2
 WIDTHS: Final = "widths=512,512,1024,512,256,1024,512,512,256,512"
 """Layers of 0.5 to 2 MiB, 10.5 MiB together."""
 
@@ -189,6 +193,24 @@ def buckets(folder: Path) -> Iterator[Case]:
             yield predicted("bucket, control", f"{_bucket_job(*job)}, {size} MB", first, "compute=1x", second, others)
 
 
+def dtypes(folder: Path) -> Iterator[Case]:
+    """Yield cases for messages in bfloat16: transfers from the run alone, or from a measured network."""
+    for rate, backward_ms, scheme in itertools.product(DTYPE_RATES, DTYPE_BACKWARD_MS, DTYPE_SCHEMES):
+        jobs = folder / f"dtypes-{rate}-{backward_ms:g}-{scheme}"
+        runs = {sent: [jobs / f"{sent}-{number}" for number in range(DTYPE_RUNS)] for sent in ("float32", "bfloat16")}
+        with link(rate) as inside:
+            bench(inside, folder / f"{rate}.json")
+            for number, sent in itertools.product(range(DTYPE_RUNS), runs):
+                options = [f"sent={sent}", "samples=16", WIDTHS, f"backward_ms={backward_ms}"]
+                train(inside, runs[sent][number], scheme, *options)
+        name, file = f"{scheme}, {rate}, backward {'long' if backward_ms else 'short'}", folder / f"{rate}.json"
+        for before, after in zip(runs["float32"], runs["bfloat16"], strict=True):
+            yield predicted("dtype", name, before, "dtype=bf16", after, runs["float32"])
+            yield predicted("dtype, bench", name, before, f"network={file},{file} dtype=bf16", after, runs["float32"])
+        first, second, *_ = runs["float32"]
+        yield predicted("dtype, control", name, first, "compute=1x", second, runs["float32"])
+
+
 def _bucket_job(rate: str, backward_ms: float) -> str:
     return f"{rate}, backward {'long' if backward_ms else 'short'}"
 
@@ -201,14 +223,15 @@ def main() -> None:
     """Run all pairs, print them, misses first, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("pairs.json"))
-    parser.add_argument("--kind", choices=("straggler", "network", "bucket"), action="append")
+    parser.add_argument("--kind", choices=("straggler", "network", "bucket", "dtype"), action="append")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--show", type=Path, help="print the results in a file again, and measure nothing")
     options = parser.parse_args()
     if options.show is not None:
         print(*tables([Case(**case) for case in json.loads(options.show.read_text())]), sep="\n")
         return
-    makers = {"straggler": stragglers, "network": networks, "bucket": buckets}  # the first has the equal runs
+    # The first has the equal runs.
+    makers = {"straggler": stragglers, "network": networks, "bucket": buckets, "dtype": dtypes}
     folder = options.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     cases = [case for kind in options.kind or makers for case in makers[kind](folder)]

@@ -1,8 +1,8 @@
 """python what_if_training.py SCHEME [NAME=VALUE ...]: a training whose network, computation or late rank is changed.
 
-SCHEME: ddp, zero1 or fsdp2. Values: steps, width, layers, samples, bucket_mb, dtype, late (a rank), late_ms; widths,
-such as 512,1024,256: those of the layers' inputs and of the output, instead of width and layers; backward_ms: time that
-backward sleeps for each MiB of gradients, before they are ready.
+SCHEME: ddp, zero1 or fsdp2. Values: steps, width, layers, samples, bucket_mb, dtype, sent (type of messages of ddp and
+fsdp2), late (a rank), late_ms; widths, such as 512,1024,256: those of the layers' inputs and of the output, instead of
+width and layers; backward_ms: time that backward sleeps for each MiB of gradients, before they are ready.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 
 SCHEME = sys.argv[1]
 OPTIONS: dict[str, Any] = {
-    "steps": 30, "width": 512, "layers": 8, "samples": 256, "bucket_mb": 4.0, "dtype": "float32", "late": -1,
-    "late_ms": 0.0, "widths": "", "backward_ms": 0.0,
+    "steps": 30, "width": 512, "layers": 8, "samples": 256, "bucket_mb": 4.0, "dtype": "float32", "sent": "float32",
+    "late": -1, "late_ms": 0.0, "widths": "", "backward_ms": 0.0,
 }  # fmt: skip
 for argument in sys.argv[2:]:
     name, _, value = argument.partition("=")
@@ -81,7 +81,11 @@ def main() -> None:
 
 def ddp(model: Any) -> Any:
     """Return a step of DDP."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
     replica = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=OPTIONS["bucket_mb"])
+    if OPTIONS["sent"] == "bfloat16":
+        replica.register_comm_hook(None, bf16_compress_hook)
     return stepper(replica, torch.optim.SGD(replica.parameters(), 0.001))
 
 
@@ -96,13 +100,15 @@ def zero1(model: Any) -> Any:
 def fsdp2(model: Any) -> Any:
     """Return a step of FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sent = getattr(torch, OPTIONS["sent"])
+    policy = MixedPrecisionPolicy(param_dtype=sent, reduce_dtype=sent)
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return stepper(model, torch.optim.SGD(model.parameters(), 0.001))
 
 

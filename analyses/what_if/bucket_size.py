@@ -51,7 +51,7 @@ def with_bucket_size(run: ChangedRun, limit: int) -> ChangedRun:
     replay, path = run.replayed.replay, run.recorded.run.log.path
     try:
         if (replay.message >= 0).any():
-            raise BucketsError("buckets can be changed only once")
+            raise BucketsError("the sizes of its messages have already been changed")
         recorded = gradient_buckets(replay)
         gradients = _gradients(run.recorded.run)
         pairs = [(own, new_buckets(own.payload, limit, gradients)) for own in recorded]

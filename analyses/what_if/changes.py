@@ -9,6 +9,7 @@
                             "worst": the rank with which the step becomes shortest
     balance                 all ranks compute for as long as their mean in the same part of a step
     no-wait                 no operation waits for late ranks
+    dtype=bf16              gradients and parameters in float32 are sent in half the bytes (`message_dtype`); also fp16
     bucket=50MB             DistributedDataParallel closes gradient buckets at this size (`buckets`; MB: 2**20 bytes)
 
 Changes compose: each one is made on top of those before it (`changed_run`).
@@ -39,6 +40,7 @@ from .changed_run import (
     without_straggler,
     worst_straggler,
 )
+from .message_dtype import DTYPES, with_message_dtype
 from .recorded_graph import Part
 
 WORST: Final = "worst"
@@ -252,6 +254,14 @@ def _bucket(text: str, value: str) -> NamedChange:
     return NamedChange(text, lambda run: with_bucket_size(run, limit))
 
 
+def _dtype(text: str, value: str) -> NamedChange:
+    if value not in DTYPES:
+        raise CommtraceError(
+            f"{text!r}: {value!r} is no type of half the size of float32; choose from {', '.join(DTYPES)}"
+        )
+    return NamedChange(text, lambda run: with_message_dtype(run, value))
+
+
 _CHANGES: Final[dict[str, Callable[[str, str], NamedChange]]] = {
     "network": _network,
     "scale-network": _scale_network,
@@ -261,6 +271,7 @@ _CHANGES: Final[dict[str, Callable[[str, str], NamedChange]]] = {
     "balance": _balance,
     "no-wait": _no_wait,
     "bucket": _bucket,
+    "dtype": _dtype,
 }
 
 

@@ -51,6 +51,7 @@ _VALUES: Final = {
         "which the step becomes shortest"),
     "--bucket": ("SIZE", "DistributedDataParallel closes buckets of gradients at this size, such as 50MB (of 2**20 "
         "bytes, as bucket_cap_mb)"),
+    "--dtype": ("TYPE", "gradients and parameters that are sent as float32 are sent as bf16 or fp16"),
 }  # fmt: skip
 _FLAGS: Final = {
     "--balance": "all ranks compute for as long as their mean",
