@@ -272,7 +272,7 @@ def sentences(tables: Mapping[str, pd.DataFrame], networks: Mapping[str, Network
     if len(rows) > 1:
         slower = [row.run for row in rows[1:] if row.low_ns / row.batch > rows[0].high_ns / rows[0].batch]
         if len(slower) == len(rows) - 1:
-            yield f"{rows[0].run} is the fastest whatever is hidden."
+            yield f"{rows[0].run} is the fastest whatever is hidden: its longest step is shorter than all others."
         else:
             others = ", ".join(row.run for row in rows[1:] if row.run not in slower)
             yield f"Whether {rows[0].run} is faster than {others} depends on what is hidden: their bounds overlap."

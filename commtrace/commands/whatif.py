@@ -127,6 +127,7 @@ def _layouts(arguments: argparse.Namespace) -> int:
     from commtrace.analyses.what_if import layouts
     from commtrace.analyses.what_if.predictions import replayed_run
     from commtrace.analyses.what_if.simulated_step import simulated_step
+    from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
     names = [change.partition("=")[2] for change in arguments.changes if change.startswith("network=")]
@@ -142,6 +143,8 @@ def _layouts(arguments: argparse.Namespace) -> int:
     else:
         rate = layouts.rate_of_computation(next(iter(steps.values())), arguments.computation)
     tables = layouts.predicted_layouts(steps, networks, rate)
+    for opened in runs.values():
+        print_notes(opened.notes)
     return _show(next(iter(runs.values())), tables, [*layouts.sentences(tables, networks, rate)], arguments)
 
 

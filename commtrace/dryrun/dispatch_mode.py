@@ -112,7 +112,7 @@ class DryRunMode(TorchDispatchMode):
             on_cpu, device = self._devices.redirect(kwargs, tensors)
             result = self._devices.place(self._handlers[plan.kind](func, plan, tensors, args, on_cpu), device)
         if plan.flops is not None:
-            self.flops.add(plan.flops(*args, **kwargs, out_val=result))
+            self.flops.count(plan.flops, args, kwargs, result)
         return result
 
     def _wraps(self, cls: type) -> bool:

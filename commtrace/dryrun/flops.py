@@ -9,7 +9,7 @@ Those of forward are also counted alone: they are in proportion to the batch, wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -55,14 +55,20 @@ class FlopCounter:
         self._mono_ns: list[int] = []
         self._flops: list[int] = []
         self._is_forward: list[bool] = []
+        self._is_complete = True
 
-    def add(self, flops: int) -> None:
-        """Count operations that are computed now."""
+    def count(self, formula: Formula, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Count the operations of an operator that was called now."""
+        try:
+            flops = formula(*args, **kwargs, out_val=result)
+        except Exception:  # torch's formulas check shapes; a dry run does not fail for them
+            self._is_complete = False
+            return
         self._mono_ns.append(time.monotonic_ns())
         self._flops.append(flops)
         self._is_forward.append(torch._C._current_autograd_node() is None)
 
     def record(self) -> None:
-        """Add them to the log of the process, if it has one."""
-        if session.recorder is not None:
+        """Add them to the log of the process, if it has one, unless some could not be counted."""
+        if session.recorder is not None and self._is_complete:
             session.recorder.tables.add(TABLE, moments=self._mono_ns, flops=self._flops, is_forward=self._is_forward)
