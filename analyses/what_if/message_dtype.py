@@ -114,5 +114,6 @@ def _remarks(run: ChangedRun, dtype: str, transfers: Array, payload: Array) -> I
     yield (
         f"{dtype}: {format_count(count)} calls of a rank in a step, with {format_bytes(size)} of gradients and "
         f"parameters in {_RECORDED}, carry half. Everything else stays: other types, losses and norms, and computation "
-        "(conversions take time that is not predicted; matrix products may become faster)."
+        "(conversions take time that is not predicted; matrix products may become faster). This change has not been "
+        "held to real runs."
     )

@@ -143,7 +143,7 @@ def test_the_tables_and_their_keys(page: dict[str, Any], log: Path) -> None:
     always = {"process", "setup", "kinds", "groups", "sites", "stats", "clock", "leaving", "end"}
     assert set(tables) == always | set(tables) & {"roles"}
     ends = {"thread_exceptions", "peer_ends"}
-    dry_run_tables = {"notices", "writes", "topology", "stands_for"}
+    dry_run_tables = {"notices", "writes", "flops", "topology", "stands_for"}
     others = {"roles", "message_roles", "dimensions", "job", "passes", "stages", "salvage", "stacks"}
     assert set(tables) | others | ends | dry_run_tables == set(described)
     for name, rows in tables.items():

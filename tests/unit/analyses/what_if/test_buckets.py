@@ -174,7 +174,7 @@ def test_the_catalogue_has_buckets(tmp_path: Path, capsys: pytest.CaptureFixture
     [
         (["bucket=big"], "'big' is not a size such as 50MB"),
         (["bucket=0"], "'0' is not a size"),
-        (["bucket=6MB", "bucket=9MB"], "buckets can be changed only once"),
+        (["bucket=6MB", "bucket=9MB"], "the sizes of its messages have already been changed"),
     ],
 )
 def test_errors(texts: list[str], message: str, tmp_path: Path) -> None:
