@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from counted_dry_runs import Call, dry_run
 from factory import LogFactory, training
 from networks import ideal, results
 
@@ -23,10 +24,13 @@ from commtrace.analyses.side_by_side import compare
 from commtrace.analyses.table_specs.spec import formatted_rows
 from commtrace.analyses.what_if.bandwidth_bounds import bandwidth_bounds
 from commtrace.analyses.what_if.changes import changed_run
+from commtrace.analyses.what_if.layouts import Rate, networks_of, predicted_layouts
 from commtrace.analyses.what_if.predictions import replayed_run, required_bandwidth, run_facts, what_if
+from commtrace.analyses.what_if.simulated_step import simulated_step
 from commtrace.errors import NoSuchTableError
 from commtrace.network.networks import MeasuredNetwork
 from commtrace.run import open_run
+from commtrace.schema import Phase
 
 LOGS = Path(__file__).parents[3] / "notebooks" / "logs"
 ZEROS = {name: LOGS / name for name in ("zero1", "zero3")}
@@ -41,6 +45,8 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
         training(folder / str(ranks), ranks=ranks)
     differences = compare_calls(*(read_calls(run) for run in zeros.values()))
     network = network_analysis(MeasuredNetwork("it", results([*ideal("all_reduce", 2), *ideal("all_gather", 2)])))
+    calls = [Call(1, 1, phase=Phase.FORWARD), Call(1, 1)]
+    simulated = simulated_step(open_run(dry_run(tmp_path_factory.mktemp("dryrun"), {0: calls, 1: calls})))
     return {
         **analyse(zeros["zero3"], details=True),
         **fold(zeros["zero3"], [network]),
@@ -52,6 +58,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
         "required_bandwidth": required_bandwidth(changed),
         "what_if_run": run_facts(changed.recorded),
         "bandwidth_bounds": bandwidth_bounds(zeros["zero3"], computation_s=0.1),
+        **predicted_layouts({"it": simulated}, networks_of(["1GB/s"]), Rate(1e12, "as stated")),
     }
 
 
