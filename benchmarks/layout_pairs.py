@@ -35,7 +35,7 @@ from commtrace.run import open_run
 ROOT: Final = Path(__file__).parents[1]
 RATES: Final = ("500mbit",)
 STEPS: Final = 8
-ROUNDS: Final = 5
+ROUNDS: Final = {2: 5, 4: 3}
 LAYOUTS: Final[Mapping[int, Mapping[str, Sequence[str]]]] = {
     2: {
         "ddp": ["--engine", "ddp"],
@@ -154,7 +154,7 @@ def measure(folder: Path, rates: Sequence[str]) -> None:
                 if not (out := folder / f"{rate}-{ranks}.json").exists():
                     limits = ["--max-bytes", "16m", "--seconds", "0.2", "--out", str(out), "--force"]
                     run(inside, [sys.executable, "-m", "commtrace.cli", "bench", *limits])
-                for number, name in itertools.product(range(ROUNDS), options):
+                for number, name in itertools.product(range(ROUNDS[ranks]), options):
                     if not (log := folder / f"{rate}-{ranks}-{number}" / name).exists():
                         run(inside, program(folder, options[name]), log)
                         print(log, flush=True)
@@ -166,7 +166,9 @@ def cases(folder: Path, rates: Sequence[str]) -> Iterator[Case]:
         steps = {name: simulated_step(open_run(folder / f"dry-{ranks}" / name)) for name in options}
         networks = layouts.networks_of([str(folder / f"{rate}-{ranks}.json")])
         replays = {
-            name: [replayed_run(open_run(folder / f"{rate}-{ranks}-{number}" / name)) for number in range(ROUNDS)]
+            name: [
+                replayed_run(open_run(folder / f"{rate}-{ranks}-{number}" / name)) for number in range(ROUNDS[ranks])
+            ]
             for name in options
         }
         steps_ns = {
