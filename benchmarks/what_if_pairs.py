@@ -201,7 +201,7 @@ def dtypes(folder: Path) -> Iterator[Case]:
         with link(rate) as inside:
             bench(inside, folder / f"{rate}.json")
             for number, sent in itertools.product(range(DTYPE_RUNS), runs):
-                options = [f"sent={sent}", "samples=16", WIDTHS, f"backward_ms={backward_ms}"]
+                options = ["steps=25", f"sent={sent}", "samples=16", WIDTHS, f"backward_ms={backward_ms}"]
                 train(inside, runs[sent][number], scheme, *options)
         name, file = f"{scheme}, {rate}, backward {'long' if backward_ms else 'short'}", folder / f"{rate}.json"
         for before, after in zip(runs["float32"], runs["bfloat16"], strict=True):

@@ -85,7 +85,8 @@ def ddp(model: Any) -> Any:
 
     replica = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=OPTIONS["bucket_mb"])
     if OPTIONS["sent"] == "bfloat16":
-        replica.register_comm_hook(None, bf16_compress_hook)
+        # DDP rejects the hook itself, by its name, without CUDA.
+        replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     return stepper(replica, torch.optim.SGD(replica.parameters(), 0.001))
 
 

@@ -99,14 +99,17 @@ def bounds(step: SimulatedStep) -> tuple[LayoutGraph, LayoutGraph]:
     Raises:
         CircularEventsError: Ranks wait for each other in a circle, even if sends do not wait.
     """
-    most_hidden = _GraphBuilder(step, hides=True, sends_wait=False).build()
-    nothing_hidden = _GraphBuilder(step, hides=False, sends_wait=True).build()
-    zeros = np.zeros(len(step.calls))
     try:
-        nothing_hidden.graph.times(nothing_hidden.delays(zeros, zeros))
+        nothing_hidden = _checked(_GraphBuilder(step, hides=False, sends_wait=True).build())
     except CircularEventsError:
-        nothing_hidden = _GraphBuilder(step, hides=False, sends_wait=False).build()
-    return most_hidden, nothing_hidden
+        nothing_hidden = _checked(_GraphBuilder(step, hides=False, sends_wait=False).build())
+    return _checked(_GraphBuilder(step, hides=True, sends_wait=False).build()), nothing_hidden
+
+
+def _checked(graph: LayoutGraph) -> LayoutGraph:
+    """Return the graph. Raises CircularEventsError."""
+    graph.graph.times(np.zeros(len(graph.call)))
+    return graph
 
 
 class _GraphBuilder:

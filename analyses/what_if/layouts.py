@@ -54,8 +54,8 @@ LAYOUT_TRANSFERS: Final = TableSpec("layout_transfers", "Transfers of layouts",
     shared.RUN, shared.ROLE,
     text_column("purpose", "purpose", "Why the library made the calls.", shortenable=True),
     count("calls_per_rank", "calls/step", "Calls of a step per simulated rank."),
-    duration("transfer_ns", "transfers", "Sum of their transfers per simulated rank; missing if the network predicts "
-        "none of them."),
+    duration("transfer_ns", "transfers", "Sum of their transfers per simulated rank; missing unless the network "
+        "predicts all of them."),
     duration("exposed_low_ns", "exposed from", "What the step would save without them, if all is hidden that "
         "dependencies allow."),
     duration("exposed_high_ns", "to", "What it would save if nothing is hidden."),
@@ -191,9 +191,11 @@ def predicted_layouts(
 def _layout(name: str, step: SimulatedStep, networks: Mapping[str, Network], rate: Rate) -> _Layout:
     try:
         graphs = bounds(step)
-        graphs[1].graph.times(graphs[1].delays(np.zeros(len(step.calls)), np.zeros(len(step.calls))))
     except CircularEventsError as error:
-        raise LogError(f"{step.run.log.path}: its ranks wait for each other in a circle: {error}") from None
+        raise LogError(
+            f"{step.run.log.path}: its ranks wait for each other in a circle; it does not show when they wait for "
+            f"messages that they receive in the background: {error}"
+        ) from None
     examples, groups = group_rows([step.calls["role"], step.calls["purpose"]])
     margin = max((network.held_out_error or 0.0 for network in networks.values()), default=0.0)
     return _Layout(
@@ -224,7 +226,7 @@ def _rows(layout: _Layout, first_forward: float) -> tuple[dict[str, Any], list[d
     low, high = durations
     processes = len(np.unique(calls["process"]))
     sums = np.bincount(layout.groups, transfer, kinds) / processes
-    known = np.bincount(layout.groups, np.isfinite(layout.transfer), kinds) > 0
+    known = np.bincount(layout.groups, np.isnan(layout.transfer), kinds) == 0
     by_purpose = [
         {
             "run": layout.name,
@@ -272,7 +274,7 @@ def sentences(tables: Mapping[str, pd.DataFrame], networks: Mapping[str, Network
     if len(rows) > 1:
         slower = [row.run for row in rows[1:] if row.low_ns / row.batch > rows[0].high_ns / rows[0].batch]
         if len(slower) == len(rows) - 1:
-            yield f"{rows[0].run} is the fastest whatever is hidden: its longest step is shorter than all others."
+            yield f"{rows[0].run} is the fastest whatever is hidden: its upper bound is below all other lower bounds."
         else:
             others = ", ".join(row.run for row in rows[1:] if row.run not in slower)
             yield f"Whether {rows[0].run} is faster than {others} depends on what is hidden: their bounds overlap."

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 import pytest
 from counted_dry_runs import ACTIVATIONS, PARAMETERS, STAGES, Call, dry_run
@@ -111,6 +112,30 @@ def test_messages_need_both_ends(tmp_path: Path) -> None:
     calls = {0: [Call(4, 1, STAGES, SEND, Phase.FORWARD, 1)]}
     with pytest.raises(CommtraceError, match=r"with rank 1, not simulated.*--ranks 0-1"):
         predicted(tmp_path, calls, role="pipeline")
+
+
+def test_exchanged_messages_do_not_wait_in_a_circle(tmp_path: Path) -> None:
+    """Each rank sends, computes, and then receives: sends that waited for receives would never end."""
+    calls = {
+        rank: [
+            Call(2, 1, STAGES, SEND, Phase.FORWARD, 1 - rank), Call(3, 1, STAGES, RECV, Phase.FORWARD, 1 - rank)
+        ]
+        for rank in (0, 1)
+    }  # fmt: skip
+    row, _ = predicted(tmp_path, calls, role="pipeline")
+    assert row.low_ns == 5 * MS
+    assert row.high_ns == (2 + 1 + 3 + 1) * MS
+
+
+def test_the_last_step_does_not_count_if_it_differs(tmp_path: Path) -> None:
+    both_ranks = both([FORWARD, Call(4, 3)])
+    dry_run(tmp_path, both_ranks)
+    for tables in tmp_path.rglob("*.npy"):
+        rows = np.load(tables)
+        last = rows[-1:].copy()
+        last["t_begin"], last["seq"] = len(rows) + 1, last["seq"] + 1
+        np.save(tables, np.concatenate([rows, last]))
+    assert len(step_of(tmp_path).calls) == 4
 
 
 def test_rates(tmp_path: Path) -> None:
