@@ -3,8 +3,9 @@
 Only their transfers change: the part of their time that depends on the bytes halves, and the latency stays.
 
     after --network  a transfer changes as the times do that the (new) network predicts for the two sizes
-    without          a line through the run's own transfers of an operation, by payload, gives the latency; it lies
-                     between 0 and the shortest of these transfers, which bound the prediction
+    without          the latency lies between 0 and the shortest of the run's own transfers of an operation, which bound
+                     the prediction. It is that of a line through these transfers, by payload, if their payloads differ
+                     by `FITTED_RANGE` or more, else 0: messages that share a link hide how short they are alone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from .changed_run import ChangedRun, ReplayedRun, kinds_of_calls, with_error
 from .recorded_graph import Part
 
 DTYPES: Final = ("bf16", "fp16")
+FITTED_RANGE: Final = 16
+"""Ratio of the payloads of an operation from which on a line through its transfers shows their latency."""
 _RATIO: Final = 0.5
 _RECORDED: Final = "float32"
 _PURPOSES: Final = (
@@ -100,7 +103,7 @@ def _latencies(run: ReplayedRun, transfers: Array, payload: Array, transfer_ns: 
         medians = np.array([np.median(transfer_ns[own][number == at]) for at in range(len(sizes))])
         largest = float(medians.min())
         fitted = 0.0
-        if len(sizes) > 1:
+        if sizes[-1] >= FITTED_RANGE * max(sizes[0], 1):
             weights = 1 / np.maximum(medians, 1.0)  # relative residuals
             fitted = float(np.polyfit(sizes.astype(float), medians, 1, w=weights)[1])
         result[:, own] = np.array([[np.clip(fitted, 0, largest)], [0.0], [largest]])

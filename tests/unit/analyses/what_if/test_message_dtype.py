@@ -36,19 +36,26 @@ def program_of(folder: Path, calls: list[tuple[int, int, int]], steps: int = 8) 
 
 def test_gradients_take_half_of_what_their_bytes_do(tmp_path: Path) -> None:
     # A latency of 100 us and 100 us for each MB; the loss stays.
-    calls = [(MB, 200, GRADIENTS_SITE), (5 * MB, 600, GRADIENTS_SITE), (4, 50, 2)]
+    calls = [(MB, 200, GRADIENTS_SITE), (16 * MB, 1700, GRADIENTS_SITE), (4, 50, 2)]
     recorded = replayed_run(open_run(program_of(tmp_path, calls)))
     changed = changed_run(recorded, ["dtype=bf16"])
     table = what_if(changed)
     row = table.iloc[-1]
-    assert table["step_ns"].iloc[0] == pytest.approx((300 + 850) * US)
-    assert row.step_ns == pytest.approx((300 + 150 + 350 + 50) * US)
+    assert table["step_ns"].iloc[0] == pytest.approx((300 + 1950) * US)
+    assert row.step_ns == pytest.approx((300 + 150 + 900 + 50) * US)
     # A latency of 0 to 200 us for each of the two.
-    assert row.low_ns == pytest.approx((300 + 100 + 300 + 50) * US)
-    assert row.high_ns == pytest.approx((300 + 200 + 400 + 50) * US)
+    assert row.low_ns == pytest.approx((300 + 100 + 850 + 50) * US)
+    assert row.high_ns == pytest.approx((300 + 200 + 950 + 50) * US)
     assert "2 calls of a rank in a step" in table.attrs[REMARKS][0]
     before, after = required_bandwidth(changed_run(recorded)), required_bandwidth(changed)
     assert after["wire_bytes"].iloc[0] == pytest.approx((before["wire_bytes"].iloc[0] - 4) / 2 + 4)
+
+
+def test_messages_of_similar_sizes_show_no_latency(tmp_path: Path) -> None:
+    calls = [(4 * MB, 500, GRADIENTS_SITE), (5 * MB, 600, GRADIENTS_SITE)]
+    row = what_if(changed_run(replayed_run(open_run(program_of(tmp_path, calls))), ["dtype=bf16"])).iloc[-1]
+    assert row.step_ns == row.low_ns == pytest.approx((200 + 250 + 300) * US)
+    assert row.high_ns == pytest.approx((200 + 500 + 550) * US)
 
 
 def test_a_network_says_what_half_the_bytes_take(tmp_path: Path) -> None:
