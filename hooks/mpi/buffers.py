@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from operator import index
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -104,10 +104,29 @@ def element_of(datatype: Any) -> Element:
 
 
 def fill_predefined() -> None:
-    """Fill `predefined` once MPI is initialized: these datatypes are never freed."""
-    for datatype in vars(MPI).values():
-        if isinstance(datatype, MPI.Datatype) and datatype != MPI.DATATYPE_NULL:
-            predefined[id(datatype)] = datatype, element_of(datatype)
+    """Fill `predefined` once MPI is initialized: these datatypes are never freed.
+
+    An MPI that was built without Fortran has names for Fortran's datatypes, but refuses to describe them.
+    """
+    with _errors_returned():
+        for datatype in vars(MPI).values():
+            if isinstance(datatype, MPI.Datatype) and datatype != MPI.DATATYPE_NULL:
+                with suppress(MPI.Exception):
+                    predefined[id(datatype)] = datatype, element_of(datatype)
+
+
+@contextmanager
+def _errors_returned() -> Iterator[None]:
+    """Have MPI return errors of calls without a communicator, even if the program wants to be aborted by its own."""
+    handlers = [(comm, comm.Get_errhandler()) for comm in (MPI.COMM_WORLD, MPI.COMM_SELF)]
+    for comm, _ in handlers:
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+    try:
+        yield
+    finally:
+        for comm, handler in handlers:
+            comm.Set_errhandler(handler)
+            handler.Free()
 
 
 def _type_name(datatype: Any) -> str:

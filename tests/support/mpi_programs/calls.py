@@ -24,6 +24,17 @@ WORLD: Any = MPI.COMM_WORLD
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
 NEXT, LAST = (RANK + 1) % SIZE, (RANK - 1) % SIZE
 
+
+class Refused(MPI.Datatype):
+    """A datatype that MPI names and refuses to describe, as those of Fortran if MPI was built without it."""
+
+    def Get_size(self) -> int:  # noqa: N802 (mpi4py's name)
+        raise MPI.Exception(MPI.ERR_TYPE)
+
+
+library: Any = MPI
+library.REFUSED = Refused(MPI.INT)
+
 Case = Callable[[], Any]
 CASES: dict[str, Case] = {}
 
@@ -43,6 +54,11 @@ def numbers(count: int, dtype: str = "f8", of: int = RANK) -> np.ndarray[Any, An
 @case
 def barrier() -> Any:
     return WORLD.Barrier()
+
+
+@case
+def errors_are_handled_as_before() -> Any:
+    return all(comm.Get_errhandler() == MPI.ERRORS_RETURN for comm in (WORLD, MPI.COMM_SELF))
 
 
 @case
