@@ -57,6 +57,10 @@ class Jobs:
         self._known[engine] = next(_numbers)  # not its id, which the next engine may get
         self.write_now()
 
+    def __contains__(self, engine: object) -> bool:
+        """Return whether this engine was built while it was hooked."""
+        return engine in self._known
+
     def write_now(self) -> None:
         """Write to the tables of the running recorder, if there is one."""
         tracer = torch_tracer.current()

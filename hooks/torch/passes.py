@@ -53,7 +53,12 @@ class Passes:
         tracer.recorder.drain_callbacks.append(write)
 
     def add(self, model: Any, entry: PassRow) -> None:
-        """Add a single pass to the current step, the step of its calls."""
+        """Add a single pass to the current step, the step of its calls.
+
+        A model that was built before tracing began has no job, and its passes are not known.
+        """
+        if model not in self._jobs:
+            return
         passes = self._by_model.get(model)
         if passes is None:
             passes = self._by_model[model] = _ModelPasses()

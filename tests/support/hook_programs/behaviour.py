@@ -185,13 +185,33 @@ def check_exec_does_not_fill_memory() -> None:
     call_site._MAX_CODES = max_codes
 
 
+def sharded_model() -> Callable[[], None]:
+    """Return a step of an FSDP2 model that has run before tracing, whose settings are then unknown."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+    def step() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+
+    step()
+    return step
+
+
 initialise()
 ERRORS = errors()
+STEP = sharded_model()
 check_install_and_uninstall()
 check_half_an_install_is_taken_back()
 for number in range(2):
     commtrace.start(f"{LOG}/{number}")
     assert hooked() == {True}
+    if number == 0:  # it belongs to the first world
+        STEP()
     check_works()
     check_nothing_is_kept_after_a_wait()
     check_nothing_is_kept_after_a_work_was_dropped()
