@@ -119,11 +119,11 @@ def total_computation(paths: StepPaths, parts: list[Computation]) -> Computation
 
 
 def delays(run: AnalysedRun, paths: StepPaths, parts: list[Computation]) -> pd.DataFrame:
-    """Return the table `delays`: significant delays, the largest first."""
+    """Return the table `delays`: significant delays, the largest first. A job of one rank delays nobody."""
     step_ns, ranks = paths.step_ns(), [*_ranks(run, paths).values()]
     total = total_computation(paths, parts)
     rows = []
-    for delay in _significant(total.excess, float(np.median(step_ns))):
+    for delay in _significant(total.excess, float(np.median(step_ns))) if len(ranks) > 1 else ():
         on_path = np.minimum(delay.excess, total.on_path[delay.row, delay.at]).clip(min=0)
         if on_path.sum() >= MIN_ON_PATH * delay.excess.sum():
             longest = max(parts, key=lambda part: _rise(part.excess[delay.row], delay))

@@ -21,6 +21,9 @@ ELEMENT_BYTES: Final = {
 }  # fmt: skip
 """Bytes per element, by torch's name of the dtype."""
 
+ALONE: Final = "one data-parallel rank has nothing to communicate"
+"""Why a job whose only dimension has one rank is not predicted."""
+
 Item = TypeVar("Item")
 
 

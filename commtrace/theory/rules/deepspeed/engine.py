@@ -18,7 +18,7 @@ from commtrace.theory.expected_calls import (
     level_bars,
     total_wire_bytes,
 )
-from commtrace.theory.job import Job, ModelTensor, element_size, grouped, refuse
+from commtrace.theory.job import ALONE, Job, ModelTensor, element_size, grouped, refuse
 from commtrace.theory.rules.gradients import buckets_exceeding_limit
 from commtrace.theory.rules.registry import DEEPSPEED, rule
 
@@ -43,7 +43,7 @@ def check(job: Job) -> None:
         (job.row.sparse_gradients, "sparse gradients have no rules yet"),  # DeepSpeed 0.19 has no such setting
         (job.row.moe and is_zero_3, "ZeRO-3 with mixtures of experts has no rules yet"),
         (optimizer not in _KNOWN_OPTIMIZERS, f"the optimizer {optimizer} has no rules yet"),
-        (job.ranks < 2 and job.tensor < 2, "one data-parallel rank has nothing to communicate"),
+        (job.ranks < 2 and job.tensor < 2, ALONE),
     )
 
 

@@ -19,7 +19,7 @@ from commtrace.theory.expected_calls import (
     level_bars,
     total_wire_bytes,
 )
-from commtrace.theory.job import Job, ModelTensor, grouped, refuse
+from commtrace.theory.job import ALONE, Job, ModelTensor, grouped, refuse
 from commtrace.theory.rules.gradients import backward_order, buckets_reaching_limit, max_buckets_reaching_limit
 from commtrace.theory.rules.registry import TORCH, rule
 
@@ -36,7 +36,10 @@ def predict(job: Job) -> Prediction:
     Raises:
         NotPredictedError: If the job has a setting without rules.
     """
-    refuse((job.row.mixed_precision is not None, "DDP's own mixed precision has no rules yet"))
+    refuse(
+        (job.ranks < 2, ALONE),
+        (job.row.mixed_precision is not None, "DDP's own mixed precision has no rules yet"),
+    )
     start = (*verification(job), *initial_broadcasts(job))
     steps = tuple(_step(job, number) for number in range(_STEPS))
     steady = steps[-1]

@@ -33,7 +33,7 @@ from commtrace.theory.expected_calls import (
     level_bars,
     total_wire_bytes,
 )
-from commtrace.theory.job import Job, NotPredictedError, element_size, refuse
+from commtrace.theory.job import ALONE, Job, NotPredictedError, element_size, refuse
 from commtrace.theory.rules.registry import TORCH, rule
 
 PARAMETERS: Final = "parameters"
@@ -108,7 +108,7 @@ def predict(job: Job) -> Prediction:
     """Predict what a rank communicates. Raise NotPredictedError for settings without rules."""
     units = units_of(job)
     refuse(
-        (job.ranks < 2, "one data-parallel rank has nothing to communicate"),
+        (job.ranks < 2, ALONE),
         (not all(unit.trained for unit in units),
          "units of fully_shard without a trained parameter have no rules yet"),
     )  # fmt: skip

@@ -163,6 +163,12 @@ def test_the_section_shows_computation_and_communication(tmp_path: Path, capsys:
     assert "Delays: ranks that compute longer than the others" in text
 
 
+def test_one_rank_delays_nobody(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "data parallel", 1, delay=late(0, Phase.BACKWARD, 400 * MS, {5}))
+    assert run.step_paths is not None
+    assert len(tables_of(run)["delays"]) == 0
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_excess_is_over_the_median_of_the_other_ranks(ranks: int) -> None:
     ns = np.random.default_rng(ranks).integers(0, 6, (ranks, 50)).astype(np.float64)
