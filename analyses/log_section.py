@@ -12,6 +12,7 @@ from commtrace.formatting import format_count, format_moment, format_plural, for
 from commtrace.rank_ranges import format_ranks, name_ranks, shorten_rank_list
 from commtrace.reading.log_notes import Note, merge_notes
 from commtrace.reading.recorded_run import RecordedRun
+from commtrace.reading.table_reader import integer_or_none
 from commtrace.schema import WITHOUT_RECORD
 from commtrace.summary_format import RELATIVE_ERROR
 
@@ -61,6 +62,7 @@ def warnings(run: RecordedRun, tables: Tables) -> Iterator[str]:
             "they cover only the calls that were recorded in full, if any."
         )
     yield from _slower_recorder(run)
+    yield from _untimed_calls(run)
     yield from failures(run)
     if coverage["simulated"]:
         yield "Simulated, a dry run: the calls are the job's, nothing was sent, and there are no times."
@@ -87,6 +89,16 @@ def _slower_recorder(run: RecordedRun) -> Iterator[str]:
         yield (
             f"Calls of {library}{where} were recorded by the Python recorder, which costs far more per call than the "
             f"native one and observes fewer ends: {reason}."
+        )
+
+
+def _untimed_calls(run: RecordedRun) -> Iterator[str]:
+    """Yield how many calls that were to be timed on a device have no times."""
+    counts = (integer_or_none((process.tables.stats or {}).get("untimed")) or 0 for process in run.processes)
+    if untimed := sum(counts):
+        yield (
+            f"COMMTRACE_DEVICE_TIMES=1, but {format_plural(untimed, 'call')} on a device could not be timed: the "
+            "device is neither CUDA nor HIP, or too many calls were in flight at once."
         )
 
 

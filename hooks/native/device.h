@@ -66,6 +66,7 @@ class DeviceTimes {
   // Call this before calls on tensors of this device are redispatched. Empty if their times are not measured.
   DeviceStart begins(c10::Device where) noexcept {
     Device* device = wanted_ ? Device::of(where) : nullptr;
+    if (device == nullptr && wanted_ && !where.is_cpu()) count_untimed();
     if (device == nullptr || device->failed()) return {};
     try {
       DeviceStart begun = record_event(*device);
@@ -207,7 +208,7 @@ class DeviceTimes {
     resolvers_.clear();
   }
 
-  // Number of calls so far without a free event.
+  // Number of calls so far without a free event, or on a device that has none.
   uint64_t untimed() const { return untimed_.load(std::memory_order_relaxed); }
 
   // Largest error of device times on the host's clock, in ns; 0 if there are none.

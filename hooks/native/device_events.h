@@ -13,6 +13,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -49,7 +50,7 @@ class Device {
   // Most events in use for a device. 8,192 events are 4,096 calls between two drains.
   static constexpr size_t kMostEvents = 8192;
 
-  // Null for a device that has no events or cannot report which streams are under capture.
+  // Null for a device that has no events, or of which it is not known whether a stream is under capture.
   static Device* of(c10::Device device) {
     static std::array<std::atomic<Device*>, kTypes * kIndices> known{};
     static std::array<std::atomic<bool>, kTypes * kIndices> refused{};
@@ -98,7 +99,7 @@ class Device {
     static thread_local bool thread_local_mode = false;
     if (!device_.is_cuda() || std::exchange(thread_local_mode, true)) return;
     int mode = kThreadLocal;
-    exchange_mode()(&mode);
+    runtime().exchange_mode(&mode);
   }
 
   // Marks the device as failed: it is not used again, not even to destroy an event. False if it was marked before.
@@ -110,31 +111,54 @@ class Device {
   // cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*), or HIP's equivalent.
   using ExchangeMode = int (*)(int*);
   static constexpr int kThreadLocal = 1;  // cudaStreamCaptureModeThreadLocal
+  // cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*), cudaGetLastError(), and c10::cuda::CUDAStream::stream(),
+  // whose object holds nothing but the c10::Stream; or HIP's equivalents.
+  struct Runtime {
+    using IsCapturing = int (*)(void*, int*);
+    using LastError = int (*)();
+    using NativeStream = void* (*)(const c10::Stream*);
+    ExchangeMode exchange_mode = nullptr;
+    IsCapturing is_capturing = nullptr;
+    LastError last_error = nullptr;
+    NativeStream native_stream = nullptr;
+
+    bool complete() const { return exchange_mode && is_capturing && last_error && native_stream; }
+
+    static Runtime load(const char* prefix, const char* library) {
+      const auto find = [&](const char* name) { return loaded_symbol((std::string(prefix) + name).c_str(), library); };
+      void* stream = loaded_symbol("_ZNK3c104cuda10CUDAStream6streamEv", "libc10_");
+      if (stream == nullptr) stream = loaded_symbol("_ZNK3c103hip9HIPStream6streamEv", "libc10_");
+      return {reinterpret_cast<ExchangeMode>(find("ThreadExchangeStreamCaptureMode")),
+              reinterpret_cast<IsCapturing>(find("StreamIsCapturing")), reinterpret_cast<LastError>(find("GetLastError")),
+              reinterpret_cast<NativeStream>(stream)};
+    }
+  };
   static constexpr size_t kTypes = static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES), kIndices = 64;
 
-  // Older versions of torch have no device-independent method for this.
-  template <typename T>
-  static constexpr bool kCaptureIsKnown =
-      requires(const T& impl, const c10::Stream& stream) { impl.isStreamCapturing(stream); };
+  static const Runtime& runtime() {
+    static const auto loaded = [] {
+      const auto cuda = Runtime::load("cuda", "libcudart");
+      return cuda.complete() ? cuda : Runtime::load("hip", "libamdhip");
+    }();
+    return loaded;
+  }
 
+  // torch before 2.12 has no device-independent method for this, so CUDA's runtime is asked.
   template <typename T>
   static bool is_capturing(const T& impl, const c10::Stream& stream) {
-    if constexpr (kCaptureIsKnown<T>) return impl.isStreamCapturing(stream);
+    if (stream.device().is_cuda()) {
+      int status = 0;
+      if (runtime().is_capturing(runtime().native_stream(&stream), &status) == 0) return status != 0;
+      runtime().last_error();  // the legacy stream, while another is under capture; the program must not find the error
+      return true;
+    }
+    if constexpr (requires { impl.isStreamCapturing(stream); }) return impl.isStreamCapturing(stream);
     return true;
   }
 
-  static ExchangeMode exchange_mode() {
-    static const auto exchange = [] {
-      void* cuda = loaded_symbol("cudaThreadExchangeStreamCaptureMode", "libcudart");
-      return reinterpret_cast<ExchangeMode>(
-          cuda != nullptr ? cuda : loaded_symbol("hipThreadExchangeStreamCaptureMode", "libamdhip"));
-    }();
-    return exchange;
-  }
-
   static bool supported(c10::Device device) {
-    if (!kCaptureIsKnown<Impl> || !device.has_index() || !c10::impl::hasDeviceGuardImpl(device.type())) return false;
-    if (device.is_cuda()) return exchange_mode() != nullptr;
+    if (!device.has_index() || !c10::impl::hasDeviceGuardImpl(device.type())) return false;
+    if (device.is_cuda()) return runtime().complete();
     // On other devices the effect of an event on a capture is not known. Vendors rename this type; tests do not.
     return device.is_privateuseone() && c10::get_privateuse1_backend() == "privateuseone";
   }

@@ -106,6 +106,15 @@ def test_a_report_says_why_the_slower_recorder_was_used(tmp_path: Path) -> None:
     ]
 
 
+def test_a_report_says_how_many_calls_could_not_be_timed_on_their_device(tmp_path: Path) -> None:
+    log = LogFactory(tmp_path)
+    for rank, untimed in enumerate((0, 7, 3)):
+        log.process(rank, world_size=3).known({WORLD: [0, 1, 2]}).write([record()]).stats(untimed=untimed)
+    run = open_run(tmp_path)
+    (text,) = (text for text in LOG_SECTION.warnings(run, run.tables()) if "DEVICE_TIMES" in text)
+    assert "10 calls on a device could not be timed" in text
+
+
 def test_times_to_create_groups(tmp_path: Path) -> None:
     log = LogFactory(tmp_path)
     for rank, ns in enumerate((5_000_000, 7_000_000)):
