@@ -1,7 +1,8 @@
 """python launch.py RANKS PROGRAM [ARGUMENT ...]: fork the ranks of a program after imports that take seconds.
 
 With COMMTRACE in the environment, this process installs the hooks as any other would. Each rank has its own recorder,
-because recording starts with the first communication call.
+because recording starts with the first communication call. With ONE_GPU=1, the ranks may share a GPU: NCCL refuses two
+ranks of a host on one, so each is a host of its own to it, and they exchange data through sockets.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ MORE_PORTS = 5  # for programs that initialize the default process group several
 def become(rank: int, world: dict[str, Any]) -> None:
     atexit.register(wait_for_threads)  # works around a defect of torch, see `nursery`
     os.environ.update({name: str(value) for name, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()})
+    if os.environ.get("ONE_GPU") == "1":
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     sys.argv = sys.argv[2:]
 
 

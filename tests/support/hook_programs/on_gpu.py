@@ -1,4 +1,4 @@
-"""python on_gpu.py CASE FOLDER: NCCL with one rank on the first GPU; writes the profiler's times to FOLDER/told.json.
+"""python on_gpu.py FOLDER CASE ...: NCCL with one rank on the first GPU; writes what it saw to FOLDER/told.json.
 
 One rank sends no bytes, but NCCL copies or reduces on the device, in the same streams as for many ranks.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 import commtrace
 
@@ -114,6 +115,49 @@ def graph() -> dict[str, Any]:
     return {"begin": begin, "end": end, "results": results}
 
 
+def groups() -> dict[str, Any]:
+    """Time gathers of 1 GiB on the world and on two more groups of the one rank, in turn and in batches."""
+    shard = torch.ones(256 * MIB, device=GPU)
+    outs = [torch.empty_like(shard) for _ in range(2)]
+    pgs = [dist.group.WORLD, *(dist.new_group([0], group_desc=f"group {number}") for number in range(2))]
+    for pg in pgs:
+        dist.all_gather_into_tensor(outs[0], shard, group=pg)
+    torch.cuda.synchronize()
+    begin = time.monotonic_ns()
+
+    def work() -> None:
+        keep_busy(50)
+        for pg in pgs:
+            dist.all_gather_into_tensor(outs[0], shard, group=pg)
+            dist.all_gather_into_tensor(outs[0], shard, group=pg, async_op=True).wait()
+
+    return {"durations": communication(work), "begin": begin, "end": time.monotonic_ns()}
+
+
+def coalesced() -> dict[str, Any]:
+    """Time batches of two gathers of 1 GiB, asynchronous and not."""
+    shard = torch.ones(256 * MIB, device=GPU)
+    outs = [torch.empty_like(shard) for _ in range(2)]
+
+    def batch(asynchronous: bool) -> None:
+        with _coalescing_manager(device=GPU, async_ops=asynchronous) as manager:
+            for out in outs:
+                dist.all_gather_into_tensor(out, shard)
+        if asynchronous:
+            manager.wait()
+
+    batch(False)
+    torch.cuda.synchronize()
+    begin = time.monotonic_ns()
+
+    def work() -> None:
+        keep_busy(50)
+        batch(False)
+        batch(True)
+
+    return {"durations": communication(work), "begin": begin, "end": time.monotonic_ns()}
+
+
 def overlap() -> dict[str, Any]:
     """Return the seconds of steps with overlapping gathers and matrix products, alternately traced and untraced."""
     matrix = torch.randn(4096, 4096, device=GPU)
@@ -138,7 +182,7 @@ def overlap() -> dict[str, Any]:
 
     times: dict[str, list[float]] = {"traced": [], "untraced": []}
     for turn in range(20):
-        commtrace.start(Path(sys.argv[2]) / f"log{turn}")
+        commtrace.start(Path(sys.argv[1]) / f"log{turn}")
         seconds()
         times["traced"].append(seconds())
         commtrace.stop()
@@ -147,9 +191,12 @@ def overlap() -> dict[str, Any]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-CASES = {"durations": durations, "waited": waited, "graph": graph, "overlap": overlap}
+CASES = {
+    "durations": durations, "waited": waited, "groups": groups, "coalesced": coalesced, "graph": graph,
+    "overlap": overlap,
+}  # fmt: skip
 
 setup()
-result = CASES[sys.argv[1]]()
-(Path(sys.argv[2]) / "told.json").write_text(json.dumps(result))
+told = {name: CASES[name]() for name in sys.argv[2:]}
+(Path(sys.argv[1]) / "told.json").write_text(json.dumps(told))
 dist.destroy_process_group()

@@ -1,12 +1,14 @@
-"""python operators.py FOLDER: three ranks call every operation once, each as a named case.
+"""python operators.py FOLDER [BACKEND DEVICE]: three ranks call every operation once, each as a named case.
 
 Writes FOLDER/rank0.json: for each case, the begin and end of its run, its first and last source line, and its result.
+BACKEND and DEVICE are gloo and cpu, or nccl and cuda: then all ranks use the first GPU.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -22,21 +24,31 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 dist: Any = torch.distributed  # its stubs are incomplete
 
-dist.init_process_group("gloo")
+BACKEND, DEVICE = sys.argv[2:] or ("gloo", "cpu")
+if DEVICE == "cuda":
+    torch.set_default_device("cuda:0")  # of every tensor below
+dist.init_process_group(BACKEND)
 RANK, RANKS = dist.get_rank(), dist.get_world_size()
 cases: dict[str, dict[str, Any]] = {}
 
+NOT_WITH_NCCL = {"all_reduce_sparse", "failing_and_dropped", "monitored_barrier", "recv_from_any"}
+"""Cases whose calls only gloo has, or whose failure gloo reports after the call."""
+
 
 def case(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Run a case now. If this version of gloo does not support its call, keep the error as `unsupported`."""
+    """Run a case now. If this version of the backend does not support its call, keep the error as `unsupported`."""
+    if BACKEND == "nccl" and function.__name__ in NOT_WITH_NCCL:
+        return function
     begin = time.monotonic_ns()
     result, unsupported = None, ""
     try:
         result = function()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         unsupported = str(error)
-        if "does not support" not in unsupported:
+        if not re.search("does not support|must be contiguous", unsupported):
             raise
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
     code = function.__code__
     lines = [line for *_, line in code.co_lines() if line is not None]
     cases[function.__name__] = {
@@ -238,7 +250,7 @@ def not_contiguous() -> None:
 def failing() -> str:
     try:
         dist.all_reduce(torch.ones(10), op=dist.ReduceOp.BAND)  # not for floating-point numbers
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # gloo's, NCCL's
         return str(error)
     return ""
 
@@ -311,7 +323,7 @@ def functional_of_a_view() -> float:
 
 @case
 def redistribute() -> float:
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh(DEVICE, (RANKS,))
     shards = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
     return float(shards.redistribute(mesh, [Replicate()]).to_local().sum())
 
@@ -337,7 +349,7 @@ def destroy_process_group() -> None:
 def world_again() -> None:
     destroy_process_group()
     os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]  # no rank may connect to the old store
-    dist.init_process_group("gloo")  # under the name of the first one
+    dist.init_process_group(BACKEND)  # under the name of the first one
     dist.all_reduce(torch.ones(3))
     dist.all_reduce(torch.ones(3))
 

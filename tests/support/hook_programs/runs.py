@@ -80,6 +80,7 @@ class Call:
     t_begin: int
     t_return: int
     t_wait: int
+    t_start: int
     t_end: int
     file: str
     line: int
@@ -107,7 +108,7 @@ class Log:
     def _call(self, record: Any) -> Call:
         kind, site = self._row("kinds", record["kind"]), self._row("sites", record["site"])
         same = ("payload", "local", "seq", "peer", "tag", "batch", "step", "micro_batch", "thread")
-        times = ("t_begin", "t_return", "t_wait", "t_end")
+        times = ("t_begin", "t_return", "t_wait", "t_start", "t_end")
         fields: dict[str, Any] = {name: int(record[name]) for name in (*same, *times)}
         return Call(
             **fields,
