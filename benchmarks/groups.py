@@ -22,13 +22,15 @@ from results import show
 from sides import Switch, bare
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-RANKS = {"fake": 1, "gloo": 2}
+RANKS = {"fake": 1, "gloo": 2, "nccl": 1}
 PROCESSOR = ", CPU time"
 TIMEOUT = datetime.timedelta(seconds=120)
 
 
 def run(program: Callable[[Any], list[Row]], options: Any, *, backend: str, bound: bool = True) -> list[Row]:
     """Run a program on each rank and return rank 0's rows. "fake" is one process in a world of eight; it sends nothing.
+
+    "nccl" is one process on the first GPU.
 
     bound: Whether each rank has its own core, as launchers bind ranks, which removes most of the noise of a small
     machine. In a program that computes nothing, gloo's threads then block each other on that core for milliseconds.
@@ -71,6 +73,8 @@ def _rank(
     if backend == "fake":
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     else:
+        if backend == "nccl":
+            torch.cuda.set_device(0)
         if bound:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -129,18 +133,26 @@ def block(switch: Switch, call: Callable[[], object], amount: Amount) -> Block:
         time.sleep(amount.settle)
         call()
         dist.barrier()
+        synchronize()
         processor, wall = time.process_time(), time.perf_counter()
         for _ in range(amount.times):
             call()
+        synchronize()
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
     return Block(
         over_ranks(wall / amount.times, dist.ReduceOp.MAX), over_ranks(processor / amount.times, dist.ReduceOp.SUM)
     )
 
 
+def synchronize() -> None:
+    """Wait until the GPU has done what was submitted, if the program uses one."""
+    if dist.get_backend() == "nccl":
+        torch.cuda.synchronize()
+
+
 def over_ranks(value: float, reduce_op: Any) -> float:
     """Return a value reduced over all ranks."""
-    reduced = torch.tensor([value], dtype=torch.float64)
+    reduced = torch.tensor([value], dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(reduced, reduce_op)
     return reduced.item()
 

@@ -100,6 +100,7 @@ def machine() -> dict[str, object]:
     return {
         "cpu": cpu_model(),
         "cores": usable_cores(),
+        **gpu(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "deepspeed", "commtrace")},
@@ -113,6 +114,14 @@ def cpu_model() -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.machine()
+
+
+def gpu() -> dict[str, str]:
+    """Return the first GPU and its NCCL, if the benchmark has used one."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
 def version(distribution: str) -> str | None:
