@@ -62,6 +62,8 @@ LAYOUT_TRANSFERS: Final = TableSpec("layout_transfers", "Transfers of layouts",
 ))  # fmt: skip
 TABLES: Final = (LAYOUTS, LAYOUT_TRANSFERS)
 
+VALIDATED_RANKS: Final = 4
+"""World size up to which predictions were held to real runs (docs/explanation/replay.md)."""
 _EQUAL_BATCH: Final = 1.02
 """Ratio of operations of forward up to which batches count as equal."""
 
@@ -293,6 +295,8 @@ def sentences(tables: Mapping[str, pd.DataFrame], networks: Mapping[str, Network
         "The bounds are those of overlap: from all hidden that dependencies allow, to nothing hidden. They do not "
         "cover errors of the rate or of a described network, late ranks, or memory."
     )
+    if table["ranks"].max() > VALIDATED_RANKS:
+        yield f"Such predictions were compared with real runs of up to {VALIDATED_RANKS} ranks over gloo only."
     unknown = tables[LAYOUT_TRANSFERS.name]["transfer_ns"].isna()
     if unknown.any():
         purposes = ", ".join(dict.fromkeys(tables[LAYOUT_TRANSFERS.name].loc[unknown, "purpose"]))

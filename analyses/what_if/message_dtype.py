@@ -26,6 +26,8 @@ from .changed_run import ChangedRun, ReplayedRun, kinds_of_calls, with_error
 from .recorded_graph import Part
 
 DTYPES: Final = ("bf16", "fp16")
+VALIDATED_RANKS: Final = 2
+"""Ranks of the runs over gloo to which predictions were held."""
 FITTED_RANGE: Final = 16
 """Ratio of the payloads of an operation from which on a line through its transfers shows their latency."""
 _RATIO: Final = 0.5
@@ -120,3 +122,5 @@ def _remarks(run: ChangedRun, dtype: str, transfers: Array, payload: Array) -> I
         "(conversions take time that is not predicted; matrix products may become faster). This change has not been "
         "held to real runs."
     )
+    if ranks > VALIDATED_RANKS:
+        yield f"Predictions for other types were compared with real runs of {VALIDATED_RANKS} ranks over gloo only."
