@@ -1,8 +1,8 @@
 """Time that commtrace adds on a GPU: to a call of NCCL with one rank, and to a training step.
 
 NCCL with one rank sends nothing, and its calls take the host less time than real ones do. Steps are of a GPT-2 of
-ordinary size (124 M parameters, bf16) under DDP, FSDP2 and DeepSpeed's ZeRO-1. Sides are the recorders, and the native
-one with device times.
+ordinary size (124 M parameters, bf16) under DDP and DeepSpeed's ZeRO-1 (FSDP2 makes no call with one rank). Sides are
+the recorders, and the native one with device times.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import groups
 import results
@@ -101,30 +100,13 @@ class GPT2(nn.Module):
 
 
 def ddp_step() -> Callable[[], object]:
-    """Return a step of DDP under bf16 autocast."""
+    """Return a step of DDP with AdamW under bf16 autocast."""
     model = DistributedDataParallel(GPT2().cuda(), device_ids=[0])
-    return torch_step(model, torch.autocast("cuda", torch.bfloat16))
-
-
-def fsdp2_step() -> Callable[[], object]:
-    """Return a step of FSDP2 with each layer sharded, and parameters in bf16."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    model = GPT2().cuda()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    return torch_step(model, contextlib.nullcontext())
-
-
-def torch_step(model: nn.Module, context: Any) -> Callable[[], object]:
-    """Return a step that trains a model with AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(VOCABULARY, (SAMPLES, TOKENS), device="cuda")
 
     def step() -> None:
-        with context:
+        with torch.autocast("cuda", torch.bfloat16):
             loss = model(tokens)
         loss.backward()
         optimizer.step()
@@ -158,7 +140,7 @@ def zero1_step() -> Callable[[], object]:
     return step
 
 
-STEPS = {"step of DDP": ddp_step, "step of FSDP2": fsdp2_step, "step of ZeRO-1": zero1_step}
+STEPS = {"step of DDP": ddp_step, "step of ZeRO-1": zero1_step}
 
 
 def training_step(case: str, options: argparse.Namespace) -> list[Row]:
@@ -174,7 +156,7 @@ def training_step(case: str, options: argparse.Namespace) -> list[Row]:
 def rows_of(case: str, step: Callable[[], object], amount: groups.Amount, options: argparse.Namespace) -> Iterator[Row]:
     """Yield the rows of each side."""
     for name, switch in switches().items():
-        if options.only in name:
+        if options.only in name and "python" not in name:
             yield from groups.Comparison(f"{case}, GPT-2 124M on a GPU", name, switch, step).milliseconds(amount)
 
 
