@@ -155,6 +155,9 @@ def _show(report: Report) -> Iterator[Block]:
             yield Paragraph(f"{name}: {calls}, payload {payload}, over all ranks.")
 
 
+_NOT_SENT: Final = " The recorded ranks send none of it."
+
+
 def _largest_operations(tables: Tables) -> Iterator[str]:
     steady = tables["steady_step"]
     total = float(steady.loc[steady["op"] == ALL, "payload_bytes_per_rank"].sum())
@@ -162,7 +165,8 @@ def _largest_operations(tables: Tables) -> Iterator[str]:
         largest = steady.loc[steady["op"] != ALL].nlargest(3, "payload_bytes_per_rank")
         shares = [(row.payload_bytes_per_rank / total, row.op) for row in rows_of(largest)]
         operations = ", ".join(f"{format_share(share)} {op}" for share, op in shares if share >= 0.01)
-        yield f"A training step moves {format_bytes(total)} per rank: {operations}."
+        unsent = not steady["wire_bytes_per_rank"].any()
+        yield f"A training step moves {format_bytes(total)} per rank: {operations}.{_NOT_SENT if unsent else ''}"
 
 
 STEPS_SECTION: Final = Section(

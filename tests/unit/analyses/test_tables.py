@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from factory import ALL_GATHER, ALL_REDUCE, ALONE, BARRIER, PAIR, RECV, SEND, WORLD, LogFactory, record, training
 
+from commtrace.analyses.steps import STEPS_SECTION
 from commtrace.analyses.tracing_cost import cost_per_call
 from commtrace.run import Run, open_run
 from commtrace.schema import Clock, Flag, Phase, State
@@ -29,6 +30,14 @@ def single(tmp_path: Path, *records: Any, **process: Any) -> Run:
     log = LogFactory(tmp_path).process(0, world_size=4, **process)
     log.known({WORLD: [0, 1, 2, 3], PAIR: [0, 1], ALONE: [0]}, {PAIR: "pipeline"}).write([*records]).end()
     return open_run(tmp_path)
+
+
+@pytest.mark.parametrize(("group", "sends"), [(WORLD, True), (ALONE, False)])
+def test_a_step_in_groups_of_one_rank_sends_nothing(tmp_path: Path, group: int, sends: bool) -> None:
+    run = single(tmp_path, *(record(step=step, seq=step, payload=1000, group=group) for step in range(3)))
+    (text,) = STEPS_SECTION.findings(run.tables())
+    assert text.startswith("A training step moves 0.98 KiB per rank: 100.0 % all_reduce.")
+    assert ("The recorded ranks send none of it." in text) != sends
 
 
 # --- volume ---------------------------------------------------------------------------------------------------------
