@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -121,6 +122,7 @@ def zero1_step() -> Callable[[], object]:
     from deepspeed.utils import logger
 
     logger.setLevel("ERROR")
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True, "steps_per_print": 1_000_000,

@@ -8,6 +8,7 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <deque>
@@ -235,7 +236,7 @@ class DeviceTimes {
     Pending pending;
   };
 
-  // The last call with a Work whose end is exact. Calls of other threads may be launched in another order.
+  // The last call whose end is exact. Calls of other threads may be launched in another order.
   struct Ended {
     uint32_t seq = 0;
     uint16_t thread = 0;
@@ -247,7 +248,7 @@ class DeviceTimes {
     DeviceClock clock;
     EventRef reference;  // an event with a known time; others are measured relative to it
     int64_t reference_at = 0;
-    std::unordered_map<uint32_t, Ended> ended;  // by group: backends run a group's asynchronous calls in order
+    std::unordered_map<uint32_t, Ended> ended;  // by group: NCCL runs a group's calls in order, whatever their streams
   };
 
   static constexpr int64_t kMaxAge = 60'000'000'000;  // ns after which no wait for a call is expected
@@ -320,6 +321,8 @@ class DeviceTimes {
       stream = queue.empty() ? resolver.streams.erase(stream) : std::next(stream);
     }
     if (done.empty()) return;
+    std::sort(done.begin(), done.end(),
+              [](const Pending& one, const Pending& other) { return one.begin.submitted < other.begin.submitted; });
     update_reference(resolver, done.front());
     // All are sampled before any time is written: each sample bounds the clock for the others, too.
     for (Pending& pending : done) {
@@ -379,13 +382,13 @@ class DeviceTimes {
     const int64_t t_start = resolver.clock.on_host(pending.begin_at, pending.begin.submitted, pending.seen);
     // The time between the events does not depend on the clock.
     const int64_t t_end = t_start + std::llround(pending.begin.event->elapsedTime(*pending.end.event) * 1e6);
-    const bool with_work = static_cast<bool>(pending.before_wait), known = is_exact(resolver, pending);
+    const bool known = is_exact(resolver, pending);
     std::optional<std::pair<uint32_t, Ended>> ended;
     for (Handle call : pending.calls)
       slots_.update(call, [&](Record& record) -> uint8_t {
         if (record.state != kReturned) return record.state;
         record.t_start = t_start;
-        if (with_work && record.tag == -1) {  // messages have their own streams
+        if (record.tag == -1) {  // messages have their own streams
           const auto entry = resolver.ended.find(record.group);
           const Ended before = entry == resolver.ended.end() ? Ended{} : entry->second;
           if (before.thread == record.thread && before.seq < record.seq && before.at <= pending.end_at)

@@ -30,7 +30,7 @@ def become(rank: int, world: dict[str, Any]) -> None:
     atexit.register(wait_for_threads)  # works around a defect of torch, see `nursery`
     os.environ.update({name: str(value) for name, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()})
     if os.environ.get("ONE_GPU") == "1":
-        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", LOCAL_RANK="0")
     sys.argv = sys.argv[2:]
 
 

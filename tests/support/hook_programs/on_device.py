@@ -69,6 +69,15 @@ def synchronous() -> None:
 
 
 @case
+def waiting_for_the_other_stream() -> None:
+    """The kernel of 8 ms is in the other stream's way for 5: NCCL runs a group's calls one after the other."""
+    reduce(5)
+    device.stream(7)
+    reduce(8)
+    device.stream(0)
+
+
+@case
 def on_two_streams() -> None:
     compute(4)
     reduce(2)

