@@ -1,7 +1,8 @@
 """Import what other tools have recorded, as a log that every command reads.
 
 PATH is a file, or a directory with the files of all ranks. The format is told
-from the contents; --format names it where it cannot be told:
+from the contents; --format names it where it cannot be told, or chooses one of
+several in a directory:
 
   kineto            traces of torch.profiler: .json, .json.gz
   flight-recorder   dumps of PyTorch's NCCL flight recorder: pickle or JSON

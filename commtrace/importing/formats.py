@@ -80,16 +80,20 @@ def find_files(paths: Sequence[Path], named: Format | None = None) -> list[tuple
 
     Args:
         paths: Files and directories.
-        named: The format of all files; None: told from their contents.
+        named: The format: of directories, the files that have it, or if none seems to, all; None: any.
 
     Raises:
-        ImportFileError: A file does not exist or has no known format, or a directory has none that has.
+        ImportFileError: A file does not exist or has no known format, a directory has none that has, or the files
+            are of several formats: they may record the same calls, which would count twice.
     """
     files: list[tuple[Path, Format]] = []
     for path in paths:
         if path.is_dir():
             below = sorted(file for file in path.rglob("*") if file.is_file())
-            found = [(file, known) for file in below if (known := named or format_of(file)) is not None]
+            told = [(file, known) for file in below if (known := format_of(file)) is not None]
+            found = told
+            if named is not None:
+                found = [(file, known) for file, known in told if known is named] or [(file, named) for file in below]
             if not found:
                 raise ImportFileError(f"{path}: no file in it has a known format ({_names()})")
             files += found
@@ -100,6 +104,13 @@ def find_files(paths: Sequence[Path], named: Format | None = None) -> list[tuple
         if known is None:
             raise ImportFileError(f"{path}: its format is not known; --format names it: {_names()}")
         files.append((path, known))
+    first_of = {known.name: path for path, known in reversed(files)}
+    if len(first_of) > 1:
+        found_in = ", ".join(f"{name} ({path.name})" for name, path in first_of.items())
+        raise ImportFileError(
+            f"{paths[0]}: files of several formats, which may record the same calls: {found_in}; import those of one "
+            "with --format"
+        )
     return files
 
 

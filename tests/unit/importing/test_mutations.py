@@ -112,6 +112,20 @@ def test_good_files_are_imported(format_name: str, name: str, tmp_path: Path) ->
     assert import_files([path], tmp_path / "log").calls > 0
 
 
+def test_files_of_two_formats_are_not_counted_twice(tmp_path: Path) -> None:
+    """A profiler's trace and a flight recorder's dump in one folder may be of the same calls."""
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    names = {format_name: next(iter(GOOD[format_name])) for format_name in ("kineto", "flight-recorder")}
+    for format_name, name in names.items():
+        (folder / name).write_bytes(GOOD[format_name][name])
+    with pytest.raises(ImportFileError, match=r"several formats.*; import those of one with --format"):
+        import_files([folder], tmp_path / "both")
+    for format_name, name in names.items():
+        alone = import_files([folder / name], tmp_path / f"{format_name} alone").calls
+        assert import_files([folder], tmp_path / format_name, format_named(format_name)).calls == alone
+
+
 @pytest.mark.parametrize("draws", [10, pytest.param(1_000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3_000)])])
 @pytest.mark.parametrize(("format_name", "name"), FILES)
 def test_damaged_files_are_refused_or_imported_in_part(format_name: str, name: str, draws: int, tmp_path: Path) -> None:
