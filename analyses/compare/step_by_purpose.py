@@ -24,6 +24,7 @@ from commtrace.reading.labels import NOT_RECORDED
 from commtrace.reading.process_reader import Process
 from commtrace.schema import ACTIVITIES, OWN_PURPOSES, Purpose
 from commtrace.theory import NotPredictedError
+from commtrace.theory.activation_forms import TensorPlan, activation_forms, plans_of
 from commtrace.theory.purpose_forms import PurposeForm, purpose_forms, stage_forms
 
 from .own_calls import EVALUATION, is_activity
@@ -67,8 +68,10 @@ _OF_ACTIVATIONS: Final = frozenset(
         *(Purpose.ATTENTION, Purpose.ATTENTION_GRADIENTS),
     )
 )
+_OF_PLANS: Final = (Purpose.ACTIVATIONS.value, Purpose.ACTIVATION_GRADIENTS.value)
 _AFTER_EVALUATION: Final = "each step follows an evaluation, which may have left parameters gathered"
 _SIZES_UNKNOWN: Final = "the sizes of activations are not in the job; `commtrace check DIR --dryrun -- CMD` has them"
+_NOT_PLANNED: Final = "no module of the tensor-parallel plan makes such calls"
 
 
 class _Key(NamedTuple):
@@ -130,9 +133,9 @@ def tables(
     by_place: _Volumes = {}
     by_purpose: _Volumes = {}
     for (step, job), number in equal.items():
-        places, purposes = _compare(contents[step.content], *forms[job])
+        places, purposes = _compare(contents[step.content], forms[job])
         if step.follows_evaluation and any(volume.differs for volume in (*places.values(), *purposes.values())):
-            places, purposes = _compare(contents[step.content], [], _AFTER_EVALUATION)
+            places, purposes = _compare(contents[step.content], _Forms([], _AFTER_EVALUATION))
         _add(by_place, places, number)
         _add(by_purpose, purposes, number)
     total = equal.total()
@@ -202,18 +205,32 @@ def _add_last(lengths: Counter[int], content: int, length: int) -> None:
     lengths[content] = lengths.pop(content, 0) + length
 
 
-def _forms(jobs: _Rows, stages: _Rows) -> tuple[list[PurposeForm], str]:
-    """Return the closed forms of the jobs of a process and of its stages, and why there are no other ones."""
+class _Forms(NamedTuple):
+    """Closed forms of a process: those of each step, why there are no other ones, and plans, which have more."""
+
+    of_steps: list[PurposeForm]
+    problem: str = ""
+    plans: tuple[TensorPlan, ...] = ()
+
+    def of(self, places: _Volumes) -> list[PurposeForm]:
+        """Return the closed forms of a step with these volumes by place."""
+        recorded = {(key.purpose, key.op, key.place): (volume.calls, volume.size) for key, volume in places.items()}
+        return [*self.of_steps, *(form for plan in self.plans for form in activation_forms(plan, recorded))]
+
+
+def _forms(jobs: _Rows, stages: _Rows) -> _Forms:
+    """Return the closed forms of the jobs of a process and of its stages."""
     of_stages: list[PurposeForm] = []
+    plans = plans_of(jobs)
     try:
         of_stages = stage_forms(stages)
-        return [*purpose_forms(jobs), *of_stages], ""
+        return _Forms([*purpose_forms(jobs), *of_stages], "", plans)
     except NotPredictedError as reason:
         (problem,) = map(str, reason.args)
-    return of_stages, problem
+    return _Forms(of_stages, problem, plans)
 
 
-def _compare(step: StepCalls, forms: Sequence[PurposeForm], problem: str) -> tuple[_Volumes, _Volumes]:
+def _compare(step: StepCalls, process_forms: _Forms) -> tuple[_Volumes, _Volumes]:
     """Return the volumes of a step by place and by purpose, beside closed forms."""
     places: _Volumes = defaultdict(_Volume)
     for calls in step.calls:
@@ -221,6 +238,7 @@ def _compare(step: StepCalls, forms: Sequence[PurposeForm], problem: str) -> tup
             volume = places[_Key(calls.purpose, calls.key.role, calls.key.op, calls.place)]
             volume.calls += calls.calls
             volume.size += calls.bytes
+    forms, problem = process_forms.of(places), process_forms.problem
     purposes: _Volumes = defaultdict(_Volume)
     for key, volume in places.items():
         total = purposes[key._replace(place="")]
@@ -237,7 +255,8 @@ def _compare(step: StepCalls, forms: Sequence[PurposeForm], problem: str) -> tup
     differing: dict[_Key, list[tuple[str, _Volume]]] = defaultdict(list)
     for key, volume in places.items():
         if volume.differs:
-            volume.reasons = {_reason(volume): None}
+            unplanned = not volume.expected_calls and key.purpose in _OF_PLANS
+            volume.reasons = {_NOT_PLANNED if unplanned else _reason(volume): None}
             differing[key._replace(place="")].append((key.place, volume))
     for key, volume in purposes.items():
         if volume.expected_calls is None and key.purpose not in _OUTSIDE_TRAINING | {NOT_RECORDED}:
@@ -281,7 +300,7 @@ def _reason(volume: _Volume) -> str:
     """Return how the recorded calls differ from the closed form."""
     calls, expected = volume.calls, volume.expected_calls or 0
     if not calls:
-        return "not called: the module did not run, or its parameters stayed gathered"
+        return "not called: the module did not run, or it had nothing to communicate"
     if not expected:
         return "the closed form has no such calls"
     same_size = volume.size * expected == volume.expected_size * calls

@@ -44,6 +44,16 @@ def test_sharded_trainings_are_exact(runs: Runs, name: str) -> None:
     assert_exact(tables(runs, name), runs()[name])
 
 
+@pytest.mark.parametrize(("runs", "name"), [case for case in EVERY if "tp" in str(case.values[1])])
+def test_each_module_of_a_tensor_parallel_plan_moves_what_its_closed_form_says(runs: Runs, name: str) -> None:
+    table = runs()[name].table("step_by_place")
+    purposes = ("activations", "activation gradients")
+    rows = table.loc[table["purpose"].isin(purposes) & (table["role"] == "tensor")]
+    assert len(rows) >= 4
+    assert rows["expected_calls"].tolist() == rows["calls"].tolist()
+    assert rows["expected_bytes"].tolist() == rows["payload_bytes"].tolist()
+
+
 @pytest.mark.parametrize(("runs", "name"), CONFIGURED)
 def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(runs: Runs, name: str, tmp_path: Path) -> None:
     run = runs()[name]

@@ -63,12 +63,14 @@ def step() -> list[Made]:
     ]
 
 
-def write(directory: Path, steps: Sequence[Sequence[Made]], jobs: Sequence[dict[str, Any]] = (JOB,)) -> Run:
+def write(
+    directory: Path, steps: Sequence[Sequence[Made]], jobs: Sequence[dict[str, Any]] = (JOB,), role: str = "data"
+) -> Run:
     """Write a log with the calls of each step on every rank."""
     log = LogFactory(directory)
     for rank in range(RANKS):
         process = log.process(rank, pid=rank + 1, world_size=RANKS)
-        process.known({WORLD: [*range(RANKS)]}, {WORLD: "data"})
+        process.known({WORLD: [*range(RANKS)]}, {WORLD: role})
         sites: dict[tuple[Purpose, str], int] = {}
         rows = []
         for number, calls in enumerate(steps):
@@ -254,3 +256,119 @@ def test_models_of_one_process_have_the_forms_of_each(tmp_path: Path) -> None:
         models[-1]["parameters"] = JOB["parameters"][: len(units)]
     run = write(tmp_path, [step()] * STEPS, models)
     assert (run.table("step_by_place")["difference_bytes"] == 0).all()
+
+
+# ---- tensor-parallel plans -------------------------------------------------------------------------------------------
+
+ACTIVATIONS, ACTIVATION_GRADIENTS = Purpose.ACTIVATIONS, Purpose.ACTIVATION_GRADIENTS
+TOKENS: Final = 4 * 6
+"""Bytes of a float32 element times tokens of a micro-batch."""
+
+
+def style(module: str, kind: str, inputs: str, outputs: str, weight: list[int] | None, **other: Any) -> dict[str, Any]:
+    """Return a row of a tensor-parallel plan."""
+    return {
+        "module": module, "style": kind, "inputs": [inputs] if inputs else [], "outputs": [outputs] if outputs else [],
+        "desired": ["Replicate"], "local": False, "embedding": False, "weight": weight, "bias": None, "sent": True,
+        **other,
+    }  # fmt: skip
+
+
+PLAN: Final = [
+    style("embedding", "RowwiseParallel", "Replicate", "Shard(1)", [32, 8], embedding=True),
+    *(
+        row
+        for layer in range(3)
+        for row in (
+            style(f"layers.{layer}.mlp", "PrepareModuleInput", "Shard(1)", "", None),
+            style(f"layers.{layer}.mlp.up", "ColwiseParallel", "Replicate", "Shard(-1)", [16, 8]),
+            style(f"layers.{layer}.mlp.down", "RowwiseParallel", "Shard(-1)", "Shard(1)", [8, 16]),
+        )
+    ),
+    style("head", "ColwiseParallel", "Shard(1)", "Replicate", [31, 8]),
+]
+PLANNED: Final = {
+    "source": "dtensor", "engine": "parallelize_module", "data_parallel_size": 1, "tensor_parallel_size": RANKS,
+    "tensor_plan": PLAN, "parameters": JOB["parameters"], "buffers": [],
+}  # fmt: skip
+
+
+def planned_step() -> list[Made]:
+    """Return the calls of a step of two micro-batches under the plan; 31 words are padded to 32."""
+    layers = [f"layers.{layer}.mlp" for layer in range(3)]
+    once = [
+        Made(SCATTER, ACTIVATIONS, "embedding, P -> S(1)", TOKENS * 8),
+        *(Made(GATHER, ACTIVATIONS, f"{layer}, S(1) -> R", TOKENS * 8) for layer in layers),
+        *(Made(SCATTER, ACTIVATIONS, f"{layer}.down, P -> S(1)", TOKENS * 8) for layer in layers),
+        Made(GATHER, ACTIVATIONS, "head, S(1) -> R", TOKENS * 8),
+        Made(GATHER, ACTIVATIONS, "head, S(2) -> R", TOKENS * 32),
+        Made(SCATTER, ACTIVATION_GRADIENTS, "head, P -> S(1)", TOKENS * 8),
+        *(Made(GATHER, ACTIVATION_GRADIENTS, f"{layer}.down, S(1) -> R", TOKENS * 8) for layer in layers),
+        *(Made(SCATTER, ACTIVATION_GRADIENTS, f"{layer}, P -> S(1)", TOKENS * 8) for layer in layers),
+        Made(GATHER, ACTIVATION_GRADIENTS, "embedding, S(1) -> R", TOKENS * 8),
+    ]
+    return once * 2
+
+
+def differing(run: Run) -> list[tuple[str, float, float]]:
+    """Return the places that differ from their closed form: place, extra calls, extra bytes."""
+    table = run.table("step_by_place")
+    differs = (table["difference_bytes"] != 0) | (table["calls"] != table["expected_calls"])
+    rows = table.loc[differs].to_dict("records")
+    return [(row["place"], row["calls"] - row["expected_calls"], row["difference_bytes"]) for row in rows]
+
+
+def test_every_module_of_a_plan_is_as_its_closed_form(tmp_path: Path) -> None:
+    run = write(tmp_path, [planned_step()] * STEPS, [PLANNED], "tensor")
+    assert len(run.table("step_by_place")) == 17
+    assert differing(run) == []
+
+
+PLAN_FAULTS: Final[dict[str, tuple[Change, tuple[str, float, float]]]] = {
+    "gathered again": (
+        with_call(Made(GATHER, ACTIVATIONS, "layers.1.mlp, S(1) -> R", TOKENS * 8)),
+        ("layers.1.mlp, S(1) -> R", 1, TOKENS * 8),
+    ),
+    "another width": (
+        resized(ACTIVATIONS, "layers.2.mlp.down, P -> S(1)", TOKENS * 24),
+        ("layers.2.mlp.down, P -> S(1)", 0, 2 * TOKENS * 16),
+    ),
+    "gradients not scattered": (
+        without(ACTIVATION_GRADIENTS, "layers.0.mlp, P -> S(1)"),
+        ("layers.0.mlp, P -> S(1)", -2, -2 * TOKENS * 8),
+    ),
+    "a redistribution by hand": (
+        with_call(Made(GATHER, ACTIVATIONS, "layers.0.norm, S(1) -> R", 64)),
+        ("layers.0.norm, S(1) -> R", 1, 64),
+    ),
+}
+"""Change of every step -> the place that differs, with extra calls and bytes."""
+
+
+@pytest.mark.parametrize("fault", PLAN_FAULTS)
+def test_a_fault_of_a_plan_is_found_where_it_is(fault: str, tmp_path: Path) -> None:
+    change, expected = PLAN_FAULTS[fault]
+    assert differing(write(tmp_path, [change(planned_step())] * STEPS, [PLANNED], "tensor")) == [expected]
+
+
+def test_the_first_module_of_a_plan_may_need_no_gradient_of_its_input(tmp_path: Path) -> None:
+    plan = [
+        row
+        for layer in range(2)
+        for row in (
+            style(f"{layer}.up", "ColwiseParallel", "Replicate", "Shard(-1)", [16, 8]),
+            style(f"{layer}.down", "RowwiseParallel", "Shard(-1)", "Replicate", [8, 16]),
+        )
+    ]
+    calls = [
+        *(Made(REDUCE, ACTIVATIONS, f"{layer}.down, P -> R", TOKENS * 8) for layer in range(2)),
+        Made(REDUCE, ACTIVATION_GRADIENTS, "P -> R", TOKENS * 8),
+    ]
+    run = write(tmp_path, [calls] * STEPS, [{**PLANNED, "tensor_plan": plan}], "tensor")
+    assert (len(run.table("step_by_place")), differing(run)) == (3, [])
+
+
+def test_a_plan_with_an_unknown_style_has_no_closed_form(tmp_path: Path) -> None:
+    plan = [*PLAN, style("experts", "ExpertParallel", "", "", None)]
+    run = write(tmp_path, [planned_step()] * STEPS, [{**PLANNED, "tensor_plan": plan}], "tensor")
+    assert run.table("step_by_place")["expected_calls"].isna().all()
