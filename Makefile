@@ -62,6 +62,7 @@ bench: $(READY)  ## measure the cost of tracing against a control and other tool
 	$(BIN)/python benchmarks/mpi_cost.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/native_step.py
+	$(BIN)/python benchmarks/step_instructions.py
 	$(BIN)/python benchmarks/bench_loop.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check duckdb
 	$(BIN)/python benchmarks/report.py

@@ -187,6 +187,10 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
         "Time of a training step of two ranks, baseline + overhead of the native recorder, ratio (control)",
         native_step,
     ),
+    "step_instructions": (
+        "Thousands of instructions of the thread that trains in a step, baseline + overhead, ratio (control)",
+        by_case,
+    ),
     "mpi_cost": ("Time of an mpi4py call, baseline + overhead, ratio (control)", by_case),
     "call_cost": ("Time of a call, baseline + overhead, ratio (control)", by_case),
     "own_cost": ("The cost of a call, measured externally and as reported", own_cost),

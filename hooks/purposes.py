@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from commtrace.patching import Wrapper, around
+from commtrace.patching import Wrapper
 from commtrace.schema import Purpose
 
 from .recorder_setup import count_fault
@@ -20,12 +20,13 @@ _UNMARKED: Final = 0
 
 _facts: list[dict[str, Any]] = [{}]
 _numbers: dict[tuple[object, ...], int] = {}
+"""Number by the purpose's value (an Enum's hash is a function in Python), and the facts that go with it."""
 _lock = threading.Lock()
 
 
 def number(purpose: Purpose, /, **facts: str | int) -> int:
     """Return the number, in this process, of a purpose and the facts that go with it, such as the module."""
-    key = purpose, *facts.items()
+    key = purpose._value_, *facts.items()
     known = _numbers.get(key)
     if known is None:
         with _lock:
@@ -128,28 +129,31 @@ class Recomputing(Marked):
 def marking(purpose: Purpose) -> Wrapper:
     """Return a wrapper that marks the calls of a function."""
     marked = number(purpose)
-
-    @around
-    def function(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with Marked(marked):
-            return original(*args, **kwargs)
-
-    return function
+    return marking_each(lambda *_, **__: marked)
 
 
 def marking_each(read: Callable[..., int]) -> Wrapper:
-    """Return a wrapper that marks the calls of a function with `read(arguments)`; 0 leaves the mark as it is."""
+    """Return a wrapper that marks the calls of a function with `read(arguments)`; 0 leaves the mark as it is.
 
-    @around
-    def function(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        purpose = _UNMARKED
-        try:
-            purpose = read(*args, **kwargs)
-        except Exception:
-            count_fault()
-        if not purpose:
-            return original(*args, **kwargs)
-        with Marked(purpose):
-            return original(*args, **kwargs)
+    It runs several times per unit and step of FSDP, so it does in place what `Marked` does.
+    """
 
-    return function
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            try:
+                purpose = read(*args, **kwargs)
+            except Exception:
+                count_fault()
+                purpose = _UNMARKED
+            before = _thread.purpose
+            if not purpose or purpose == before:
+                return original(*args, **kwargs)
+            mark(purpose)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                mark(before)
+
+        return replacement
+
+    return wrapper

@@ -117,17 +117,19 @@ def _end_backward(original: Callable[..., None], self: Any, /) -> None:
 @around
 def _note_resharding(original: Callable[..., None], self: Any, /) -> None:
     """Note that parameters are resharded outside of a pass: for a state dict, or by the program."""
-    with guard():
-        root = _roots_of_groups.get(self, lambda: None)()
-        if root is not None and self._training_state.name == "IDLE" and not self.is_sharded:
-            _passes.add(root, PassRow(kind="resharded", times=1))
+    if self._training_state._name_ == "IDLE":  # seldom, while each unit is resharded in every pass
+        with guard():
+            root = _roots_of_groups.get(self, lambda: None)()
+            if root is not None and not self.is_sharded:
+                _passes.add(root, PassRow(kind="resharded", times=1))
     original(self)
 
 
 def _purpose_of_gathering(group: Any, *_: Any, **__: Any) -> int:
-    on_request = Purpose.PARAMETERS_STAGE if pipelining.stepping() else Purpose.PARAMETERS_ON_REQUEST
-    purpose = _GATHERED_FOR.get(group._training_state.name, on_request)
-    if purpose is Purpose.PARAMETERS_FORWARD and torch._C._current_graph_task_id() >= 0:
+    purpose = _GATHERED_FOR.get(group._training_state._name_)
+    if purpose is None:
+        purpose = Purpose.PARAMETERS_STAGE if pipelining.stepping() else Purpose.PARAMETERS_ON_REQUEST
+    elif purpose is Purpose.PARAMETERS_FORWARD and torch._C._current_graph_task_id() >= 0:
         purpose = Purpose.PARAMETERS_RECOMPUTATION
     return purposes.number(purpose, module=group._module_fqn or "")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -121,6 +122,7 @@ EXPECTED = {
     "mpi_cost": COMMTRACE | {f"commtrace, native, {prefix} call sites" for prefix in ("with", "without")},
     "step_time": COMMTRACE | {"CommDebugMode", "torch.profiler"},
     "native_step": {"commtrace, native, with call sites", "commtrace, native, with call sites: drain thread"},
+    "step_instructions": {f"commtrace, {recorder}, with call sites" for recorder in ("python", "native")},
     "own_cost": {f"{name}: {what}" for name in COMMTRACE for what in ("mean", "99th percentile")},
     "log_size": {"commtrace, 100 calls", "commtrace, 1,000 calls", "torch.profiler's trace.json, 100 calls"}
     | {f"tables of a rank, {which} ranks" for which in ("fewest", "most")},
@@ -134,8 +136,8 @@ EXPECTED = {
 
 
 SLOW = (
-    "step_time", "native_step", "call_cost", "own_cost", "mpi_cost", "bench_loop", "report", "log_size", "scale",
-    "large_scale",
+    "step_time", "native_step", "step_instructions", "call_cost", "own_cost", "mpi_cost", "bench_loop", "report",
+    "log_size", "scale", "large_scale",
 )  # fmt: skip
 
 
@@ -145,7 +147,9 @@ SLOW = (
 def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
     if benchmark not in ("startup", "across_ranks"):
         pytest.importorskip("torch")
-    if benchmark == "native_step" and not libraries.TORCH.available():
+    if benchmark == "step_instructions" and shutil.which("valgrind") is None:
+        pytest.skip("valgrind is not installed")
+    if benchmark in ("native_step", "step_instructions") and not libraries.TORCH.available():
         pytest.skip("the native recorder is not built")
     if benchmark in ("mpi_cost", "bench_loop"):
         mpi_launch.needs("mpich")
@@ -165,7 +169,7 @@ def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
 def run(benchmark: str, file: Path) -> dict[str, Any]:
     """Run a benchmark with --quick, and return the section that it writes."""
     script = ROOT / "benchmarks" / f"{benchmark}.py"
-    result = processes.run([sys.executable, str(script), "--quick", "--results", str(file)], limit=240)
+    result = processes.run([sys.executable, str(script), "--quick", "--results", str(file)], limit=280)
     assert result.status == 0, result.err
     sections = json.loads(file.read_text())
     assert list(sections) == [benchmark]

@@ -1,0 +1,229 @@
+"""Instructions that recording adds to a training step, counted by valgrind: the same in every run, unlike times.
+
+A training of a tiny model on a fake process group of eight ranks, where nothing is sent (DDP: on gloo with one rank),
+runs under callgrind with and without the recorder. Counted are the instructions of the thread that trains, in each of
+several steps after the first ones. That is no time: what recording costs beyond its instructions, as caches that it
+displaces, shows in `native_step` only.
+
+Needs valgrind with its headers, a C compiler and, for ZeRO, DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import results
+import sides
+from measuring import Round, Row, compared
+
+REQUESTS = """
+#include <valgrind/callgrind.h>
+void begin(void) { CALLGRIND_ZERO_STATS; CALLGRIND_START_INSTRUMENTATION; }
+void end(const char* name) { CALLGRIND_STOP_INSTRUMENTATION; CALLGRIND_DUMP_STATS_AT(name); }
+"""
+RANKS, WARM = 8, 4
+LAYERS, WIDTH, TOKENS, SAMPLES = 6, 32, 8, 2  # little computation, which valgrind makes forty times slower
+SIDES = ("bare", "native", "python")
+
+
+def main() -> None:
+    """Count the instructions of all programs, and write the results."""
+    parser = results.parser(__doc__)
+    parser.add_argument("--steps", type=int, default=5, help="steps that are counted")
+    parser.add_argument("--child", nargs=2, metavar=("PROGRAM", "SIDE"), help=argparse.SUPPRESS)
+    parser.add_argument("--requests", help=argparse.SUPPRESS)
+    options = results.parsed(parser, steps=results.QUICK_PAIRS)
+    if options.child:
+        program, side = options.child
+        train(program, side, options.steps, options.requests)
+        return
+    programs = [name for name in PROGRAMS if options.only in name]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        requests = compiled(Path(folder))
+        tasks = [(program, side, options.steps, requests, Path(folder)) for program, side in product(programs, SIDES)]
+        counts = dict(zip(product(programs, SIDES), pool.map(lambda task: counted(*task), tasks), strict=True))
+    rows = [row for program in programs for row in rows_of(program, counts)]
+    for row in rows:
+        results.show(row)
+    results.write("step_instructions", rows, options)
+
+
+def compiled(folder: Path) -> Path:
+    """Compile valgrind's requests, which a program under valgrind makes, and return the library."""
+    source, library = folder / "requests.c", folder / "requests.so"
+    source.write_text(REQUESTS)
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
+    return library
+
+
+def counted(program: str, side: str, steps: int, requests: Path, folder: Path) -> tuple[list[int], int]:
+    """Return the instructions of the training thread in each step, and the calls of a step (0 if it is bare)."""
+    out = folder / f"{program}-{side}".replace(" ", "-")
+    child = ["--child", program, side, "--steps", str(steps), "--requests", str(requests)]
+    result = subprocess.run(
+        [
+            "valgrind", "--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes",
+            f"--callgrind-out-file={out}", sys.executable, __file__, *child,
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "DS_ACCELERATOR": "cpu"},
+        capture_output=True, text=True, timeout=1800,
+    )  # fmt: skip
+    if result.returncode:
+        raise RuntimeError(f"{program}, {side}: status {result.returncode}\n{result.stdout}\n{result.stderr[-4000:]}")
+    calls = re.search(r"^calls (\d+)$", result.stdout, re.MULTILINE)
+    return [instructions(out, step) for step in range(steps)], int(calls[1]) if calls else 0
+
+
+def instructions(out: Path, step: int) -> int:
+    """Return the instructions of the first thread in a step, from callgrind's dump."""
+    for path in out.parent.glob(f"{out.name}.*-01"):
+        text = path.read_text()
+        if f"Client Request: step{step}\n" in text:
+            total = re.search(r"^totals: (\d+)$", text, re.MULTILINE)
+            if total:
+                return int(total[1])
+    raise RuntimeError(f"{out}: no count of step {step}")
+
+
+def rows_of(program: str, counts: dict[tuple[str, str], tuple[list[int], int]]) -> list[Row]:
+    """Return a row for each recorder, in thousands of instructions. The control is the next step without recorder."""
+    bare, _ = counts[program, "bare"]
+    rows = []
+    for side in SIDES[1:]:
+        traced, calls = counts[program, side]
+        triples = zip(bare, [*bare[1:], bare[0]], traced, strict=True)
+        rounds = [Round(*(number / 1000 for number in triple)) for triple in triples]
+        name = f"commtrace, {side}, with call sites"
+        rows.append(compared(f"step of {program}, {calls} calls", name, "thousand instructions", rounds))
+    return rows
+
+
+# ---- the training ----------------------------------------------------------------------------------------------------
+
+
+def train(program: str, side: str, steps: int, requests: str) -> None:
+    """Train a few steps, and count the instructions of each of the last ones."""
+    import torch
+    import torch.distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import commtrace
+
+    dist: Any = torch.distributed  # its stubs are incomplete
+    valgrind, log = ctypes.CDLL(requests), tempfile.mkdtemp()
+    if side != "bare":
+        os.environ["COMMTRACE_RECORDER"] = side
+        commtrace.start(log)
+    torch.manual_seed(0)
+    if program == "DDP":  # which needs results
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    step = PROGRAMS[program]()
+    for _ in range(WARM):
+        step()
+    for number in range(steps):
+        valgrind.begin()
+        step()
+        valgrind.end(f"step{number}".encode())
+    if side != "bare":
+        commtrace.stop()
+        run = commtrace.open(log)
+        sides.check(run, side)
+        print("calls", int((run.events()["step"] == WARM).sum()))
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may still run
+
+
+def model() -> Any:
+    """Return a small transformer."""
+    from torch import nn
+
+    layers = [nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(LAYERS)]
+    return nn.Sequential(*layers)
+
+
+def by_torch(wrap: Callable[[Any], Any]) -> Callable[[], object]:
+    """Return a step of a model that torch parallelizes."""
+    import torch
+
+    trained = wrap(model())
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
+    inputs = torch.randn(SAMPLES, TOKENS, WIDTH)
+
+    def step() -> None:
+        trained(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def ddp() -> Callable[[], object]:
+    """Return a step of DDP with several buckets."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return by_torch(lambda whole: DistributedDataParallel(whole, bucket_cap_mb=0.05))
+
+
+def fsdp2() -> Callable[[], object]:
+    """Return a step of FSDP2 with each layer sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(whole: Any) -> Any:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for layer in whole:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(whole, mesh=mesh)
+        return whole
+
+    return by_torch(shard)
+
+
+def zero(stage: int) -> Callable[[], object]:
+    """Return a step of DeepSpeed's ZeRO."""
+    import deepspeed
+    import torch
+
+    compatible: Any = deepspeed.ops.__compatible_ops__
+    compatible["deepspeed_shm_comm"] = False  # would be compiled
+    os.environ.setdefault("LOCAL_RANK", "0")
+    deepspeed.utils.logger.setLevel("ERROR")
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES, "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True, "steps_per_print": 1_000_000,
+    }  # fmt: skip
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False)
+    inputs = torch.randn(SAMPLES, TOKENS, WIDTH)
+
+    def step() -> None:
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+
+    return step
+
+
+PROGRAMS: dict[str, Callable[[], Callable[[], object]]] = {
+    "DDP": ddp,
+    "FSDP2": fsdp2,
+    "ZeRO-1": lambda: zero(1),
+    "ZeRO-3": lambda: zero(3),
+}
+
+
+if __name__ == "__main__":
+    main()
