@@ -37,8 +37,8 @@ def predict(job: Job) -> Prediction:
         NotPredictedError: If the job has a setting without rules.
     """
     refuse(
-        (job.ranks < 2, ALONE),
         (job.row.mixed_precision is not None, "DDP's own mixed precision has no rules yet"),
+        (job.ranks < 2, ALONE),
     )
     start = (*verification(job), *initial_broadcasts(job))
     steps = tuple(_step(job, number) for number in range(_STEPS))
