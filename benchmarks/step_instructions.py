@@ -1,9 +1,9 @@
-"""Instructions that recording adds to a training step, counted by valgrind: the same in every run, unlike times.
+"""Instructions that recording adds to a training step, counted by valgrind: also on a busy machine, unlike times.
 
 A training of a tiny model on a fake process group of eight ranks, where nothing is sent (DDP: on gloo with one rank),
 runs under callgrind with and without the recorder. Counted are the instructions of the thread that trains, in each of
-several steps after the first ones. That is no time: what recording costs beyond its instructions, as caches that it
-displaces, shows in `native_step` only.
+several steps after the first ones, without garbage collections. That is no time: what recording costs beyond its
+instructions, as caches that it displaces, shows in `native_step` only.
 
 Needs valgrind with its headers, a C compiler and, for ZeRO, DeepSpeed.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import os
 import re
 import subprocess
@@ -32,15 +33,15 @@ REQUESTS = """
 void begin(void) { CALLGRIND_ZERO_STATS; CALLGRIND_START_INSTRUMENTATION; }
 void end(const char* name) { CALLGRIND_STOP_INSTRUMENTATION; CALLGRIND_DUMP_STATS_AT(name); }
 """
-RANKS, WARM = 8, 4
+RANKS, WARM = 8, 10
 LAYERS, WIDTH, TOKENS, SAMPLES = 6, 32, 8, 2  # little computation, which valgrind makes forty times slower
-SIDES = ("bare", "native", "python")
+SIDES = ("bare", "again", "native", "python")
 
 
 def main() -> None:
     """Count the instructions of all programs, and write the results."""
     parser = results.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=5, help="steps that are counted")
+    parser.add_argument("--steps", type=int, default=7, help="steps that are counted")
     parser.add_argument("--child", nargs=2, metavar=("PROGRAM", "SIDE"), help=argparse.SUPPRESS)
     parser.add_argument("--requests", help=argparse.SUPPRESS)
     options = results.parsed(parser, steps=results.QUICK_PAIRS)
@@ -68,7 +69,7 @@ def compiled(folder: Path) -> Path:
 
 
 def counted(program: str, side: str, steps: int, requests: Path, folder: Path) -> tuple[list[int], int]:
-    """Return the instructions of the training thread in each step, and the calls of a step (0 if it is bare)."""
+    """Return the instructions of the training thread in each step, and the calls of a step (0 without recorder)."""
     out = folder / f"{program}-{side}".replace(" ", "-")
     child = ["--child", program, side, "--steps", str(steps), "--requests", str(requests)]
     result = subprocess.run(
@@ -97,12 +98,12 @@ def instructions(out: Path, step: int) -> int:
 
 
 def rows_of(program: str, counts: dict[tuple[str, str], tuple[list[int], int]]) -> list[Row]:
-    """Return a row for each recorder, in thousands of instructions. The control is the next step without recorder."""
-    bare, _ = counts[program, "bare"]
+    """Return a row for each recorder, in thousands of instructions. The control is another process without recorder."""
+    bare, again = (counts[program, side][0] for side in SIDES[:2])
     rows = []
-    for side in SIDES[1:]:
+    for side in SIDES[2:]:
         traced, calls = counts[program, side]
-        triples = zip(bare, [*bare[1:], bare[0]], traced, strict=True)
+        triples = zip(bare, again, traced, strict=True)
         rounds = [Round(*(number / 1000 for number in triple)) for triple in triples]
         name = f"commtrace, {side}, with call sites"
         rows.append(compared(f"step of {program}, {calls} calls", name, "thousand instructions", rounds))
@@ -122,7 +123,7 @@ def train(program: str, side: str, steps: int, requests: str) -> None:
 
     dist: Any = torch.distributed  # its stubs are incomplete
     valgrind, log = ctypes.CDLL(requests), tempfile.mkdtemp()
-    if side != "bare":
+    if side in sides.recorders():
         os.environ["COMMTRACE_RECORDER"] = side
         commtrace.start(log)
     torch.manual_seed(0)
@@ -133,11 +134,13 @@ def train(program: str, side: str, steps: int, requests: str) -> None:
     step = PROGRAMS[program]()
     for _ in range(WARM):
         step()
+    gc.collect()
+    gc.disable()  # a collection, of as many instructions as recording 100 calls, would be in any step
     for number in range(steps):
         valgrind.begin()
         step()
         valgrind.end(f"step{number}".encode())
-    if side != "bare":
+    if side in sides.recorders():
         commtrace.stop()
         run = commtrace.open(log)
         sides.check(run, side)

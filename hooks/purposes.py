@@ -21,6 +21,7 @@ _UNMARKED: Final = 0
 _facts: list[dict[str, Any]] = [{}]
 _numbers: dict[tuple[object, ...], int] = {}
 """Number by the purpose's value (an Enum's hash is a function in Python), and the facts that go with it."""
+_in_modules: dict[tuple[str, str], int] = {}
 _lock = threading.Lock()
 
 
@@ -33,6 +34,15 @@ def number(purpose: Purpose, /, **facts: str | int) -> int:
             known = _numbers.setdefault(key, len(_facts))
             if known == len(_facts):
                 _facts.append({"name": purpose.value, **facts})
+    return known
+
+
+def number_in_module(purpose: Purpose, module: str) -> int:
+    """Return `number(purpose, module=module)`, which FSDP2 needs several times for each unit and step."""
+    key = purpose._value_, module
+    known = _in_modules.get(key)
+    if known is None:
+        known = _in_modules[key] = number(purpose, module=module)
     return known
 
 

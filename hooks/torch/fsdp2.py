@@ -131,11 +131,11 @@ def _purpose_of_gathering(group: Any, *_: Any, **__: Any) -> int:
         purpose = Purpose.PARAMETERS_STAGE if pipelining.stepping() else Purpose.PARAMETERS_ON_REQUEST
     elif purpose is Purpose.PARAMETERS_FORWARD and torch._C._current_graph_task_id() >= 0:
         purpose = Purpose.PARAMETERS_RECOMPUTATION
-    return purposes.number(purpose, module=group._module_fqn or "")
+    return purposes.number_in_module(purpose, group._module_fqn or "")
 
 
 def _purpose_of_reducing(group: Any, *_: Any) -> int:
-    return purposes.number(Purpose.GRADIENTS, module=group._module_fqn or "")
+    return purposes.number_in_module(Purpose.GRADIENTS, group._module_fqn or "")
 
 
 def _root(state: Any) -> Any:
