@@ -60,12 +60,13 @@ class ImportedGroup:
 
 @dataclass(frozen=True)
 class ImportedSite:
-    """A call site, and the purpose of its calls."""
+    """A call site, the purpose of its calls, and the module that it is about."""
 
     file: str = ""
     line: int = 0
     function: str = ""
     purpose: Purpose | None = None
+    module: str = ""
 
 
 @dataclass(frozen=True)

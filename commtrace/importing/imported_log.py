@@ -190,7 +190,7 @@ class _ProcessLog:
             return 0
         row: dict[str, Any] = {"file": site.file, "line": site.line, "function": site.function}
         if site.purpose is not None:
-            row["purpose"] = {"name": site.purpose.value}
+            row["purpose"] = {"name": site.purpose.value, **({"module": site.module} if site.module else {})}
         return self._tables.row_id("sites", site, lambda: row)
 
     def close(self, source: str) -> None:

@@ -187,7 +187,7 @@ class KinetoCalls:
             self.not_known["group"] += 1
         variant = next(iter(call.names), "").removeprefix("c10d::").removeprefix("symm_mem::")
         coalesced = "coalesced" in variant or call.batch
-        purpose = self._context.purpose(call.begin, call.thread, op)
+        why = self._context.why(call.begin, call.thread, op)
         return ImportedCall(
             kind=(op, variant, "torch", size.dtype, ""),
             group=group,
@@ -204,7 +204,7 @@ class KinetoCalls:
             thread=call.thread,
             phase=self._context.phase(call.begin, call.thread),
             flags=int(size.flags | (Flag.COALESCED if coalesced else 0) | _flags(comms)),
-            site=self._context.site(call.begin, call.thread, purpose),
+            site=self._context.site(call.begin, call.thread, why),
             **self._device_times(call.kernels),
         )
 

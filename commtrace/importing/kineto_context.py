@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -19,12 +19,25 @@ _FRAME: Final = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)")
 _RUNS_BACKWARD: Final = "_engine_run_backward"
 _ACCUMULATES: Final = "AccumulateGrad"
 
-# Annotations of PyTorch's FSDP2 and DDP, and what calls within them are for.
+# Annotations of PyTorch's FSDP2, and what calls within them are for.
 _PURPOSES: Final = (
     (re.compile(r"FSDP::(pre_backward|backward_prefetch)"), Purpose.PARAMETERS_BACKWARD),
     (re.compile(r"FSDP::(post_backward|reduce)"), Purpose.GRADIENTS),
-    (re.compile(r"FSDP::(pre_forward|all_gather|root_pre_forward)"), Purpose.PARAMETERS_FORWARD),
+    (re.compile(r"FSDP::(pre_forward|root_pre_forward)"), Purpose.PARAMETERS_FORWARD),
 )
+_GATHERS: Final = "FSDP::all_gather"
+"""Annotation around an all_gather, whatever it is for."""
+_UNIT: Final = re.compile(r"FSDP::\w+ \((.+)\)")
+"""Annotation that names its unit, as "FSDP::all_gather (layers.0)"; that of the root names none."""
+
+
+class Why(NamedTuple):
+    """What a call is for, and the unit that it is about; "": the root, or none."""
+
+    purpose: Purpose
+    module: str = ""
+
+
 _PHASES: Final = (
     (re.compile(r"Optimizer\.step|optimizer|(?<!\w)adam", re.IGNORECASE), Phase.OPTIMIZER),
     (re.compile(r"backward", re.IGNORECASE), Phase.BACKWARD),
@@ -46,7 +59,7 @@ class Context:
         self._frames = _by_thread(trace.frames, clock)
         self._annotations = _by_thread(trace.annotations, clock)
         self._backward = _by_thread(trace.backward, clock)
-        self._sites: dict[tuple[int, Purpose | None], ImportedSite | None] = {}
+        self._sites: dict[tuple[int, Why | None], ImportedSite | None] = {}
         begin, end, known = clock.spans(trace.annotations.begin, trace.annotations.duration)
         name = np.array(trace.annotations.name, np.int64)
         at = np.flatnonzero(known & is_step[name]) if len(name) else name
@@ -75,18 +88,23 @@ class Context:
             return Phase.BACKWARD
         return Phase.OTHER
 
-    def purpose(self, moment: int, thread: int, op: str) -> Purpose | None:
-        """Return the purpose of a call, where annotations or autograd's functions show it."""
-        for number in reversed(self._annotations.get(thread, _NOTHING).at(moment)):
-            for pattern, purpose in _PURPOSES:
-                if pattern.search(self._names[number]):
-                    return purpose
+    def why(self, moment: int, thread: int, op: str) -> Why | None:
+        """Return what a call is for, where annotations or autograd's functions show it."""
+        annotations = [self._names[number] for number in self._annotations.get(thread, _NOTHING).at(moment)][::-1]
         functions = self._backward.get(thread, _NOTHING).at(moment)
+        module = next((unit[1] for name in annotations if (unit := _UNIT.match(name))), "")
+        for name in annotations:
+            for pattern, purpose in _PURPOSES:
+                if pattern.search(name):
+                    is_again = purpose is Purpose.PARAMETERS_FORWARD and functions
+                    return Why(Purpose.PARAMETERS_RECOMPUTATION if is_again else purpose, module)
+        if any(name.startswith(_GATHERS) for name in annotations):
+            return Why(Purpose.PARAMETERS_BACKWARD if functions else Purpose.PARAMETERS_FORWARD, module)
         if op in ("all_reduce", "reduce_scatter") and any(_ACCUMULATES in self._names[name] for name in functions):
-            return Purpose.GRADIENTS  # hooks of gradients run there
+            return Why(Purpose.GRADIENTS)  # hooks of gradients run there
         return None
 
-    def site(self, moment: int, thread: int, purpose: Purpose | None) -> ImportedSite | None:
+    def site(self, moment: int, thread: int, why: Why | None) -> ImportedSite | None:
         """Return the innermost Python function outside wrappers; None where the trace has no stacks and no purpose.
 
         Autograd's threads have no Python frames: their calls are made for the function that waits for autograd.
@@ -95,11 +113,11 @@ class Context:
         if not any(_FRAME.match(self._names[number]) for number in frames):
             frames = next((above for above in self._waiting_for_autograd(moment)), [])
         for number in reversed(frames):
-            if (number, purpose) not in self._sites:
-                self._sites[number, purpose] = _site(self._names[number], purpose)
-            if (site := self._sites[number, purpose]) is not None:
+            if (number, why) not in self._sites:
+                self._sites[number, why] = _site(self._names[number], why)
+            if (site := self._sites[number, why]) is not None:
                 return site
-        return ImportedSite(purpose=purpose) if purpose is not None else None
+        return ImportedSite(**why._asdict()) if why is not None else None
 
     def _waiting_for_autograd(self, moment: int) -> Iterator[list[int]]:
         for spans in self._frames.values():
@@ -108,7 +126,7 @@ class Context:
                 yield frames
 
 
-def _site(frame: str, purpose: Purpose | None) -> ImportedSite | None:
+def _site(frame: str, why: Why | None) -> ImportedSite | None:
     """Return the call site of a frame, such as "train.py(31): main"; None for a wrapper or a C function."""
     match = _FRAME.fullmatch(frame)
     if match is None:
@@ -116,7 +134,7 @@ def _site(frame: str, purpose: Purpose | None) -> ImportedSite | None:
     file, function = match["file"], match["function"]
     if is_wrapper(path_below_packages(file) or file, function):
         return None
-    return ImportedSite(file, int(match["line"]), function, purpose)
+    return ImportedSite(file, int(match["line"]), function, *(why or ()))
 
 
 def _step_or_none(name: str) -> int | None:

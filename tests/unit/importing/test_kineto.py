@@ -15,7 +15,7 @@ from commtrace.cli import main
 from commtrace.errors import ImportFileError
 from commtrace.importing.import_run import import_files
 from commtrace.reading.device_work import Work, read_work, spans_of
-from commtrace.schema import Flag
+from commtrace.schema import Flag, Purpose
 
 
 def imported(tmp_path: Path, *traces: KinetoFactory, name: str = "rank{}.json") -> commtrace.Run:
@@ -146,6 +146,36 @@ def test_call_sites_phases_and_purposes(tmp_path: Path) -> None:
     run = imported(tmp_path, trace.call(100, tid=2))
     call = only_call(run)
     assert (call.site, call.phase, call.purpose) == ("train.py:10 main", "backward", "gradients reduced")
+
+
+@pytest.mark.parametrize(
+    ("around", "autograd", "purpose", "module"),
+    [
+        (["pre_forward (layers.0)", "all_gather (layers.0)"], False, "parameters gathered for forward", "layers.0"),
+        (["all_gather (layers.0)"], False, "parameters gathered for forward", "layers.0"),
+        (["pre_forward", "all_gather"], False, "parameters gathered for forward", None),
+        (
+            ["pre_backward (layers.1)", "backward_prefetch for layers.0", "all_gather (layers.0)"],
+            True, "parameters gathered for backward", "layers.0",
+        ),
+        (["all_gather (layers.0)"], True, "parameters gathered for backward", "layers.0"),
+        (["pre_forward (layers.0)", "all_gather (layers.0)"], True, Purpose.PARAMETERS_RECOMPUTATION.value, "layers.0"),
+        (["post_backward_reduce (layers.0)"], True, "gradients reduced", "layers.0"),
+    ],
+)  # fmt: skip
+def test_annotations_of_fsdp_tell_purpose_and_unit(
+    around: list[str], autograd: bool, purpose: str, module: str | None, tmp_path: Path
+) -> None:
+    trace = KinetoFactory()
+    if autograd:
+        trace.event("cpu_op", "autograd::engine::evaluate_function: RegisterPostBackwardFunctionBackward", 5, 500)
+    for number, name in enumerate(around):
+        trace.event("user_annotation", f"FSDP::{name}", 10 + number, 300 - number)
+    run = imported(tmp_path, trace.call(100, operator="_allgather_base_"))
+    assert only_call(run).purpose == purpose
+    (site,) = run.processes[0].tables.sites.values()
+    assert site.purpose is not None
+    assert dict(site.purpose.facts).get("module") == module
 
 
 def test_other_work_of_the_device_is_kept_as_unions(tmp_path: Path) -> None:
