@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
-from commtrace.job_facts import UnknownFactError
 from commtrace.job_row import JobRow
 from commtrace.schema import Purpose
 
-from .job import NotPredictedError, element_size
+from .job import NotPredictedError, element_size, reading_job
 from .purpose_forms import ROOT, PurposeForm
 from .rules.torch.parallel_styles import Moved, moved
 
@@ -57,11 +57,10 @@ class TensorPlan:
         job = JobRow.read(row)
         if not job.has(JobRow.tensor_plan):
             return None
-        try:
+        with suppress(NotPredictedError), reading_job():
             trained = all(parameter.trainable for parameter in job.parameters)
             return cls(tuple(moved(job.tensor_plan)), job.tensor_parallel_size, trained, tuple(_norms(job)))
-        except (NotPredictedError, UnknownFactError):
-            return None
+        return None
 
 
 def _norms(job: JobRow) -> Iterator[tuple[str, int]]:
@@ -120,16 +119,20 @@ def _elements(plan: TensorPlan, move: Moved) -> int:
 
 def _places(plan: TensorPlan, recorded: PlacedCalls) -> Iterator[str]:
     """Yield the place of each move's forward calls, with placements as the hooks write them."""
-    inputs = {f"{move.module}, {_short(move.placement)} -> R" for move in plan.moves if move.activation == "input"}
+    inputs = {_input_place(move) for move in plan.moves if move.activation == "input"}
     gathered = {place for purpose, op, place in recorded if (purpose, op) == (_FORWARD.value, "all_gather")} - inputs
     for move in plan.moves:
         if move.activation == "input":
-            yield f"{move.module}, {_short(move.placement)} -> R"
+            yield _input_place(move)
         elif move.activation == "row-parallel output":
             yield f"{move.module}, P -> {_short(move.placement)}"
         else:  # along the last dimension, whose number only the recorded calls have
             begin = f"{move.module}, S("
             yield max((place for place in gathered if place.startswith(begin)), default=f"{begin}-1) -> R")
+
+
+def _input_place(move: Moved) -> str:
+    return f"{move.module}, {_short(move.placement)} -> R"
 
 
 def _gradient_place(move: Moved) -> str:

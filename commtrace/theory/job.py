@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, TypeVar
@@ -29,6 +30,17 @@ Item = TypeVar("Item")
 
 class NotPredictedError(Exception):
     """Error for a job without a prediction. The message is the reason, without a full stop."""
+
+
+@contextmanager
+def reading_job() -> Iterator[None]:
+    """Raise NotPredictedError with the reason if a job's row cannot be read: it may lack facts, or be damaged."""
+    try:
+        yield
+    except UnknownFactError as error:
+        raise NotPredictedError(str(error)) from error
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+        raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error
 
 
 def refuse(*reasons: tuple[object, str]) -> None:

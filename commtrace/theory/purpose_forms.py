@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from commtrace.job_facts import UnknownFactError
 from commtrace.job_row import JobRow, ScheduledStageRow
 from commtrace.schema import Purpose
 
 from .expected_calls import ExpectedCall
-from .job import Job, NotPredictedError
+from .job import Job, NotPredictedError, reading_job
 from .rules.schemes import predict
 from .rules.torch import fsdp
 
@@ -81,7 +80,7 @@ def purpose_forms(rows: Sequence[Mapping[str, Any]]) -> list[PurposeForm]:
         NotPredictedError: With the missing fact, if the job has no sizes, or no rules.
     """
     jobs = [Job(JobRow.read(row)) for row in rows]
-    try:
+    with reading_job():
         if jobs and all(job.row.source == "fsdp" for job in jobs):
             return [*_of_units(jobs)]
         if len(jobs) != 1:
@@ -89,10 +88,6 @@ def purpose_forms(rows: Sequence[Mapping[str, Any]]) -> list[PurposeForm]:
         if jobs[0].row.source == "dtensor":
             return []  # the sizes of activations are not in the job
         return [*_of_rules(jobs[0])]
-    except UnknownFactError as error:
-        raise NotPredictedError(str(error)) from error
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error
 
 
 def stage_forms(rows: Iterable[Mapping[str, Any]]) -> list[PurposeForm]:
@@ -104,10 +99,8 @@ def stage_forms(rows: Iterable[Mapping[str, Any]]) -> list[PurposeForm]:
     Raises:
         NotPredictedError: With the missing fact, if a row cannot be read.
     """
-    try:
+    with reading_job():
         return [form for row in rows for form in _of_stage(ScheduledStageRow.read(row))]
-    except UnknownFactError as error:
-        raise NotPredictedError(str(error)) from error
 
 
 def _of_stage(stage: ScheduledStageRow) -> Iterator[PurposeForm]:

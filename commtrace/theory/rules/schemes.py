@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from commtrace.job_facts import UnknownFactError
 from commtrace.job_row import JobRow
 from commtrace.theory.expected_calls import Prediction
-from commtrace.theory.job import Job, NotPredictedError
+from commtrace.theory.job import Job, NotPredictedError, reading_job
 
 from .deepspeed import engine, pipeline, zero3, zero12
 from .megatron import gpt_neox, sequence_parallel, tensor_parallel
@@ -62,12 +61,8 @@ def predict(row: JobRow | Mapping[str, Any]) -> Prediction:
     Raises:
         NotPredictedError: With the reason, if there are no rules for the job, or its row lacks what they need.
     """
-    try:
+    with reading_job():
         return _predict(Job(row if isinstance(row, JobRow) else JobRow.read(row)))
-    except UnknownFactError as error:
-        raise NotPredictedError(str(error)) from error
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
-        raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _predict(job: Job) -> Prediction:

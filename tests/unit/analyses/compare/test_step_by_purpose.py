@@ -368,7 +368,14 @@ def test_the_first_module_of_a_plan_may_need_no_gradient_of_its_input(tmp_path: 
     assert (len(run.table("step_by_place")), differing(run)) == (3, [])
 
 
-def test_a_plan_with_an_unknown_style_has_no_closed_form(tmp_path: Path) -> None:
-    plan = [*PLAN, style("experts", "ExpertParallel", "", "", None)]
+@pytest.mark.parametrize(
+    "row",
+    [
+        style("experts", "ExpertParallel", "", "", None),
+        style("scale", "ColwiseParallel", "Replicate", "Shard(-1)", [16]),
+    ],
+)
+def test_a_plan_with_a_module_without_rules_has_no_closed_form(row: dict[str, Any], tmp_path: Path) -> None:
+    plan = [*PLAN, row]
     run = write(tmp_path, [planned_step()] * STEPS, [{**PLANNED, "tensor_plan": plan}], "tensor")
     assert run.table("step_by_place")["expected_calls"].isna().all()
