@@ -12,7 +12,6 @@ from commtrace.formatting import format_count, format_moment, format_plural, for
 from commtrace.rank_ranges import format_ranks, name_ranks, shorten_rank_list
 from commtrace.reading.log_notes import Note, merge_notes
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.reading.table_reader import integer_or_none
 from commtrace.schema import WITHOUT_RECORD
 from commtrace.summary_format import RELATIVE_ERROR
 
@@ -94,8 +93,7 @@ def _slower_recorder(run: RecordedRun) -> Iterator[str]:
 
 def _untimed_calls(run: RecordedRun) -> Iterator[str]:
     """Yield how many calls that were to be timed on a device have no times."""
-    counts = (integer_or_none((process.tables.stats or {}).get("untimed")) or 0 for process in run.processes)
-    if untimed := sum(counts):
+    if untimed := sum(process.counter("untimed") for process in run.processes):
         yield (
             f"COMMTRACE_DEVICE_TIMES=1, but {format_plural(untimed, 'call')} on a device could not be timed: the "
             "device is neither CUDA nor HIP, or too many calls were in flight at once."

@@ -122,7 +122,7 @@ def _rows(run: RecordedRun, number: int, process: Process) -> Iterator[dict[str,
 def _known_calls(process: Process) -> int:
     """Return how many calls a process is known to have made."""
     records = sum(segment.count for segment in process.segments)
-    return max(records, integer_or_none((process.tables.stats or {}).get("calls")) or 0)
+    return max(records, process.counter("calls"))
 
 
 def _activity(thread: ThreadStack, window_ns: int) -> dict[str, object]:

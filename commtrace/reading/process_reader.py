@@ -112,8 +112,8 @@ class Process:
     @property
     def losses(self) -> Statement:
         """Losses as text, such as "124 of 152 calls were not recorded, hooks failed 124 times"; "": none."""
-        lost, errors = self._unrecorded_calls - self.removed, self._counter("hook_errors")
-        calls, damaged = Quantity(self._counter("calls"), "call"), self._damaged_records
+        lost, errors = self._unrecorded_calls - self.removed, self.counter("hook_errors")
+        calls, damaged = Quantity(self.counter("calls"), "call"), self._damaged_records
         losses = (
             (lost, Statement("{:,} of {} were not recorded", lost, calls)),
             (
@@ -128,28 +128,29 @@ class Process:
     @property
     def not_selected(self) -> int:
         """Number of calls of steps that COMMTRACE_STEPS does not select."""
-        return self._counter("not_selected")
+        return self.counter("not_selected")
 
     @property
     def removed(self) -> int:
         """Number of oldest records that were removed to keep the log below its size limit."""
-        return self._counter("removed")
+        return self.counter("removed")
 
     @cached_property
     def _unrecorded_calls(self) -> int:
-        return sum(map(self._counter, WITHOUT_RECORD))
+        return sum(map(self.counter, WITHOUT_RECORD))
 
     @cached_property
     def _counted_calls(self) -> int:
         """Number of calls with or without a record, in all steps."""
         slots = sum(segment.count for segment in self.segments)
-        return slots + self._unrecorded_calls + self.not_selected + self._counter("summarized")
+        return slots + self._unrecorded_calls + self.not_selected + self.counter("summarized")
 
     @property
     def _damaged_records(self) -> int:
         return sum(sum(segment.damaged.values()) for segment in self.segments)
 
-    def _counter(self, name: str) -> int:
+    def counter(self, name: str) -> int:
+        """Return a counter of its table `stats`; 0 where it was not written."""
         return integer_or_none((self.tables.stats or {}).get(name)) or 0
 
     def record_notes(self) -> Iterator[Note]:
