@@ -8,10 +8,7 @@ the recorders, and the native one with device times.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import groups
@@ -22,6 +19,7 @@ import torch.distributed as dist
 from measuring import Row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from zero_engine import zero_engine
 
 LAYERS, WIDTH, HEADS, TOKENS, SAMPLES, VOCABULARY = 12, 768, 12, 1024, 8, 50304
 DEVICE_TIMES = "commtrace, native, device times"
@@ -118,21 +116,9 @@ def ddp_step() -> Callable[[], object]:
 
 def zero1_step() -> Callable[[], object]:
     """Return a step of DeepSpeed's ZeRO-1 in bf16."""
-    import deepspeed
-    from deepspeed.utils import logger
-
-    logger.setLevel("ERROR")
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
-    config = {
-        "train_micro_batch_size_per_gpu": SAMPLES, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True, "steps_per_print": 1_000_000,
-    }  # fmt: skip
     model = GPT2().cuda()
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it builds
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), config=config,
-            dist_init_required=False,
-        )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    engine = zero_engine(model, optimizer, stage=1, samples=SAMPLES, bf16={"enabled": True})
     tokens = torch.randint(VOCABULARY, (SAMPLES, TOKENS), device="cuda")
 
     def step() -> None:
@@ -152,14 +138,12 @@ def training_step(case: str, options: argparse.Namespace) -> list[Row]:
     for _ in range(5):
         step()  # the first steps allocate memory, and DDP rebuilds its buckets
     amount = groups.Amount(options.steps, options.pairs, options.settle)
-    return list(rows_of(case, step, amount, options))
-
-
-def rows_of(case: str, step: Callable[[], object], amount: groups.Amount, options: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of each side."""
-    for name, switch in switches().items():
-        if options.only in name and "python" not in name:
-            yield from groups.Comparison(f"{case}, GPT-2 124M on a GPU", name, switch, step).milliseconds(amount)
+    return [
+        row
+        for name, switch in switches().items()
+        if options.only in name and "python" not in name
+        for row in groups.Comparison(f"{case}, GPT-2 124M on a GPU", name, switch, step).milliseconds(amount)
+    ]
 
 
 PROGRAMS: tuple[Callable[[argparse.Namespace], list[Row]], ...] = (

@@ -27,6 +27,7 @@ from typing import Any
 import results
 import sides
 from measuring import Round, Row, compared
+from zero_engine import zero_engine
 
 REQUESTS = """
 #include <valgrind/callgrind.h>
@@ -197,20 +198,11 @@ def fsdp2() -> Callable[[], object]:
 
 def zero(stage: int) -> Callable[[], object]:
     """Return a step of DeepSpeed's ZeRO."""
-    import deepspeed
     import torch
 
-    compatible: Any = deepspeed.ops.__compatible_ops__
-    compatible["deepspeed_shm_comm"] = False  # would be compiled
-    os.environ.setdefault("LOCAL_RANK", "0")
-    deepspeed.utils.logger.setLevel("ERROR")
-    config = {
-        "train_micro_batch_size_per_gpu": SAMPLES, "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True, "steps_per_print": 1_000_000,
-    }  # fmt: skip
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False)
+    engine = zero_engine(net, optimizer, stage=stage, samples=SAMPLES)
     inputs = torch.randn(SAMPLES, TOKENS, WIDTH)
 
     def step() -> None:
