@@ -60,32 +60,39 @@ def communication(work: Callable[[], None]) -> list[int]:
     return [duration for _, duration in intervals]
 
 
+def profiled(work: Callable[[], None]) -> dict[str, Any]:
+    """Do the work behind a busy device, and return what was profiled, and when."""
+
+    def behind() -> None:
+        keep_busy(50)
+        work()
+
+    begin = time.monotonic_ns()
+    return {"durations": communication(behind), "begin": begin, "end": time.monotonic_ns()}
+
+
 def durations() -> dict[str, Any]:
     """Time 20 gathers of 1 GiB each in the caller's stream, in which nothing else copies."""
     shard = torch.ones(256 * MIB, device=GPU)
     out = torch.empty_like(shard)
-    begin = time.monotonic_ns()
 
     def work() -> None:
-        keep_busy(50)
         for _ in range(20):
             dist.all_gather_into_tensor(out, shard)
 
-    return {"durations": communication(work), "begin": begin, "end": time.monotonic_ns()}
+    return profiled(work)
 
 
 def waited() -> dict[str, Any]:
     """Time 20 gathers on the backend's stream, each waited for at once by a stream without other work."""
     shard = torch.ones(256 * MIB, device=GPU)
     out = torch.empty_like(shard)
-    begin = time.monotonic_ns()
 
     def work() -> None:
-        keep_busy(50)
         for _ in range(20):
             dist.all_gather_into_tensor(out, shard, async_op=True).wait()
 
-    return {"durations": communication(work), "begin": begin, "end": time.monotonic_ns()}
+    return profiled(work)
 
 
 def graph() -> dict[str, Any]:
@@ -116,22 +123,20 @@ def graph() -> dict[str, Any]:
 
 
 def groups() -> dict[str, Any]:
-    """Time gathers of 1 GiB on the world and on two more groups of the one rank, in turn and in batches."""
+    """Time gathers of 1 GiB on the world and on two more groups of the one rank, in turn, asynchronous and not."""
     shard = torch.ones(256 * MIB, device=GPU)
     outs = [torch.empty_like(shard) for _ in range(2)]
     pgs = [dist.group.WORLD, *(dist.new_group([0], group_desc=f"group {number}") for number in range(2))]
     for pg in pgs:
         dist.all_gather_into_tensor(outs[0], shard, group=pg)
     torch.cuda.synchronize()
-    begin = time.monotonic_ns()
 
     def work() -> None:
-        keep_busy(50)
         for pg in pgs:
             dist.all_gather_into_tensor(outs[0], shard, group=pg)
             dist.all_gather_into_tensor(outs[0], shard, group=pg, async_op=True).wait()
 
-    return {"durations": communication(work), "begin": begin, "end": time.monotonic_ns()}
+    return profiled(work)
 
 
 def coalesced() -> dict[str, Any]:
@@ -148,14 +153,12 @@ def coalesced() -> dict[str, Any]:
 
     batch(False)
     torch.cuda.synchronize()
-    begin = time.monotonic_ns()
 
     def work() -> None:
-        keep_busy(50)
         batch(False)
         batch(True)
 
-    return {"durations": communication(work), "begin": begin, "end": time.monotonic_ns()}
+    return profiled(work)
 
 
 def overlap() -> dict[str, Any]:

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 SETTINGS: dict[str, Any] = {
-    "COMMTRACE_RECORDER": "native", "COMMTRACE_DEVICE_TIMES": 1, "COMMTRACE_DRAIN_MS": 50,
+    "COMMTRACE_DEVICE_TIMES": 1, "COMMTRACE_DRAIN_MS": 50,
     "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
 }  # fmt: skip
 
@@ -36,7 +36,8 @@ SETTINGS: dict[str, Any] = {
 def told(folder: Path, *cases: str, **variables: Any) -> dict[str, dict[str, Any]]:
     """Run cases of the program in one process, and return its own account by case."""
     recorders.needs("native")
-    result = processes.run([sys.executable, FOLDER / "on_gpu.py", folder, *cases], limit=280, **SETTINGS, **variables)
+    command: list[str | Path] = [sys.executable, FOLDER / "on_gpu.py", folder, *cases]
+    result = processes.run(command, limit=280, COMMTRACE_RECORDER="native", **SETTINGS, **variables)
     assert result.status == 0, result.err[-8000:]
     accounts: dict[str, dict[str, Any]] = json.loads((folder / "told.json").read_text())
     return accounts
@@ -106,10 +107,10 @@ def test_a_step_whose_calls_overlap_is_as_fast(tmp_path: Path) -> None:
 def operations(recorder: str) -> tuple[list[dict[str, Any]], list[Log]]:
     """Run every operation on NCCL, and return what each rank tells and its log."""
     recorders.needs(recorder)
-    folder, settings = new_folder(), {name: value for name, value in SETTINGS.items() if name != "COMMTRACE_RECORDER"}
+    folder = new_folder()
     launch(
         "operators", folder, "nccl", "cuda",
-        log=folder / "log", recorder=recorder, ranks=operator_rows.RANKS, ONE_GPU=1, **settings,
+        log=folder / "log", recorder=recorder, ranks=operator_rows.RANKS, ONE_GPU=1, **SETTINGS,
     )  # fmt: skip
     accounts = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(operator_rows.RANKS)]
     return accounts, logs(folder / "log", recorder)
@@ -162,7 +163,6 @@ def training(engine: str, profiled: bool) -> Path:
         pytest.importorskip("deepspeed")
     folder = new_folder()
     settings = {**SETTINGS, "ONE_GPU": 1, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PROFILE": int(profiled)}
-    del settings["COMMTRACE_RECORDER"]
     launch("gpu_training", folder, engine, log=folder / "log" if profiled else None, recorder="native", **settings)
     return folder
 
