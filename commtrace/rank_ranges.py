@@ -105,7 +105,7 @@ def shorten_names(names: Sequence[Any], most: int = 8) -> str:
 
     Of more than `most` items, it shows the first three and the last: "0,3,7,...,998 (400 in all)".
     """
-    if any(isinstance(name, str) or name < 0 for name in names):
+    if names and (isinstance(names[0], str) or names[0] < 0):  # the others are names, too, or begin with the unknown
         items = [str(name) if isinstance(name, str) or name >= 0 else "-" for name in names]
     else:
         items = [*range_items(names)]

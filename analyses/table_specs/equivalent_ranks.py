@@ -9,7 +9,7 @@ unusual value have their own row. The same holds for hosts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from commtrace.analyses.grouping import group_rows, sort_rows
 from commtrace.formatting import MAX_SINGLE, format_count, is_known
 from commtrace.rank_ranges import parse_ranks, shorten_names, shorten_rank_list
 
@@ -89,26 +90,28 @@ def reduce_ranks(spec: TableSpec, table: pd.DataFrame) -> pd.DataFrame:
     lists = spec.column(spec.merge_by).ranks
     if len(_members(names, lists=lists)) <= MAX_SINGLE:
         return rows
-    numbers = _classes(spec, table, MAX_CLASSES * int(names.value_counts().max())).copy()
-    outliers = _outliers(spec, table, numbers)
-    numbers[outliers] = numbers.max() + 1 + _numbered([numbers[outliers], pd.factorize(names[outliers])[0]])
+    codes = {column.name: _codes(table[column.name]) for column in spec.columns}
+    numbers = _classes(spec, table, codes, MAX_CLASSES * int(names.value_counts().max())).copy()
+    outliers = _outliers(spec, table, codes, numbers)
+    numbers[outliers] = numbers.max() + 1 + group_rows([numbers[outliers], codes[spec.merge_by][outliers]])[1]
     numbers = pd.factorize(numbers)[0]
     if numbers.max() + 1 == len(table):
         return rows
-    order = np.argsort(numbers, kind="stable")
-    parts = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
-    first = table.iloc[[part[0] for part in parts]].reset_index(drop=True)
+    order, begins = sort_rows([numbers])
+    parts = np.split(order, begins[1:])
+    first = table.iloc[order[begins]].reset_index(drop=True)
     columns: dict[str, Any] = {}
     for column in spec.columns:
         values = table[column.name]
         if column.name == spec.merge_by:
-            members = [_members(values.iloc[part], lists=lists) for part in parts]
-            columns[column.name] = [shorten_names(names) for names in members]
-            columns[ALIKE] = [len(names) for names in members]
+            members = _shown_members(values, codes[column.name], parts, lists=lists)
+            columns[column.name], columns[ALIKE] = ([*cells] for cells in zip(*members, strict=True))
         elif column.ranks:
-            columns[column.name] = [shorten_names(_members(values.iloc[part], lists=True)) for part in parts]
+            columns[column.name] = [text for text, _ in _shown_members(values, codes[column.name], parts, lists=True)]
         else:
-            columns[column.name] = _cells(column, values, names, parts, first[column.name])
+            differs = _differs(codes[column.name][order], begins)
+            differing = {at: parts[at] for at in np.flatnonzero(differs).tolist()}
+            columns[column.name] = _cells(column, values, names, differing, first[column.name])
     return pd.DataFrame(columns)
 
 
@@ -118,18 +121,25 @@ def _members(names: pd.Series[Any], *, lists: bool) -> list[Any]:
     return sorted({rank for text in distinct for rank in parse_ranks(text)} if lists else distinct)
 
 
+def _shown_members(
+    names: pd.Series[Any], codes: _Array, parts: Sequence[_Array], *, lists: bool
+) -> Iterator[tuple[str, int]]:
+    """Yield the list and number of the ranks, or hosts, of each part of a table, given the codes of their column."""
+    known: dict[bytes, tuple[str, int]] = {}  # the parts of many steps have the same ranks
+    for part in parts:
+        if (content := codes[part].tobytes()) not in known:
+            members = _members(names.iloc[part], lists=lists)
+            known[content] = shorten_names(members), len(members)
+        yield known[content]
+
+
 def _codes(values: pd.Series[Any]) -> _Array:
     """Return integers that are equal where values are. Integers are their own: they need no hashing."""
     is_integer = isinstance(values.dtype, np.dtype) and values.dtype.kind in "iu"
     return values.to_numpy() if is_integer else pd.factorize(values)[0]
 
 
-def _numbered(columns: Sequence[_Array]) -> _Array:
-    """Return a number for each row, the same for rows that are equal in all columns."""
-    return pd.DataFrame(dict(enumerate(columns))).groupby([*range(len(columns))], sort=False).ngroup().to_numpy()
-
-
-def _classes(spec: TableSpec, table: pd.DataFrame, max_classes: int) -> _Array:
+def _classes(spec: TableSpec, table: pd.DataFrame, codes: Mapping[str, _Array], max_classes: int) -> _Array:
     """Return each row's class number. Columns separate classes, texts first, unless that makes more than `max_classes`.
 
     Measured values separate classes only by whether they are known.
@@ -137,20 +147,28 @@ def _classes(spec: TableSpec, table: pd.DataFrame, max_classes: int) -> _Array:
     numbers = np.zeros(len(table), np.int64)
     columns = [column for column in spec.columns if column.name != spec.merge_by and not column.ranks]
     for column in sorted(columns, key=lambda column: (column.is_measured, column.kind == "number")):
-        values = table[column.name].isna() if column.is_measured else table[column.name]
-        finer = _numbered([numbers, _codes(values)])
-        numbers = finer if finer.max() < max_classes else numbers
+        values = table[column.name].isna().to_numpy() if column.is_measured else codes[column.name]
+        first, finer = group_rows([numbers, values])
+        numbers = finer if len(first) <= max_classes else numbers
     return numbers
+
+
+def _differs(codes: _Array, begins: _Array) -> _Array:
+    """Return whether the values of each class differ, bool, given codes sorted by class and where each class begins."""
+    return np.asarray(np.maximum.reduceat(codes, begins) != np.minimum.reduceat(codes, begins))
 
 
 def _is_quantity(column: ColumnSpec) -> bool:
     return column.kind == "number" and column.unit not in ("", "boolean")
 
 
-def _outliers(spec: TableSpec, table: pd.DataFrame, classes: _Array) -> _Array:
+def _outliers(spec: TableSpec, table: pd.DataFrame, codes: Mapping[str, _Array], classes: _Array) -> _Array:
     """Return which rows are outliers of their class in a quantity, bool; at most those of MAX_OUTLIERS ranks."""
     scores = np.zeros(len(table))
+    order, begins = sort_rows([classes])
     for column in filter(_is_quantity, spec.columns):
+        if not _differs(codes[column.name][order], begins).any():
+            continue
         values = pd.to_numeric(table[column.name], errors="coerce").astype("Float64").to_numpy(float, na_value=np.nan)
         median = _medians(values, classes)
         deviation = np.abs(values - median)
@@ -158,6 +176,8 @@ def _outliers(spec: TableSpec, table: pd.DataFrame, classes: _Array) -> _Array:
         # If most values are 0, compare with the mean deviation.
         usual = np.where(usual > 0, usual, _MIN_RATIO * max(np.nan_to_num(deviation).mean(), np.finfo(float).tiny))
         scores = np.fmax(scores, deviation / usual)
+    if not scores.any():
+        return scores > 0
     threshold = max(1.0, _MIN_OF_WORST * scores.max())
     worst = pd.Series(scores).groupby(table[spec.merge_by].to_numpy()).max().nlargest(MAX_OUTLIERS).index
     outliers: _Array = table[spec.merge_by].isin(worst).to_numpy() & (scores > threshold)
@@ -170,20 +190,29 @@ def _medians(values: _Array, classes: _Array) -> _Array:
 
 
 def _cells(
-    column: ColumnSpec, values: pd.Series[Any], names: pd.Series[Any], parts: Sequence[_Array], first: pd.Series[Any]
+    column: ColumnSpec,
+    values: pd.Series[Any],
+    names: pd.Series[Any],
+    parts: Mapping[int, _Array],
+    first: pd.Series[Any],
 ) -> pd.Series[Any]:
-    """Return the cells of a column, given the row indices of each class and the values of the first rows."""
-    codes = _codes(values)
-    differing = [at for at, part in enumerate(parts) if np.ptp(codes[part])]
-    if not differing:
+    """Return the cells of a column: those of the first rows of classes, except in classes whose values differ.
+
+    Args:
+        column: The column.
+        values: Its values in the table.
+        names: The ranks, or hosts, of the table.
+        parts: Number of each class whose values differ -> its rows.
+        first: The values of the first row of each class.
+    """
+    if not parts:
         return first
     cells = first.astype(object)
-    for at in differing:
-        part = parts[at]
+    for at, part in parts.items():
         if _is_quantity(column):
             cells[at] = _distribution(values.iloc[part], names.iloc[part])
         else:
-            cells[at] = Different(len(np.unique(codes[part])))
+            cells[at] = Different(len(pd.unique(values.iloc[part])))
     return cells
 
 
