@@ -108,7 +108,11 @@ class RecordBlock:
         if keys not in self._grouped_by:
             rows = self if len(keys) == len(_GROUPS) else self.distinct_calls_by(*_GROUPS)  # which has fewer rows
             first, groups = group_rows([*(rows[key] for key in keys), rows.call])
-            self._grouped_by[keys] = rows._grouped(first, groups, (rows.distinct_calls, rows.call[first]))
+            if len(first) == len(rows):  # no two are equal: share the columns
+                one_each = rows._records, rows.labels, rows.calls, rows.exact, (rows.distinct_calls, rows.call)
+                self._grouped_by[keys] = RecordBlock(*one_each)
+            else:
+                self._grouped_by[keys] = rows._grouped(first, groups, (rows.distinct_calls, rows.call[first]))
         return self._grouped_by[keys]
 
     @property

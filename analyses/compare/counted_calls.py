@@ -6,14 +6,22 @@ They need far less memory than `recorded_calls`, and may come from summaries.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.grouping import Array, concatenated_ranges, group_rows, merge_sums, rows_of, sort_rows
+from commtrace.analyses.grouping import (
+    Array,
+    concatenated_ranges,
+    group_rows,
+    merge_sums,
+    rows_of,
+    sort_rows,
+    sum_sorted,
+)
 from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.reading.labels import RunLabels
 
@@ -52,28 +60,39 @@ def partial(block: RecordBlock) -> pd.DataFrame:
     # Each call with its payload, then each without; many of these are equal.
     calls = pd.concat([pd.DataFrame(call), pd.DataFrame({**call, "payload": np.full(len(distinct), SUMMED)})])
     examples, numbers = group_rows([calls[name].to_numpy() for name in _CALL])
-    has_payload = rows["step"] < DETAILED_STEPS
-    number = numbers[rows.call + np.where(has_payload, 0, len(distinct))]
+    number = numbers[rows.call + np.where(rows["step"] < DETAILED_STEPS, 0, len(distinct))]
     order, begins = sort_rows([rows["process"], number, rows["step"]])
-    at = order[begins]
-    keys = {"process": rows["process"][at], "call": number[at], "step": rows["step"][at].astype(np.int64)}
-    parts = np.rint(rows.volumes["wire_bytes"] * ranks[rows.call]).astype(np.int64)
-    values = (rows.calls, rows.volumes["payload_bytes"], parts, rows.volumes["wire_unknown"])
-    sums = {name: np.add.reduceat(value[order], begins) for name, value in zip(_SUMS, values, strict=True)}
+    columns = {"process": rows["process"], "call": number, "step": rows["step"]}
+    keys = {name: column[order[begins]] for name, column in columns.items()}
+    sums = {name: sum_sorted(values[order], begins) for name, values in _values(rows, ranks)}
     changes = _changes(keys, sums)
     example = examples[changes.pop("call")]
     return merge([pd.DataFrame({**changes, **{name: calls[name].to_numpy()[example] for name in _CALL}}, copy=False)])
 
 
+def _values(rows: RecordBlock, ranks: Array) -> Iterator[tuple[str, Array]]:
+    """Yield the columns _SUMS of rows, given the group sizes of their distinct calls."""
+    yield "calls", rows.calls
+    yield "payload_bytes", rows.volumes["payload_bytes"]
+    yield "wire_parts", np.rint(rows.volumes["wire_bytes"] * ranks[rows.call]).astype(np.int64)
+    yield "wire_unknown", rows.volumes["wire_unknown"]
+
+
 def _changes(keys: Mapping[str, Array], sums: Mapping[str, Array]) -> dict[str, Array]:
     """Return sums by `process`, `call` and `step`, in this order, as differences from the step before."""
     follows = np.zeros(len(keys["step"]) + 1, bool)  # the same call as in the row before, one step later
-    follows[1:-1] = np.logical_and.reduce([np.diff(key) == (name == "step") for name, key in keys.items()])
-    begun = {name: value - np.where(follows[:-1], np.append(0, value[:-1]), 0) for name, value in sums.items()}
-    differs = np.flatnonzero(np.logical_or.reduce([difference != 0 for difference in begun.values()]))
-    ends = np.flatnonzero(~follows[1:])
-    changes = {name: np.append(key[differs], key[ends] + (name == "step")) for name, key in keys.items()}
-    return {**changes, **{name: np.append(begun[name][differs], -value[ends]) for name, value in sums.items()}}
+    follows[1:-1] = np.logical_and.reduce([key[1:] == key[:-1] + (name == "step") for name, key in keys.items()])
+    changed = np.logical_or.reduce([value != 0 for value in sums.values()])
+    as_before = np.logical_and.reduce([value[1:] == value[:-1] for value in sums.values()])
+    changed[1:] = np.where(follows[1:-1], ~as_before, changed[1:])
+    differs, ends = np.flatnonzero(changed), np.flatnonzero(~follows[1:])
+    begins = ~follows[differs]
+    changes = {
+        name: np.append(key[differs], key[ends] + (name == "step")).astype(np.int64) for name, key in keys.items()
+    }
+    for name, value in sums.items():
+        changes[name] = np.append(value[differs] - np.where(begins, 0, value[differs - 1]), -value[ends])
+    return changes
 
 
 _merge_sums: Final = merge_sums("process", *_CALL, "step")
