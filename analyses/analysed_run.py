@@ -16,10 +16,10 @@ from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.stored_tables import StoredTables, open_stored
 
 from .across_ranks.call_times import COLUMNS as TIME_COLUMNS
-from .across_ranks.clock_alignment import MAX_CALLS, align_clocks
+from .across_ranks.clock_alignment import align_clocks, calls_that_align
 from .across_ranks.clocks import Clocks
 from .across_ranks.critical_paths import StepPaths, read_step_paths
-from .across_ranks.matching import CallReader, CallTable, Derived, MatchedCalls, every_nth, host_numbers
+from .across_ranks.matching import CallReader, CallTable, Derived, MatchedCalls, every_nth
 from .grouping import Array
 from .record_blocks import RecordBlock
 
@@ -53,10 +53,7 @@ class AnalysedRun(RecordedRun):
         records = sum(segment.count for process in self.processes for segment in process.segments)
         derived = {**TIME_COLUMNS, **derived, "is_sampled": partial(every_nth, self.sampled_every)}
         parts = -(-records // CALLS_AT_ONCE) if columns else 1
-        steps = [self.sampled_every]
-        if len(host_numbers(self)[0]) > 1:
-            steps.append(-(-records // MAX_CALLS) or 1)
-        keep = None if columns or 1 in steps else partial(_every_nth_of_any, steps)
+        keep = None if columns else partial(_is_sampled_or_aligns, self.sampled_every, calls_that_align(self))
         return CallTable(self.labels, CallReader(columns, derived, keep=keep), records, parts)
 
     def matched_calls(self, *, sampled: bool = False) -> Iterator[MatchedCalls]:
@@ -100,8 +97,8 @@ class AnalysedRun(RecordedRun):
         return open_stored(self.log, code_digest)
 
 
-def _every_nth_of_any(steps: Sequence[int], block: RecordBlock) -> Array:
-    return np.asarray(np.any([every_nth(n, block) for n in steps], axis=0))
+def _is_sampled_or_aligns(sampled_every: int, aligns: Derived, block: RecordBlock) -> Array:
+    return np.asarray(every_nth(sampled_every, block) | aligns(block))
 
 
 @functools.cache

@@ -16,6 +16,7 @@ error added.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from typing import Final
 import numpy as np
 
 from commtrace.analyses.grouping import Array, positions_by_value
+from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.reading.recorded_run import RecordedRun
 
 from .aligned_clock import AlignedClock, clock_within, reference_clock
@@ -31,7 +33,7 @@ from .call_times import COLUMNS as TIME_COLUMNS
 from .clocks import Clocks
 from .corridors import Bounds
 from .dependencies import SOURCE, TARGET, agree, completions
-from .matching import NOT_MATCHED, CallTable, MatchedCalls, every_nth, host_numbers, match_calls
+from .matching import NOT_MATCHED, CallTable, Derived, MatchedCalls, every_nth, host_numbers, match_calls
 
 MAX_CALLS: Final = 12_000_000
 """Calls that are matched at a time; of a longer log, every n-th operation is used."""
@@ -52,14 +54,33 @@ def align_clocks(run: RecordedRun, table: CallTable | None = None) -> Clocks:
     hosts, host_of_process = host_numbers(run)
     if len(hosts) < 2 or run.simulated:
         return Clocks(hosts, host_of_process, 0, [reference_clock(0, 0), *(None for _ in hosts[1:])])
-    calls = _read(run) if table is None else table.part(0)
+    calls = match_calls(run, [], derived=TIME_COLUMNS, keep=calls_that_align(run)) if table is None else table.part(0)
     calls = replace(calls, columns={**calls.columns, "completion": completions(run, calls)})
     return _Aligner(calls, hosts, host_of_process).align()
 
 
-def _read(run: RecordedRun) -> MatchedCalls:
+def calls_that_align(run: RecordedRun) -> Derived:
+    """Return a function, for `match_calls`, that says which calls tell about the clocks of the run's hosts.
+
+    These are the calls in groups of several hosts, or a part of them in a long log.
+    """
     records = sum(segment.count for process in run.processes for segment in process.segments)
-    return match_calls(run, [], derived=TIME_COLUMNS, keep=partial(every_nth, -(-records // MAX_CALLS) or 1))
+    return partial(_is_across_hosts, _groups_across_hosts(run), -(-records // MAX_CALLS) or 1)
+
+
+def _is_across_hosts(across_hosts: Array, n: int, block: RecordBlock) -> Array:
+    return np.asarray(across_hosts[block["group"]] & every_nth(n, block))
+
+
+def _groups_across_hosts(run: RecordedRun) -> Array:
+    """Return whether the ranks of each group are on several hosts, bool, by the group's id in the run."""
+    hosts_of_rank: dict[int, set[int]] = defaultdict(set)
+    for process, host in zip(run.processes, host_numbers(run)[1].tolist(), strict=True):
+        hosts_of_rank[process.rank].add(host)
+    across_hosts = np.zeros(len(run.labels.groups) + 2, bool)
+    for number, group in run.labels.groups.items():
+        across_hosts[number] = len(set().union(*(hosts_of_rank.get(rank, ()) for rank in group.ranks))) > 1
+    return across_hosts
 
 
 class _Aligner:

@@ -363,7 +363,9 @@ def _instances(keys: Array, channels: Sequence[Channel]) -> tuple[Array, Array, 
     usable = (calls > 0) & (distinct != NOT_MATCHED)
     usable &= calls <= sizes[distinct >> 32]
     numbers = np.where(usable, np.cumsum(usable) - 1, NOT_MATCHED).astype(np.int32)
-    return numbers[codes], distinct[usable] >> 32, distinct[usable] & 0xFFFFFFFF
+    for rows in _chunks(len(codes)):
+        codes[rows] = numbers[codes[rows]]
+    return codes.astype(np.int32, copy=False), distinct[usable] >> 32, distinct[usable] & 0xFFFFFFFF
 
 
 def _dense_codes(keys: Array, channels: int) -> tuple[Array, Array]:
@@ -399,4 +401,4 @@ def host_numbers(run: RecordedRun) -> tuple[list[str], Array]:
     boots: dict[tuple[str, str], int] = {}
     of_process = [(process.host, str(process.tables.process.get("boot_id"))) for process in run.processes]
     numbers = [boots.setdefault(boot, len(boots)) for boot in of_process]
-    return [host for host, _ in boots], np.array(numbers, np.int64)
+    return [host for host, _ in boots], np.array(numbers, np.int32)
