@@ -82,6 +82,8 @@ def _partial(block: RecordBlock) -> pd.DataFrame:
 
 def _finish(table: pd.DataFrame, run: RecordedRun) -> NamedTables:
     table = table[table["step"].to_numpy() >= 0]
+    if table.empty:  # as in most runs
+        return {spec.name: pd.DataFrame(columns=[*spec.column_names]) for spec in (EXPERT_STEPS, EXPERT_LOAD)}
     facts = _layers(run.labels)
     sites = table["site_id"].map(facts)
     table = table.assign(

@@ -170,8 +170,8 @@ def _read(run: AnalysedRun, folds: Mapping[str, _Fold]) -> NamedTables:
 
     def partials() -> Iterator[NamedTables]:
         for tables, blocks in run.executor.map("fold", read, run.parts(min_slots=_CALLS_PER_TASK)):
-            for block in blocks:
-                table.append(block)
+            while blocks:  # no variable keeps their memory while the next part is read
+                table.append(blocks.pop(0))
             yield tables
 
     return merge_tree(merge, partials())
@@ -198,8 +198,9 @@ def _partials_and_calls(
 
     def partials() -> Iterator[NamedTables]:
         for block in read_blocks(part, labels, fields=reader.record_fields):
-            calls.append(reader.calls(block))
-            yield {name: fold.partial(block) for name, fold in folds.items()}
+            tables = {name: fold.partial(block) for name, fold in folds.items()}
+            calls.append(reader.calls(block))  # last: the partial tables need more memory than they keep
+            yield tables
 
     tables = [*partials()]
     # The tables of a single block are merged with those of other parts.
