@@ -1,6 +1,7 @@
 """Incidents of a run that is watched: hangs, failures, stragglers and long steps, each told once.
 
-hang            a call is stuck, as the diagnosis of a report defines it, or ranks make no progress outside of calls
+hang            a call is stuck (`across_ranks.stuck_calls`, as in reports, which has a threshold of its own), or ranks
+                make no progress outside of calls for the threshold given here
 end             a process failed or died
 straggler:20%   a rank computes longer than the others by at least this share of a step
 step:2x         a step takes at least this multiple of the median of the steps before it

@@ -13,8 +13,8 @@ kept_records                   the last calls of a process, whatever its steps, 
 counters                       faults of the hooks, and the cost of recording (table `stats`)
 interrupts                     exceptions of the program's signal handlers
 leaving, exception_facts       how this process leaves its program; what is kept of an exception
-exit_byte                      exit status of this process, at the end of its tables
+exit_byte                      exit status of this process, at the end of its tables; none after `os._exit` or a signal
 thread_exceptions              exceptions that end threads of the program
-peer_watch                     what the other processes of the run on this host end by
-recovery                       after `kill -9`: from the ring to the log
+peer_watch                     what the other processes of the run on this host end by, `os._exit` and signals included
+recovery                       after `kill -9`: from the ring to the log; copies of rings of running processes
 """

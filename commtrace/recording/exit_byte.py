@@ -2,7 +2,8 @@
 
 glibc calls functions registered with `on_exit` with the status, at the very end. The function here is glibc's own
 `fputc`, so that no code of Python has to run: it appends one byte, the status, to the tables file. There is no such
-byte if the library has no `on_exit`, or if the process ends without `exit` (`os._exit`, a signal).
+byte if the library has no `on_exit`, or if the process ends without `exit` (`os._exit`, a signal): `peer_watch` of
+another process records the status then.
 """
 
 from __future__ import annotations

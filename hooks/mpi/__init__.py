@@ -1,6 +1,7 @@
 """Hooks of mpi4py.
 
-hook, wrappers, extension_types       installation, and the wrappers of mpi4py's methods
+hook, extension_types                 installation
+wrappers                              wrappers of mpi4py's methods; which requests a wait or test completes
 methods                               table of the methods, each with the rule for its size
 buffers                               bytes and element type of a message argument, in each form
 pickled_objects                       sizes of pickled messages

@@ -15,8 +15,8 @@ still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C+
     plan.h                 the arguments of an operator, and its payload
     callsites.h            call sites; frames.* read a thread's frames without the GIL
     works.h                the calls that a wait ends
-    device.h               times of calls on a device (docs/explanation/device-times.md)
-    device_events.h        a device: streams, capture, events
+    device.h               times of calls on a device, none under capture (docs/explanation/device-times.md)
+    device_events.h        a device: streams, whether one is under capture, events
     device_clock.h         conversion of a device's times to the host's clock
     record.h               the record of a call, as commtrace.schema.RECORD
     slots.h                the slots of a ring, and exclusive access to their records

@@ -10,8 +10,8 @@ training, dtensor, fsdp2,             steps and marked phases (others: `hooks.ca
   pipelining                          torch's parallel libraries
 captured_jobs, ddp_job, fsdp_job,     rows of the job table: settings that determine communication
   dtensor_job, model_facts
-recomputation, redistribution,        purposes of calls (training, fsdp2, pipelining: those of DDP, FSDP2 and pipelines)
-  fsdp1, batch_norm, expert_dispatch,
+recomputation, redistribution,        purposes of calls (fsdp2, pipelining: those of FSDP2 and pipelines; tracer: those
+  fsdp1, batch_norm, expert_dispatch,   of DDP's reducer in C++; training: those of its communication hooks in Python)
   entry_points
 passes                                rows of the passes table: what ran in each step
 scheduled_stages                      rows of the stages table: what pipeline stages send

@@ -111,7 +111,10 @@ def _purpose_before_forward(replica: Any, *_: Any, **__: Any) -> int:
 
 @around
 def _register_comm_hook(original: Callable[..., None], self: Any, /, state: Any, hook: Callable[..., Any]) -> None:
-    """Mark the calls of a hook in Python that reduces a bucket. C++ code makes all other calls of the reducer."""
+    """Mark the calls of a hook in Python that reduces a bucket.
+
+    C++ code makes all other calls of the reducer: `tracer._reducer_purpose` gives them their purpose.
+    """
 
     @functools.wraps(hook)
     def marked(state: Any, bucket: Any) -> Any:

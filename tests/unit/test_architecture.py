@@ -186,3 +186,16 @@ def test_a_folder_lists_its_modules(package: str) -> None:
     docstring = ast.get_docstring(tree(package)) or ""
     names = {path.stem for path in modules()[package].parent.glob("*.py")} - {"__init__"}
     assert {name for name in names if not re.search(rf"\b{name}\b", docstring)} == set()
+
+
+def test_files_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")
+    named = {name for quoted in re.findall(r"`([^`]+)`", text) for name in re.findall(r"[\w/]+\.(?:py|h)\b", quoted)}
+    files = [
+        f"/{path.relative_to(ROOT)}"
+        for folder in ("commtrace", "hooks", "analyses", "wheels", "docs", "tests")
+        for suffix in ("py", "h")
+        for path in (ROOT / folder).rglob(f"*.{suffix}")
+    ]
+    assert len(named) > 50
+    assert [name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in files)] == []
