@@ -10,7 +10,8 @@ step_pairs                      which steps of two runs are compared
 step_matching, step_differences  the calls of one step of one rank: matched in order or by cells, and what differs
 compared_ranks                  all ranks and steps, equal ones once
 causes, setting_differences     why calls differ
-verdict, verdict_text           the result of every comparison, and its text
+verdict, verdict_text           the result of every comparison: which differences do not count (own calls, evaluations);
+                                its text
 two_runs                        two runs of recorded calls (a dry run, an accepted run, a baseline, another run)
 rules_analysis, rules_tables    a recorded run and the calls that rules expect: the analysis and its tables
 rules_verdict                   the verdict on it

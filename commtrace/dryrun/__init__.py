@@ -6,13 +6,14 @@ else is real: the program, torch, DeepSpeed, autograd, and the recording hooks. 
 docs/how-to/dry-run.md.
 
     dry_run, distinct_ranks        which ranks run; their log
-    rank_processes, rank_messages  processes of simulated ranks, and small values that they exchange
+    rank_processes, rank_messages  processes of simulated ranks; small values of sends, broadcasts and scatters
     isolation/                     what the program writes does not reach the user's files
     simulation                     this process becomes a rank: installs the modules below
     dispatch_mode                  what each operator does, and values that the program reads (`.item()`)
     operators                      kinds of operators, from their schemas
     untouched_memory, storage_set  tensors without memory
-    collectives, fake_groups       collectives that send nothing, in groups of one process
+    collectives, fake_groups       collectives that send nothing, in groups of one process: small results are
+                                   as if all ranks sent the same
     simulated_cuda, cuda_autocast  devices
     torch_functions, checkpoint_patches, deepspeed_patches, inert    functions of libraries that are no operators
     notices                        lines of the program that need what a dry run does not have

@@ -10,7 +10,7 @@ measuring         the measurement of one operation and size; the interface of be
 bench_results     the results and their JSON file
 benchmark_tables  results of nccl-tests and the OSU micro-benchmarks
 bench_text        the results as nccl-tests and the OSU micro-benchmarks print them
-fit               latency and bandwidth of each operation, with held-out errors
+fit               latency and bandwidth of each operation, and so the time of any size, with held-out errors
 algorithms        latency and bandwidth as functions of the number of ranks and hosts; which links a group uses
 call_probe        two traced ranks that run every operation, for `commtrace doctor`
 networks          a measured or described network, which predicts the time of a call; callers count its group's hosts

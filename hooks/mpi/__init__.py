@@ -1,7 +1,8 @@
 """Hooks of mpi4py.
 
 hook, extension_types                 installation
-wrappers                              wrappers of mpi4py's methods; which requests a wait or test completes
+wrappers                              wrappers of mpi4py's methods; starts of persistent requests; which
+                                      requests a wait or test completes
 methods                               table of the methods, each with the rule for its size
 buffers                               bytes and element type of a message argument, in each form
 pickled_objects                       sizes of pickled messages

@@ -11,7 +11,7 @@ still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C+
     module.cpp             the functions that Python calls
     recording_kernels.h    the kernels; ends of calls shown by futures
     waits.h                waits and coalesced calls that Python makes
-    recording.h            one recording: groups, kinds, counters
+    recording.h            one recording: begin of records (dropped without a slot), groups, kinds, counters
     plan.h                 the arguments of an operator, and its payload
     callsites.h            call sites; frames.* read a thread's frames without the GIL
     works.h                the calls that a wait ends

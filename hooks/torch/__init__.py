@@ -1,19 +1,29 @@
 """Hooks for PyTorch.
 
-hook, recording_kernels, dispatcher   calls: kernels that run before torch's
-tracer, c10d_operators                calls: their records, and the meaning of arguments
-backend_methods                       direct calls of backend objects
-works, call_ends                      ends of calls
-process_groups, group_registry,       groups and their roles
-  mesh_roles
-training, dtensor, fsdp2,             steps and marked phases (others: `hooks.call_context`), and hooks for
-  pipelining                          torch's parallel libraries
-captured_jobs, ddp_job, fsdp_job,     rows of the job table: settings that determine communication
-  dtensor_job, model_facts
-recomputation, redistribution,        purposes of calls (fsdp2, pipelining: those of FSDP2 and pipelines; tracer: those
-  fsdp1, batch_norm, expert_dispatch,   of DDP's reducer in C++; training: those of its communication hooks in Python)
-  entry_points
-passes                                rows of the passes table: what ran in each step
-scheduled_stages                      rows of the stages table: what pipeline stages send
-blind_spot_warnings                   warnings about calls that are not recorded
+calls
+    hook, dispatcher     installation at the dispatcher
+    recording_kernels    the kernels that run before torch's
+    c10d_operators       the meaning of an operator's arguments: payload, own share, peer, tag
+    tracer               their records; the purpose of calls of DDP's reducer in C++
+    backend_methods      direct calls of backend objects
+    works                waits and polls, which observe the ends of calls
+    call_ends            calls without a wait: when, and with which state, their record ends
+    blind_spot_warnings  warnings about calls that are not recorded
+groups
+    process_groups       their rows
+    group_registry       their roles, as libraries keep and pass them
+    mesh_roles           dimensions of a DeviceMesh whose group does not name them
+steps, and torch's parallel libraries
+    training             DDP and plain torch: steps, which last until `optimizer.step()` (also under `no_sync`: there
+                         are no micro-batches), and purposes of communication hooks in Python
+    fsdp2, pipelining    FSDP2 and pipelines: phases, micro-batches and purposes
+    dtensor              how `parallelize_module` parallelizes a model
+    passes               rows of the passes table: what ran in each step
+    scheduled_stages     rows of the stages table: what pipeline stages send
+purposes of other calls
+    fsdp1, batch_norm, expert_dispatch, recomputation
+    redistribution       DTensor, with placements and the module
+    entry_points         functions with one purpose, whatever they call: gradient norms, checkpoints, the loss
+rows of the job table: settings that determine communication
+    captured_jobs, ddp_job, fsdp_job, dtensor_job, model_facts
 """
