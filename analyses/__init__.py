@@ -13,7 +13,8 @@ processes or a cluster can share the work. To add an analysis, write a module wi
     steps, message_sizes    training steps; sizes of messages
     host_times              durations of calls, and bandwidths (algbw, busbw)
     network_efficiency      measured times beside those that a network should take
-    overlap, limits         computation beside communication; limits on it (`check --max-exposed`)
+    overlap, limits, lost_overlap           computation beside communication; limits on it (`check --max-exposed`), and
+                            what a run hides less of than accepted runs (`check --overlap-as`)
     expert_load             tokens of experts
     across_ranks/           clocks, waits, critical paths, stuck calls, ends of processes
     compare/                recorded calls and those that were expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from commtrace.formatting import format_duration, format_share, is_known
 
@@ -30,20 +30,26 @@ class LimitVerdict:
     text: str
 
 
-Measured: TypeAlias = tuple[float | None, str]
+Measured: TypeAlias = tuple[Fraction | None, str]
 """A fraction, or None if it is not known, and what it is or why it is not known."""
+
+
+_NOT_KNOWN: Final = (
+    "no overlap is known: this needs an imported trace of devices, or a recorded log of at least three steps with ends "
+    "of calls that were observed on the host"
+)
 
 
 def _exposed(tables: Tables, operation: str) -> Measured:
     table = tables[EXPOSED_COMMUNICATION.name]
     steps = table[table["step"] != ALL] if len(table) > 1 else table
     if not steps["duration_ns"].sum() or not table["communication_ns"].sum():
-        return None, "the log has no times of communication and computation on devices"
-    share = steps["exposed_ns"].sum() / steps["duration_ns"].sum()
+        return None, _NOT_KNOWN
+    share = Fraction(int(steps["exposed_ns"].sum()), int(steps["duration_ns"].sum()))
     of_what = "the steps" if len(table) > 1 else "the traced time"
     most = tables[OVERLAP_BY["operation"].name].iloc[0]
-    what = f"exposed communication takes {format_share(share)} of {of_what}"
-    return float(share), f"{what}; most of it is {most['op']}, {format_duration(most['exposed_ns'])}"
+    what = f"exposed communication takes {format_share(float(share))} of {of_what}"
+    return share, f"{what}; most of it is {most['op']}, {format_duration(most['exposed_ns'])}"
 
 
 def _overlap(tables: Tables, operation: str) -> Measured:
@@ -51,16 +57,18 @@ def _overlap(tables: Tables, operation: str) -> Measured:
     row = table[table["op"] == operation]
     if not len(row) or not is_known(row["overlap"].iloc[0]):
         known = ", ".join(table["op"]) or "none"
-        return None, f"no call of {operation} has times on a device; operations with such times: {known}"
-    share = float(row["overlap"].iloc[0])
-    return share, f"computation hides {format_share(share)} of {operation}"
+        what = f"it is not known how much of {operation} is hidden, but of: {known}"
+        return None, what if len(table) else _NOT_KNOWN
+    share = Fraction(int(row["hidden_ns"].iloc[0]), int(row["communication_ns"].iloc[0]))
+    return share, f"computation hides {format_share(float(share))} of {operation}"
 
 
 def _wait(tables: Tables, operation: str) -> Measured:
-    share: Any = tables["waiting"]["wait_share"].iloc[0] if len(tables["waiting"]) else None
-    if not is_known(share):
+    waiting = tables["waiting"]
+    if not len(waiting) or not is_known(waiting["wait_share"].iloc[0]):
         return None, "no wait is known: this needs the ends of calls on all ranks of their groups"
-    return float(share), f"ranks wait for others for {format_share(share)} of the time in calls"
+    share = Fraction(int(waiting["wait_ns"].iloc[0]), int(waiting["duration_ns"].iloc[0]))
+    return share, f"ranks wait for others for {format_share(float(share))} of the time in calls"
 
 
 MEASURES: Final[Mapping[str, tuple[Callable[[Tables, str], Measured], bool]]] = {

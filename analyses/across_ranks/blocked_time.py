@@ -127,6 +127,21 @@ class BlockedTime:
                 np.add.at(sums[name], line.call, ns if name == "blocked_ns" else np.where(line.is_known, ns, np.nan))
         return sums
 
+    def wait_begins(self) -> Array:
+        """Return when the program begins to wait for each call, ns, shape (calls,): for some, inside of the call.
+
+        A wait that is not observed begins after the last call of its phase (module docstring).
+        """
+        times, calls = self.times, self.calls
+        order, changes = _phases(calls, times["t_begin"])
+        phase = np.searchsorted(changes, np.arange(len(order)), side="right")
+        last = np.zeros(len(changes) + 1, np.int64)
+        np.maximum.at(last, phase, times["t_return"][order])
+        after_phase = times["t_return"].copy()
+        after_phase[order] = last[phase]
+        waits = np.where(_unobserved(calls), after_phase, times["t_return"])
+        return np.where(times["t_wait"] > 0, times["t_wait"], waits)
+
     def step_ends(self, steps: Array) -> Array:
         """Return when each process ended each of `steps`, ascending, ns, shape (processes, steps)."""
         ends = np.zeros((len(self.timelines), len(steps)), np.int64)
@@ -174,11 +189,8 @@ def _on_one_clock(clocks: Clocks, calls: MatchedCalls, readings: Array, unknown:
 
 def _next_phases(calls: MatchedCalls, begin: Array) -> Array:
     """Return when the first later call of another phase or step of the process began, ns, shape (calls,); 0: none."""
-    order = np.lexsort((begin, calls["process"]))
-    order = order[begin[order] > 0]
-    process, step, phase = (calls[name][order] for name in ("process", "step", "phase"))
-    is_other = process[1:] != process[:-1]
-    changes = np.flatnonzero(is_other | (step[1:] != step[:-1]) | (phase[1:] != phase[:-1])) + 1
+    order, changes = _phases(calls, begin)
+    process = calls["process"][order]
     following = np.searchsorted(changes, np.arange(len(order)), side="right")
     has_next = following < len(changes)
     at = changes[following[has_next]]
@@ -186,6 +198,15 @@ def _next_phases(calls: MatchedCalls, begin: Array) -> Array:
     result = np.zeros(len(calls), np.int64)
     result[order[has_next]] = begin[order[changes[following[has_next]]]]
     return result
+
+
+def _phases(calls: MatchedCalls, begin: Array) -> tuple[Array, Array]:
+    """Return the calls that have begun, by process and time, and where in this order another phase or step begins."""
+    order = np.lexsort((begin, calls["process"]))
+    order = order[begin[order] > 0]
+    columns = [calls[name][order] for name in ("process", "step", "phase")]
+    is_other = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return order, np.flatnonzero(is_other) + 1
 
 
 def _unobserved(calls: MatchedCalls) -> Array:

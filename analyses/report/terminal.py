@@ -85,6 +85,8 @@ def heading(text: str) -> Text:
 def render_section(section: Section, report: Report, width: int) -> Iterator[RenderableType]:
     """Yield a section, with an empty line before it. The title of its first block replaces that of the section."""
     blocks = section.shown(report)
+    if not blocks and report.sections_chosen and section.absent:
+        blocks = [Paragraph(f"Not available: {section.absent[0].lower()}{section.absent[1:]}")]
     if not blocks:
         return
     yield Text()

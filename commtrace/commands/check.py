@@ -17,9 +17,10 @@ The expected calls come from one of four sources:
     commtrace check logs/run1 --dryrun -- python train.py --steps 5
 
 or limits on times are checked instead: exposed communication, overlap with
-computation (both of imported device traces), and waiting:
+computation, and waiting; or the overlap is compared with that of accepted runs:
 
     commtrace check traces/ --max-exposed 20% --min-overlap reduce_scatter:60%
+    commtrace check logs/new --overlap-as logs/run1 --overlap-as logs/run2
 
 With rules, whose calls have no order, cells are compared. A cell is one
 operation of one parallel dimension in one step of one rank.
@@ -31,7 +32,7 @@ are. Calls of a step in which a process ended are not compared. Exit status:
   0  as expected; with --tolerance, the payloads of all cells are within it
   1  a call differs; it is printed with call sites and, if one is known, the
      most likely cause
-     or: a limit is not kept
+     or: a limit is not kept, or overlap is lost
      or: a rank is missing (--against, --baseline)
   2  the command failed: a log or FILE cannot be read, or the arguments are wrong
   3  nothing differs, but some calls could not be compared: records were lost, a
@@ -103,6 +104,9 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         help="minimum share of an operation's time that computation hides; may be repeated")  # fmt: skip
     add_limit("--max-wait", metavar="P%", type=percentage,
         help="maximum share of the time in calls in which ranks wait for others")  # fmt: skip
+    add_limit("--overlap-as", metavar="DIR2", type=Path, action="append", default=[],
+        help="log of an accepted run: fail if computation hides clearly less of an operation than there; may be "
+        "repeated, with further runs of the same program, whose differences are the noise")  # fmt: skip
     add("--config", metavar="FILE", action="append", help="configuration file to predict calls from; may be repeated")
     add_shared(parser, "--per-rank", "--dask", "--width")
     add_options(parser.add_argument_group("with --config"), parser.add_argument_group("model, with --config"))
@@ -125,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
         missing = "no program given" if arguments.dryrun else f"{arguments.program[0]}: a program is only for --dryrun"
         raise CommtraceError(f"{missing}; give both: commtrace check {arguments.directory} --dryrun -- python train.py")
     compare = _update_baseline if arguments.update_baseline else _check_calls if source else _check_rules
-    if limits := _limits(arguments):
+    if (limits := _limits(arguments)) or arguments.overlap_as:
         if source or any(by_rules.values()):
             raise CommtraceError("limits on times are checked alone; remove them, or the options about calls")
         compare = partial(_check_limits, limits)
@@ -165,8 +169,13 @@ def _check_limits(limits: Sequence[Limit], run: Run, arguments: argparse.Namespa
     """Print whether the run keeps each limit, and return the exit status."""
     from commtrace.analyses.compare.verdict_text import wrapped
     from commtrace.analyses.limits import check_limits
+    from commtrace.analyses.lost_overlap import compare_overlap
+    from commtrace.run import open_run
 
-    verdicts = [*check_limits(run.tables(), limits)]
+    verdicts = [*check_limits(run.tables(), limits)] if limits else []
+    if arguments.overlap_as:
+        accepted = {str(path): open_run(path, recover=True, executor=run.executor) for path in arguments.overlap_as}
+        verdicts += compare_overlap(run, accepted)
     for verdict in sorted(verdicts, key=lambda verdict: verdict.is_kept is not False):
         print(*wrapped(verdict.text, arguments.width), sep="\n")
     kept = [verdict.is_kept for verdict in verdicts]

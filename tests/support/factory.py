@@ -208,3 +208,22 @@ def training(directory: Path, *, ranks: int = 2, steps: int = 3, run: str = RUN,
             )
         files.write(rows).end()
     return log
+
+
+def overlapping_training(folder: Path, steps: int, waits_after: int) -> None:
+    """Write steps of 1 ms of two ranks: an all_reduce is in flight for 400 us, and waited for after `waits_after` us.
+
+    The call itself takes 10 us; with 0, it returns when the operation has ended.
+    """
+    log = LogFactory(folder)
+    for rank in range(2):
+        rows = []
+        for step in range(steps):
+            begin = 10**9 + step * 1_000_000
+            times = {"t_begin": begin, "t_return": begin + 400_000, "t_wait": 0, "t_end": begin + 400_000}
+            if waits_after:
+                times |= {"t_return": begin + 10_000, "t_wait": begin + waits_after * 1000}
+            clock = Clock.FUTURE if waits_after else Clock.RETURN
+            rows.append(record(seq=step, step=step, clock=clock, **times))
+        process = log.process(rank, pid=100 + rank, world_size=2).known({WORLD: [0, 1]}, {WORLD: "data"})
+        process.write(rows).stats().add("end", mono_ns=10**9 + steps * 1_000_000, unix_ns=1, reason="exit", status=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from factory import LogFactory, record
+from factory import LogFactory, overlapping_training, record
 from kineto_traces import KinetoFactory
 
 from commtrace.cli import main
@@ -51,3 +51,43 @@ def test_a_log_without_device_times_is_not_compared(tmp_path: Path, capsys: pyte
     LogFactory(tmp_path).process(rank=0).known().write([record()]).stats().add("end", reason="exit")
     assert main(["check", str(tmp_path), "--max-exposed", "20%"]) == 3
     assert "not compared: max-exposed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        (["--max-exposed", "11%"], 0),
+        (["--max-exposed", "10.9%"], 1),
+        (["--min-overlap", "all_reduce:72.5%"], 0),
+        (["--min-overlap", "all_reduce:73%"], 1),
+    ],
+)
+def test_limits_on_a_recorded_log(options: list[str], status: int, tmp_path: Path) -> None:
+    overlapping_training(tmp_path, steps=6, waits_after=300)
+    assert status_of(["check", str(tmp_path), *options]) == status
+
+
+@pytest.mark.parametrize(
+    ("waits_after", "steps", "status"),
+    [
+        (300, 20, 0),
+        (280, 20, 0),  # computation hides 67.5 instead of 72.5 %
+        (200, 20, 1),  # 47.5 %
+        (0, 20, 1),
+        (300, 8, 3),  # too few steps
+    ],
+)
+def test_lost_overlap(waits_after: int, steps: int, status: int, tmp_path: Path) -> None:
+    overlapping_training(tmp_path / "accepted", steps=20, waits_after=300)
+    overlapping_training(tmp_path / "new", steps=steps, waits_after=waits_after)
+    accepted = ["--overlap-as", str(tmp_path / "accepted")]
+    assert status_of(["check", str(tmp_path / "new"), *accepted]) == status
+    assert status_of(["check", str(tmp_path / "new"), *accepted, *accepted]) == status
+
+
+def test_a_trace_of_one_step_is_not_compared(
+    traces: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overlapping_training(accepted := tmp_path_factory.mktemp("accepted"), steps=20, waits_after=300)
+    assert main(["check", str(traces), "--overlap-as", str(accepted)]) == 3
+    assert "fewer than 16 steps of this run" in " ".join(capsys.readouterr().out.split())

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from factory import LogFactory, record
+from factory import LogFactory, overlapping_training, record
 from hypothesis import given
 from hypothesis import strategies as st
 from kineto_traces import KinetoFactory
@@ -35,7 +35,21 @@ def test_exposed_communication_is_a_union_of_spans(tmp_path: Path) -> None:
     assert operation["overlap"] == pytest.approx(20 / 90)
 
 
-def test_a_recorded_log_has_no_rows(tmp_path: Path) -> None:
+def test_a_recorded_log_has_the_steps_of_its_host(tmp_path: Path) -> None:
+    overlapping_training(tmp_path, steps=6, waits_after=300)
+    run = commtrace.open(tmp_path)
+    table = run.table("exposed_communication").set_index("step")
+    assert [*table.index] == ["1", "2", "3", "4", "all"]
+    columns = ["duration_ns", "computation_ns", "communication_ns", "hidden_ns", "exposed_ns", "idle_ns"]
+    of_step = [2_000_000, 2 * 890_000, 800_000, 2 * 290_000, 2 * 110_000, 0]  # of two ranks
+    assert [*table.loc["2", columns]] == of_step
+    assert [*table.loc["all", columns]] == [4 * ns for ns in of_step]
+    row = run.table("overlap_by_operation").iloc[0]
+    assert (row["op"], row["calls"], row["overlap"]) == ("all_reduce", 8, 0.725)
+    assert run.table("overlap_by_purpose")["communication_ns"].tolist() == [4 * 800_000]
+
+
+def test_a_recorded_log_without_steps_has_no_rows(tmp_path: Path) -> None:
     LogFactory(tmp_path).process(rank=0).known().write([record()]).stats()
     run = commtrace.open(tmp_path)
     for name in ("exposed_communication", "overlap_by_operation", "overlap_by_role", "overlap_by_purpose"):

@@ -171,6 +171,7 @@ def assert_steps_agree(run: Run, reference: Reference) -> None:
         return
     assert replayed_run(run).replay.error_ns < 1
     tables = run.tables()
+    computation = tables["exposed_communication"].set_index("step")["computation_ns"]
     for times in rows_of(tables["step_times"]):
         begin, end = (
             max(reference.end(rank, number) for rank in reference.pieces)
@@ -182,6 +183,7 @@ def assert_steps_agree(run: Run, reference: Reference) -> None:
         )
         found = times.ns, times.computation_ns, times.waiting_ns, times.exposed_ns
         assert found == pytest.approx((end - begin, end - begin - blocked, late, blocked - late), abs=1e-3)
+        assert computation[str(times.step)] == round((end - begin - blocked) * len(reference.pieces))
     for which, place in chosen_steps(paths).items():
         step = int(paths.steps[place])
         begin, end = (max(reference.end(rank, number) for rank in reference.pieces) for number in (step - 1, step))
