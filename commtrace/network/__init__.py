@@ -8,7 +8,7 @@ bench_plan        what to measure
 bench_ranks       the processes of a measurement; mpiexec starts those of MPI, process_exit ends them cleanly
 measuring         the measurement of one operation and size; the interface of bench_torch and bench_mpi
 bench_results     the results and their JSON file
-benchmark_tables  results of nccl-tests and the OSU micro-benchmarks
+benchmark_tables  results of nccl-tests and the OSU micro-benchmarks; nccl_tests_json reads its JSON files
 bench_text        the results as nccl-tests and the OSU micro-benchmarks print them
 fit               latency and bandwidth of each operation, and so the time of any size, with held-out errors
 algorithms        latency and bandwidth as functions of the number of ranks and hosts; which links a group uses

@@ -1,5 +1,7 @@
 """Results of nccl-tests (or rccl-tests) and of the OSU micro-benchmarks (OMB): the tables that they print.
 
+nccl-tests' JSON files (`-J`) have the same values, and are read as such tables (`nccl_tests_json`).
+
 A text may have several tables, one after the other, and other lines between them. nccl-tests names its ranks and hosts:
 
     # nThread 1 nGpus 1 minBytes 8 maxBytes 134217728 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1 ...
@@ -36,6 +38,7 @@ from commtrace.volume import busbw_factor
 from . import NetworkError
 from .bench_operations import BARRIER, PING_PONG, WINDOW
 from .measuring import BenchRow
+from .nccl_tests_json import is_nccl_tests_json, table_lines
 
 _HEAD: Final = 1 << 16
 """Number of first bytes of a file in which a table, or what a benchmark prints before it, begins."""
@@ -99,7 +102,7 @@ def is_benchmark_table(path: Path) -> bool:
     with open(path, "rb") as file:
         head = file.read(_HEAD).decode("utf-8", "replace")
     if head.lstrip()[:1] == "{":
-        return False
+        return is_nccl_tests_json(head)
     return any(pattern.search(head) for pattern in (_NCCL_HEAD, _NCCL_START, _OMB_TITLE))
 
 
@@ -202,7 +205,10 @@ class _TableFile:
         """Add the rows of the file. Raises NetworkError, OSError."""
         if self._path.stat().st_size > _LARGEST_FILE:
             raise NetworkError(f"{self._path}: larger than {_LARGEST_FILE >> 20} MiB; give only the benchmark's output")
-        for number, line in enumerate(self._path.read_text("utf-8", "replace").splitlines(), 1):
+        text = self._path.read_text("utf-8", "replace")
+        for number, line in enumerate(
+            table_lines(self._path, text) if is_nccl_tests_json(text) else text.splitlines(), 1
+        ):
             self._line = number
             self._read_line(line)
         self._finish_nccl()

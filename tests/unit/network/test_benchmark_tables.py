@@ -79,6 +79,49 @@ def test_a_table_of_nccl_tests(tmp_path: Path) -> None:
     assert results.title == "NCCL through nccl-tests, 16 ranks on 2 hosts"
 
 
+def nccl_json(ranks: int = 8, hosts: int = 1, factor: float = 1.75, command: str = "./build/all_reduce_perf") -> str:
+    """Return what nccl-tests writes with -J."""
+    results = []
+    for size in SIZES:
+        algbw = size / time_us(size) / 1e3
+        half = {"time": time_us(size), "alg_bw": algbw, "bus_bw": algbw * factor, "nwrong": 0.0}
+        labels = {"type": "float", "redop": "sum", "root": "    -1"}
+        results.append({"size": size, "count": size // 4, **labels, "out_of_place": half, "in_place": half})
+    members = [
+        {"rank": rank, "group": 0, "pid": 100 + rank, "hostname": f"node{rank * hosts // ranks}", "device": rank % 8,
+         "device_hex": "0x07", "device_info": "NVIDIA H100 80GB HBM3"}
+        for rank in range(ranks)
+    ]  # fmt: skip
+    head = {"version": 3, "start_time": "2026-11-20 10:00:00", "args": [command, "-J", "out.json"]}
+    rest = {"env": ["TOKEN=secret"], "nccl_version": 23004, "config": {"iterations": 20, "devices": members}}
+    return json.dumps({**head, **rest, "results": results, "out_of_bounds": {"count": 0, "okay": "true"}})
+
+
+def test_a_json_file_of_nccl_tests(tmp_path: Path) -> None:
+    results = read(tmp_path, nccl_json(16, hosts=2, factor=1.875), "out.json")
+    assert [row.payload_bytes for row in results.rows] == [*SIZES]
+    assert [row.median_us for row in results.rows] == [time_us(size) for size in SIZES]
+    assert (only(results, "op"), only(results, "ranks"), only(results, "hosts")) == ("all_reduce", 16, 2)
+    assert (only(results, "calls"), only(results, "wrong")) == (20, 0)
+    assert results.hosts == [{"host": "node0", "ranks": 8}, {"host": "node1", "ranks": 8}]
+    assert results.versions == {"nccl": "2.30.4"}
+    assert "secret" not in repr(results)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (nccl_json()[:-40], "no JSON"),
+        (nccl_json().replace('"results"', '"result"'), "KeyError: 'results'"),
+        (nccl_json().replace('"time"', '"cpu_time"'), "times of the host"),
+        (nccl_json(command="all_gather_perf"), "not those of all_gather"),
+    ],
+)
+def test_json_files_that_cannot_be_used(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(NetworkError, match=problem):
+        read(tmp_path, text, "out.json")
+
+
 def test_lines_of_nccl_between_rows_are_no_rows(tmp_path: Path) -> None:
     table = nccl().splitlines(keepends=True)
     table.insert(6, "3767c65d25c4:880:880 [1] NCCL INFO comm 0x55ba65abd9d0 rank 0 nranks 2\n")
@@ -263,6 +306,7 @@ def test_damaged_tables_are_refused_or_read_in_part(tmp_path: Path, seed: int) -
     draw = random.Random(seed)
     head = "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
     text = f"all_reduce_perf\n{devices()}{nccl()}# ranks: 4, hosts: 2\n{omb('MPI Allgather', '8 1 1 1 9', head=head)}"
+    text = nccl_json() if seed % 3 == 0 else text
     for _ in range(draw.randint(1, 4)):
         at = draw.randrange(len(text))
         end = at + draw.choice((1, 5, 80))
