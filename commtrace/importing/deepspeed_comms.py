@@ -1,12 +1,16 @@
 """What DeepSpeed's CommsLogger (`comms_logger` of its configuration) prints and returns.
 
-Three forms:
+Four forms:
 
 - The table of `deepspeed.comm.log_summary()`, which rank 0 prints, in a text such as a job's output:
 
     Comm. Op            Message Size        Count               Total Latency(ms)   Avg Latency(ms)     ...
     broadcast
                         2.0 KB              146                 11.12               0.08                ...
+
+- The lines of `"verbose": true`, one per call, in such a text. They count if they have more calls than its tables:
+
+    ... comm op: all_reduce | time (ms): 0.35 | msg size: 2.0 KB | algbw (Gbps): 0.09 | busbw (Gbps): 0.05
 
 - The dictionary that `log_summary(return_dict=True)` returns, as JSON:
   {"summary": {"broadcast": {"2048": {"count": 146, "total_latency_ms": 11.12, ...}}}, "metadata": {"rank": 0, ...}}
@@ -16,9 +20,9 @@ Three forms:
 Errors of CommsLogger, and what is done about them:
 
 - Since DeepSpeed 0.18.3, a latency is the sum of all of its operation so far, because the timer is not reset: ten calls
-  of 10 ms are recorded as 10, 20, ... 100 ms (`deepspeed/comm/comm.py`, `elapsed(reset=False)`). In raw data, these
-  sums are in the order of the calls, so that differences undo them. In summaries they are added up, which cannot be
-  undone: latencies of summaries are left out.
+  of 10 ms are recorded as 10, 20, ... 100 ms (`deepspeed/comm/comm.py`, `elapsed(reset=False)`). In raw data and in
+  lines of calls, these sums are in the order of the calls, so that differences undo them. In summaries they are added
+  up, which cannot be undone: latencies of summaries are left out.
 - Bandwidths are computed with the number of ranks of the world for every group, and those of reduce_scatter with n
   times its size in some versions. They are left out.
 - The size is that of the tensor argument: one rank's share for all_gather, gather and scatter, so that the payload is
@@ -50,6 +54,10 @@ from .operation_names import UNKNOWN_OPERATION, operation_of
 _HEADER: Final = re.compile(rb"Comm\. Op\s+Message Size\s+Count\s+Total Latency\(ms\)")
 _STRAGGLERS: Final = re.compile(rb"Breakdown with straggler effect|Comm\. Op\s+Message Size\s+Count\s+Total comm lat")
 _ROW: Final = re.compile(r"(?P<size>0B|[\d.]+ [KMGTPEZY]?B)\s+(?P<count>\d+)\s+(?P<total>[\d.]+)(\s+[\d.]+){2,3}")
+_CALL: Final = re.compile(
+    rb"comm op: (?P<record>[^|]{1,200}?(?: \| \[Caller Func: [^\]]*\])?) \| time \(ms\): (?P<ms>[\d.]{1,20}) \| "
+    rb"msg size: (?P<size>0B|[\d.]{1,20} [KMGTPEZY]?B) \| algbw \(Gbps\): (?P<bandwidth>[\d.]{1,20})"
+)
 _NAME: Final = re.compile(r"(?P<name>[A-Za-z_]\w*)(?: \| \[Caller Func: (?P<caller>[^\]]*)\])?")
 _RAW: Final = re.compile(rb'\s*\{\s*"[^"]{1,300}"\s*:\s*\{\s*"\d+"\s*:\s*\[\s*\d+\s*,\s*\[')
 _RANK: Final = re.compile(r"rank[-_]?(\d{1,6})", re.IGNORECASE)
@@ -74,8 +82,9 @@ _CERTAIN_BITS: Final = 10.0
 
 
 def is_comms_logger(path: Path, head: bytes) -> bool:
-    """Return whether a file with these first bytes has a summary or raw data of CommsLogger."""
-    return _HEADER.search(head) is not None or b'"busbw_avg_gbps"' in head or _RAW.match(head) is not None
+    """Return whether a file with these first bytes has a summary, calls or raw data of CommsLogger."""
+    texts = _HEADER.search(head) or _CALL.search(head)
+    return texts is not None or b'"busbw_avg_gbps"' in head or _RAW.match(head) is not None
 
 
 class _LoggedSize(NamedTuple):
@@ -100,8 +109,8 @@ class _LoggedCalls:
     count: int
     total_ms: float = 0.0
     is_exact: bool = True
-    latencies_ms: Sequence[float] = ()
-    bandwidths: Sequence[float] = ()
+    latencies_ms: list[float] = field(default_factory=list)
+    bandwidths: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -112,6 +121,9 @@ class _LoggedFile:
     unusable: int = 0
     summaries: int = 0
     is_raw: bool = False
+    """Whether it lists the latency of each call."""
+    is_rounded: bool = False
+    """Whether these latencies are rounded to 0.01 ms."""
     rank: int | None = None
     world_size: int | None = None
     cut: str = ""
@@ -125,12 +137,13 @@ def events(path: Path) -> Iterator[Event]:
     """
     with _errors_of(path):
         head = read_head(path, 1 << 16)
-    is_json = head.lstrip()[:1] == b"{" and _HEADER.search(head) is None
+    is_json = head.lstrip()[:1] == b"{" and _HEADER.search(head) is None and _CALL.search(head) is None
     logged = _read_json(path) if is_json else _read_text(path)
     if not logged.entries:
         raise ImportFileError(
             f"{path}: no call of DeepSpeed's CommsLogger in it; the output of deepspeed.comm.log_summary() is needed, "
-            "or as JSON what log_summary(return_dict=True) or comms_logger.get_raw_data() returns"
+            'or that of "verbose": true, or as JSON what log_summary(return_dict=True) or comms_logger.get_raw_data() '
+            "returns"
         )
     yield ImportedProcess(logged.rank, world_size=logged.world_size, tool="DeepSpeed CommsLogger", clock_is_wall=False)
     is_cumulative = _is_cumulative(logged.entries) if logged.is_raw else None
@@ -178,7 +191,11 @@ def _read_text(path: Path) -> _LoggedFile:
     logged, tables, lines = _LoggedFile(), [], Lines(path)
     table: dict[_LoggedSize, _LoggedCalls] | None = None
     prefix, record, before = b"", "", ""
+    calls: dict[_LoggedSize, _LoggedCalls] = {}
     for _, line in lines:
+        if called := _CALL.search(line):
+            logged.unusable += not _add_call(calls, called)
+            continue
         if match := _HEADER.search(line):
             table, prefix, record, before = {}, line[: match.start()], "", ""
             tables.append(table)
@@ -201,7 +218,27 @@ def _read_text(path: Path) -> _LoggedFile:
         table[_LoggedSize(record, size)] = _LoggedCalls(count, total, is_exact=row["size"].endswith((" B", "0B")))
     logged.summaries, logged.cut, logged.rank = len(tables), lines.problem, 0
     logged.entries = _joined(tables)
+    if _count(calls) > _count(logged.entries):
+        logged.entries, logged.is_raw, logged.is_rounded = calls, True, True
     return logged
+
+
+def _count(entries: Mapping[_LoggedSize, _LoggedCalls]) -> int:
+    return sum(entry.count for entry in entries.values())
+
+
+def _add_call(calls: dict[_LoggedSize, _LoggedCalls], line: re.Match[bytes]) -> bool:
+    """Add the call of a line. Return whether its numbers are usable."""
+    text = {name: value.decode("utf-8", "replace") for name, value in line.groupdict().items()}
+    size, latency, bandwidth = _size(text["size"]), _number(text["ms"]), _number(text["bandwidth"])
+    if size is None or latency is None or bandwidth is None:
+        return False
+    key = _LoggedSize(text["record"], size)
+    entry = calls.setdefault(key, _LoggedCalls(0, is_exact=text["size"].endswith((" B", "0B"))))
+    entry.count, entry.total_ms = entry.count + 1, entry.total_ms + latency
+    entry.latencies_ms.append(latency)
+    entry.bandwidths.append(bandwidth)
+    return True
 
 
 def _joined(tables: Sequence[dict[_LoggedSize, _LoggedCalls]]) -> dict[_LoggedSize, _LoggedCalls]:
@@ -265,7 +302,7 @@ def _raw_entry(content: Any) -> _LoggedCalls | None:
     match content:
         case [int(count), list(latencies), list(bandwidths), *_] if 0 < count <= _MOST_CALLS:
             known_ms = [ms for value in latencies if (ms := _number(value)) is not None and ms < _LONGEST_MS]
-            return _LoggedCalls(count, latencies_ms=known_ms if len(known_ms) == count else (), bandwidths=bandwidths)
+            return _LoggedCalls(count, latencies_ms=known_ms if len(known_ms) == count else [], bandwidths=bandwidths)
     return None
 
 
@@ -360,6 +397,8 @@ def _not_known(logged: _LoggedFile, is_cumulative: bool | None) -> Iterator[NotK
             "how long the first call of each operation took: DeepSpeed records sums of all latencies so far, of which "
             "the log has the differences"
         )
+    if logged.is_rounded:
+        yield NotKnown("how long its calls took to less than 0.01 ms, to which CommsLogger rounds what it prints")
     yield NotKnown(
         "the groups of its calls, and with them wire bytes and bandwidths: CommsLogger takes the world for each group, "
         "so its bandwidths are left out"

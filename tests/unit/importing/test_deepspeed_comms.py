@@ -72,6 +72,29 @@ def test_a_summary_has_counts_and_sizes(tmp_path: Path) -> None:
     assert "sums of sums" in blind_spots(run)
 
 
+def call_line(record: str, ms: float, size: str, bandwidth: float = 1.0) -> str:
+    head = "[2026-11-20 10:00:00,123] [INFO] [logging.py:107:log_dist] [Rank 0] "
+    bandwidths = f"algbw (Gbps): {bandwidth:.2f} | busbw (Gbps): {bandwidth / 2:.2f}"
+    return f"{head}comm op: {record} | time (ms): {ms:.2f} | msg size: {size} | {bandwidths}\n"
+
+
+def test_lines_of_single_calls(tmp_path: Path) -> None:
+    sums = [*accumulate(PATTERN)]
+    lines = [call_line("all_reduce", ms, "512.0 B", 4 / ms) for ms in sums]
+    text = "step 1\n" + "".join(lines) + call_line("broadcast | [Caller Func: setup]", 3.0, "2.0 KB")
+    run = imported(tmp_path / "out.txt", text)
+    assert volumes(run) == {"all_reduce": (8, 8 * 512), "broadcast": (1, 2048)}
+    assert completion(run)["all_reduce"] == (7, round(sum(PATTERN[1:]) * 1000))  # differences of sums
+    assert "0.01 ms" in blind_spots(run)
+    # A summary of some of these calls does not hide the others, and does not count them twice.
+    both = imported(tmp_path / "both.txt", text + table(("all_reduce", [row("512.0 B", 3)])))
+    assert volumes(both) == volumes(run)
+    more = imported(tmp_path / "more.txt", text + table(("all_reduce", [row("512.0 B", 30)])))
+    assert volumes(more) == {"all_reduce": (30, 30 * 512)}
+    impossible = imported(tmp_path / "impossible.txt", text + call_line("all_reduce", 1.0, "9" * 18 + " YB"))
+    assert volumes(impossible) == volumes(run)
+
+
 def test_sizes_of_the_table_are_rounded_and_not_shown_as_exact(tmp_path: Path) -> None:
     records = [("all_reduce", [row("6.31 KB", 7), row("512.0 B", 2)]), ("all_gather", [row("1.0 KB", 1)])]
     run = imported(tmp_path / "out.txt", table(*records))
