@@ -4,7 +4,8 @@ Shared modules:
 
     recorder_setup          starts the recorder at the first call; `guard` counts errors (`recording.counters`)
     call_context            call site, phase (forward, backward ...) and step of each call
-    call_site               the line that made a call, and properties of the frames above it
+    call_site               the line that made a call, and properties of the frames above it; bounds the memory for
+                            code that is made at run time
     groups, group_creation  rows of process groups, sequence numbers; times to create groups
     purposes, marked_sources    why a library calls: marks of threads; a hook made of tables of functions
 

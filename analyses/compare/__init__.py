@@ -14,7 +14,7 @@ verdict, verdict_text           the result of every comparison: which difference
                                 its text
 two_runs                        two runs of recorded calls (a dry run, an accepted run, a baseline, another run)
 rules_analysis, rules_tables    a recorded run and the calls that rules expect: the analysis and its tables
-rules_verdict                   the verdict on it
+rules_verdict                   the verdict on it: with what was lost or is missing (status: commands/exit_status)
 step_by_purpose                 the typical step by purpose and place, beside closed forms
 waterfall, theory_specs, theory_section    from the closed form to the recorded bytes; what a report shows
 """

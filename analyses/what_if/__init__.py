@@ -1,7 +1,7 @@
 """What a step would take if something were changed, from a replay of recorded steps.
 
 event_graph     events that wait for each other, and when they occur
-recorded_graph  the recorded steps as such events, and the error of their replay
+recorded_graph  the recorded steps as such events, and the error of their replay, which is stated
 changed_run     a run after changes: another graph, other delays
 changes         options such as `--scale-network 2x`: their values, and the delays that they change
 bucket_size     the change of the size of gradient buckets, with what it assumes

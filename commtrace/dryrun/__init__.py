@@ -6,7 +6,8 @@ else is real: the program, torch, DeepSpeed, autograd, and the recording hooks. 
 docs/how-to/dry-run.md.
 
     dry_run, distinct_ranks        which ranks run; their log
-    rank_processes, rank_messages  processes of simulated ranks; small values of sends, broadcasts and scatters
+    rank_processes                 processes of simulated ranks, and of ranks whose messages they need
+    rank_messages                  small values of sends, broadcasts and scatters
     isolation/                     what the program writes does not reach the user's files
     simulation                     this process becomes a rank: installs the modules below
     dispatch_mode                  what each operator does, and values that the program reads (`.item()`)

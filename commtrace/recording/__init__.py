@@ -1,11 +1,11 @@
 """Recording: from a hooked call to records in the log directory. Imported by every traced process.
 
 session                        whether this process is traced, and by which recorder
-recorder                       what the hooks call for each call (in C++: hooks/native/recording.h); names the files
+recorder                       what the hooks call for each call (in C++: hooks/native/recording.h); stem of file names
 ring, slots                    memory that outlives the process; its slots, and what happens if they are too few
 drain                          thread that moves finished records from the ring to the log
 log_writer                     the files of one process; tolerates failures of the file system
-segment_writer                 files of records: sizes, and when a new one begins
+segment_writer                 files of records: names, sizes, and when a new one begins
 table_lines                    rows that records refer to by number
 summary, summary_writer, summary_files    COMMTRACE_MODE=summary: counts in place of calls
 stacks                         what the threads do while the process makes no call

@@ -7,7 +7,8 @@ calls
     tracer               their records; the purpose of calls of DDP's reducer in C++
     backend_methods      direct calls of backend objects
     works                waits and polls, which observe the ends of calls
-    call_ends            calls without a wait: when, and with which state, their record ends
+    call_ends            pending calls by Work, tensor or batch of coalesced calls: when, and with which state, their
+                         record ends, also without a wait
     blind_spot_warnings  warnings about calls that are not recorded
 groups
     process_groups       their rows
