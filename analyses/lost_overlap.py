@@ -30,6 +30,7 @@ from .analysed_run import AnalysedRun
 from .grouping import Array
 from .limits import LimitVerdict
 from .overlap import overlap_by_step
+from .robust_deviation import robust_deviation
 
 PARTS: Final = 8
 MIN_STEPS: Final = 2 * PARTS
@@ -37,8 +38,6 @@ MIN_STEPS: Final = 2 * PARTS
 MIN_AVAILABLE: Final = 0.02
 """Share of a step's computation that an operation has at least in the accepted runs, to have something to lose."""
 MIN_DEVIATIONS: Final = 4.0
-_NORMAL: Final = 1.4826
-"""Standard deviation of a normal distribution with a median absolute deviation of 1."""
 _QUARTERS: Final = (0.25, 0.75)
 MIN_SHARE: Final = 0.01
 
@@ -72,7 +71,9 @@ def compare_overlap(run: AnalysedRun, accepted: Mapping[str, AnalysedRun]) -> It
     others = {name: _by_part(other) for name, other in accepted.items()}
     own = _by_part(run)
     if unknown := [name for name, parts in others.items() if not parts] + ["this run"] * (not own):
-        yield LimitVerdict(None, f"not compared: overlap is known in fewer than {MIN_STEPS} steps of {_list(unknown)}")
+        yield LimitVerdict(
+            None, f"not compared: overlap is known in fewer than {MIN_STEPS} steps of {' and '.join(unknown)}"
+        )
         return
     before = {
         key: _pooled([parts[key] for parts in others.values() if key in parts])
@@ -92,10 +93,6 @@ def compare_overlap(run: AnalysedRun, accepted: Mapping[str, AnalysedRun]) -> It
             yield from (verdict for verdict in of_purposes if not verdict.is_kept)
 
 
-def _list(names: Sequence[str]) -> str:
-    return " and ".join(names)
-
-
 def _pooled(parts: Sequence[_Overlap]) -> _Overlap:
     return _Overlap(*map(np.concatenate, zip(*parts, strict=True)))
 
@@ -103,7 +100,7 @@ def _pooled(parts: Sequence[_Overlap]) -> _Overlap:
 def _verdict(key: _Key, own: _Overlap, before: _Overlap, names: str) -> LimitVerdict:
     now, then = (float(np.median(overlap.available)) for overlap in (own, before))
     loss = then - now
-    deviation = _NORMAL * float(np.median(np.abs(before.available - then)))
+    deviation = float(robust_deviation(before.available))
     is_clear = loss > MIN_DEVIATIONS * deviation or (now <= then / 2 and own.available.max() < before.available.min())
     not_hidden_ns = min(loss * float(np.median(own.computation_ns)), float(np.median(own.communication_ns)))
     is_lost = (

@@ -27,6 +27,7 @@ import pandas as pd
 
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.grouping import Array, group_rows, rows_of
+from commtrace.analyses.robust_deviation import robust_deviation
 from commtrace.rank_ranges import format_ranks
 
 from .critical_paths import StepPaths
@@ -152,7 +153,7 @@ def _rise(excess: Array, delay: _Delay) -> float:
 def _significant(excess: Array, step_ns: float) -> Iterator[_Delay]:
     median = np.median(excess, axis=1, keepdims=True)
     rest = excess - median
-    spread = 1.4826 * np.median(np.abs(rest), axis=1)
+    spread = robust_deviation(excess)
     ordered = np.sort(rest, axis=1)
     for row in range(len(excess)):
         if median[row, 0] >= max(MIN_SHARE * step_ns, MIN_DEVIATIONS * spread[row]):

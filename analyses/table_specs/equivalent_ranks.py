@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from commtrace.analyses.grouping import group_rows, sort_rows
+from commtrace.analyses.robust_deviation import NORMAL
 from commtrace.formatting import MAX_SINGLE, format_count, is_known
 from commtrace.rank_ranges import parse_ranks, shorten_names, shorten_rank_list
 
@@ -32,7 +33,7 @@ ALIKE: Final = "alike"
 ALIKE_MEANING: Final = {"unit": "count", "meaning": "Number of ranks, or hosts, that the row stands for."}
 """The additional column of a reduced table, and its description in JSON."""
 
-_MIN_DEVIATIONS: Final = 5 * 1.4826
+_MIN_DEVIATIONS: Final = 5 * NORMAL
 """Median absolute deviations that make a value an outlier: 5 standard deviations of a normal distribution."""
 _MIN_RATIO: Final = 0.2
 """Deviation from the median, as a share of it, that makes a value an outlier."""

@@ -24,6 +24,7 @@ import pandas as pd
 
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.grouping import Array, rows_of
+from commtrace.analyses.robust_deviation import robust_deviation
 from commtrace.analyses.sections import Section
 from commtrace.analyses.table_specs import shared_columns as shared
 from commtrace.analyses.table_specs.spec import (
@@ -56,7 +57,6 @@ _MAX_EVENTS_AT_ONCE: Final = 1 << 24
 _SPEEDS: Final = np.logspace(-10, 14, 97, base=2)
 """Speeds of transfers at which the exposed share is computed, as multiples of the recorded one."""
 _NORMAL_90: Final = 1.6449
-_TO_DEVIATION: Final = 1.4826
 _MEDIAN_ERROR: Final = 1.2533
 _LEAST_STEPS: Final = 3
 """Number of steps up to which all of them count."""
@@ -195,8 +195,7 @@ def _spread(steps: Array) -> float:
     half = len(steps) // 2
     if not half:
         return 0.0
-    deviation = _TO_DEVIATION * float(np.median(np.abs(steps - np.median(steps))))
-    error = _NORMAL_90 * _MEDIAN_ERROR * deviation / np.sqrt(len(steps))
+    error = _NORMAL_90 * _MEDIAN_ERROR * robust_deviation(steps) / np.sqrt(len(steps))
     return float(np.hypot(error, np.median(steps[:half]) - np.median(steps[-half:])))
 
 
