@@ -83,8 +83,12 @@ _CERTAIN_BITS: Final = 10.0
 
 def is_comms_logger(path: Path, head: bytes) -> bool:
     """Return whether a file with these first bytes has a summary, calls or raw data of CommsLogger."""
-    texts = _HEADER.search(head) or _CALL.search(head)
-    return texts is not None or b'"busbw_avg_gbps"' in head or _RAW.match(head) is not None
+    return _is_text(head) or b'"busbw_avg_gbps"' in head or _RAW.match(head) is not None
+
+
+def _is_text(head: bytes) -> bool:
+    """Return whether these bytes have lines that CommsLogger prints."""
+    return _HEADER.search(head) is not None or _CALL.search(head) is not None
 
 
 class _LoggedSize(NamedTuple):
@@ -137,7 +141,7 @@ def events(path: Path) -> Iterator[Event]:
     """
     with _errors_of(path):
         head = read_head(path, 1 << 16)
-    is_json = head.lstrip()[:1] == b"{" and _HEADER.search(head) is None and _CALL.search(head) is None
+    is_json = head.lstrip()[:1] == b"{" and not _is_text(head)
     logged = _read_json(path) if is_json else _read_text(path)
     if not logged.entries:
         raise ImportFileError(
@@ -215,7 +219,7 @@ def _read_text(path: Path) -> _LoggedFile:
         if not record or size is None or total is None or not 0 < count <= _MOST_CALLS:
             logged.unusable += 1
             continue
-        table[_LoggedSize(record, size)] = _LoggedCalls(count, total, is_exact=row["size"].endswith((" B", "0B")))
+        table[_LoggedSize(record, size)] = _LoggedCalls(count, total, is_exact=_is_exact(row["size"]))
     logged.summaries, logged.cut, logged.rank = len(tables), lines.problem, 0
     logged.entries = _joined(tables)
     if _count(calls) > _count(logged.entries):
@@ -230,11 +234,11 @@ def _count(entries: Mapping[_LoggedSize, _LoggedCalls]) -> int:
 def _add_call(calls: dict[_LoggedSize, _LoggedCalls], line: re.Match[bytes]) -> bool:
     """Add the call of a line. Return whether its numbers are usable."""
     text = {name: value.decode("utf-8", "replace") for name, value in line.groupdict().items()}
-    size, latency, bandwidth = _size(text["size"]), _number(text["ms"]), _number(text["bandwidth"])
+    size, latency, bandwidth = _size(text["size"]), _latency_ms(text["ms"]), _number(text["bandwidth"])
     if size is None or latency is None or bandwidth is None:
         return False
     key = _LoggedSize(text["record"], size)
-    entry = calls.setdefault(key, _LoggedCalls(0, is_exact=text["size"].endswith((" B", "0B"))))
+    entry = calls.setdefault(key, _LoggedCalls(0, is_exact=_is_exact(text["size"])))
     entry.count, entry.total_ms = entry.count + 1, entry.total_ms + latency
     entry.latencies_ms.append(latency)
     entry.bandwidths.append(bandwidth)
@@ -301,7 +305,7 @@ def _summary_entry(content: Any) -> _LoggedCalls | None:
 def _raw_entry(content: Any) -> _LoggedCalls | None:
     match content:
         case [int(count), list(latencies), list(bandwidths), *_] if 0 < count <= _MOST_CALLS:
-            known_ms = [ms for value in latencies if (ms := _number(value)) is not None and ms < _LONGEST_MS]
+            known_ms = [ms for value in latencies if (ms := _latency_ms(value)) is not None]
             return _LoggedCalls(count, latencies_ms=known_ms if len(known_ms) == count else [], bandwidths=bandwidths)
     return None
 
@@ -332,6 +336,17 @@ def _number(value: Any) -> float | None:
     except (ValueError, OverflowError):
         return None
     return number if 0 <= number < _LARGEST else None
+
+
+def _latency_ms(value: Any) -> float | None:
+    """Return a latency; None for an impossible one."""
+    number = _number(value)
+    return number if number is not None and number < _LONGEST_MS else None
+
+
+def _is_exact(size: str) -> bool:
+    """Return whether a text of `convert_size` is not rounded."""
+    return size.endswith((" B", "0B"))
 
 
 # ---- latencies -------------------------------------------------------------------------------------------------------

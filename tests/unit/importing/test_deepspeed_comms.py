@@ -91,8 +91,10 @@ def test_lines_of_single_calls(tmp_path: Path) -> None:
     assert volumes(both) == volumes(run)
     more = imported(tmp_path / "more.txt", text + table(("all_reduce", [row("512.0 B", 30)])))
     assert volumes(more) == {"all_reduce": (30, 30 * 512)}
-    impossible = imported(tmp_path / "impossible.txt", text + call_line("all_reduce", 1.0, "9" * 18 + " YB"))
+    odd = call_line("all_reduce", 1.0, "9" * 18 + " YB"), call_line("all_reduce", 1e14, "512.0 B")
+    impossible = imported(tmp_path / "impossible.txt", text + "".join(odd))
     assert volumes(impossible) == volumes(run)
+    assert any("2 of its rows" in note.text for note in impossible.notes)
 
 
 def test_sizes_of_the_table_are_rounded_and_not_shown_as_exact(tmp_path: Path) -> None:
