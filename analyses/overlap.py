@@ -127,13 +127,14 @@ def overlap_by_step(run: AnalysedRun) -> pd.DataFrame:
     tables = [pd.DataFrame(columns=_OF_STEP)]
     for work in _work_of_devices(run) if _has_device_work(run) else _work_of_hosts(run):
         number, begin, end = np.array(work.steps, np.int64).reshape(-1, 3).T
+        computed = covered_ns(work.computation, begin, end)
         for labels, at in _by_labels(("op", "purpose"), work.calls):
             spans = union(work.calls.begin[at], work.calls.end[at])
             hidden = intersection(spans, work.computation)
             until = work.calls.end if work.calls.wait is None else work.calls.wait
             available = intersection(union(work.calls.begin[at], until[at]), work.computation)
-            lengths = (covered_ns(each, begin, end) for each in (work.computation, spans, hidden, available))
-            columns = number, *labels, end - begin, *lengths
+            lengths = (covered_ns(each, begin, end) for each in (spans, hidden, available))
+            columns = number, *labels, end - begin, computed, *lengths
             tables.append(pd.DataFrame(dict(zip(_OF_STEP, columns, strict=True))))
     return concat_tables(tables).groupby(["step", "op", "purpose"], as_index=False).sum()
 
@@ -143,7 +144,7 @@ _OF_STEP: Final = (
 )  # fmt: skip
 
 
-def _has_device_work(run: AnalysedRun) -> bool:
+def _has_device_work(run: RecordedRun) -> bool:
     return any(process.device is not None for process in run.processes)
 
 
@@ -253,9 +254,9 @@ def _parts(key: str, work: _RankWork) -> Iterator[dict[str, Any]]:
 def _by_labels(keys: Sequence[str], calls: _TimedCalls) -> Iterator[tuple[tuple[str, ...], Array]]:
     """Yield the indices of the calls with each combination of labels."""
     coded = [pd.factorize(calls.labels[key].astype(str)) for key in keys]
-    first, groups = group_rows([codes for codes, _ in coded])
-    for number, at in positions_by_value(groups).items():
-        yield tuple(str(values[codes[first[number]]]) for codes, values in coded), at
+    _, groups = group_rows([codes for codes, _ in coded])
+    for at in positions_by_value(groups).values():
+        yield tuple(str(values[codes[at[0]]]) for codes, values in coded), at
 
 
 def _part_table(spec: TableSpec, key: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
@@ -299,7 +300,7 @@ def _findings(tables: Tables) -> Iterator[str]:
 
 def _warnings(run: RecordedRun, tables: Tables) -> Iterator[str]:
     table = tables[EXPOSED_COMMUNICATION.name]
-    if len(table) and not table.loc[table["step"] == ALL, "computation_ns"].sum():
+    if _has_device_work(run) and len(table) and not table.loc[table["step"] == ALL, "computation_ns"].sum():
         yield "The log has no kernels that compute: all communication counts as exposed."
 
 
@@ -313,7 +314,7 @@ def _show(report: Report) -> Iterator[Block]:
         if len(rows) > 1 or spec is OVERLAP_BY["operation"]:
             yield ShownTable(spec, rows.head(report.max_rows))
     if not is_known(steps["overlap"].iloc[-1]):
-        yield Paragraph("No call has device times.")
+        yield Paragraph("No call has a known begin and end.")
 
 
 ANALYSIS: Final = RunAnalysis("overlap", device_overlap)

@@ -108,11 +108,7 @@ class RecordBlock:
         if keys not in self._grouped_by:
             rows = self if len(keys) == len(_GROUPS) else self.distinct_calls_by(*_GROUPS)  # which has fewer rows
             first, groups = group_rows([*(rows[key] for key in keys), rows.call])
-            if len(first) == len(rows):  # no two are equal: share the columns
-                one_each = rows._records, rows.labels, rows.calls, rows.exact, (rows.distinct_calls, rows.call)
-                self._grouped_by[keys] = RecordBlock(*one_each)
-            else:
-                self._grouped_by[keys] = rows._grouped(first, groups, (rows.distinct_calls, rows.call[first]))
+            self._grouped_by[keys] = rows._grouped(first, groups, (rows.distinct_calls, rows.call[first]))
         return self._grouped_by[keys]
 
     @property
@@ -140,6 +136,8 @@ class RecordBlock:
     def _grouped(
         self, first: Array, groups: Array, distinct_calls: tuple[RecordBlock, Array] | None = None
     ) -> RecordBlock:
+        if len(first) == len(self):  # no two rows are equal, and groups have the order of rows: share the columns
+            return RecordBlock(self._records, self.labels, self.calls, self.exact, distinct_calls)
         calls = sum_groups(self.calls, groups, len(first))
         return RecordBlock(_Rows(self._records, first), self.labels, calls, self.exact[first], distinct_calls)
 

@@ -133,8 +133,7 @@ class BlockedTime:
         A wait that is not observed begins after the last call of its phase (module docstring).
         """
         times, calls = self.times, self.calls
-        order, changes = _phases(calls, times["t_begin"])
-        phase = np.searchsorted(changes, np.arange(len(order)), side="right")
+        order, changes, phase = _phases(calls, times["t_begin"])
         last = np.zeros(len(changes) + 1, np.int64)
         np.maximum.at(last, phase, times["t_return"][order])
         after_phase = times["t_return"].copy()
@@ -189,9 +188,8 @@ def _on_one_clock(clocks: Clocks, calls: MatchedCalls, readings: Array, unknown:
 
 def _next_phases(calls: MatchedCalls, begin: Array) -> Array:
     """Return when the first later call of another phase or step of the process began, ns, shape (calls,); 0: none."""
-    order, changes = _phases(calls, begin)
+    order, changes, following = _phases(calls, begin)
     process = calls["process"][order]
-    following = np.searchsorted(changes, np.arange(len(order)), side="right")
     has_next = following < len(changes)
     at = changes[following[has_next]]
     has_next[has_next] = process[at] == process[has_next]
@@ -200,13 +198,17 @@ def _next_phases(calls: MatchedCalls, begin: Array) -> Array:
     return result
 
 
-def _phases(calls: MatchedCalls, begin: Array) -> tuple[Array, Array]:
-    """Return the calls that have begun, by process and time, and where in this order another phase or step begins."""
+def _phases(calls: MatchedCalls, begin: Array) -> tuple[Array, Array, Array]:
+    """Return the calls that have begun, by process and time, where another phase or step begins, and each one's phase.
+
+    Phases are numbered from 0 in this order, so that the next one of phase i begins at the i-th of these places.
+    """
     order = np.lexsort((begin, calls["process"]))
     order = order[begin[order] > 0]
     columns = [calls[name][order] for name in ("process", "step", "phase")]
     is_other = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
-    return order, np.flatnonzero(is_other) + 1
+    changes = np.flatnonzero(is_other) + 1
+    return order, changes, np.searchsorted(changes, np.arange(len(order)), side="right")
 
 
 def _unobserved(calls: MatchedCalls) -> Array:

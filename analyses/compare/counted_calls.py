@@ -64,18 +64,18 @@ def partial(block: RecordBlock) -> pd.DataFrame:
     order, begins = sort_rows([rows["process"], number, rows["step"]])
     columns = {"process": rows["process"], "call": number, "step": rows["step"]}
     keys = {name: column[order[begins]] for name, column in columns.items()}
-    sums = {name: sum_sorted(values[order], begins) for name, values in _values(rows, ranks)}
+    sums = {name: sum_sorted(values[order], begins) for name, values in zip(_SUMS, _values(rows, ranks), strict=True)}
     changes = _changes(keys, sums)
     example = examples[changes.pop("call")]
     return merge([pd.DataFrame({**changes, **{name: calls[name].to_numpy()[example] for name in _CALL}}, copy=False)])
 
 
-def _values(rows: RecordBlock, ranks: Array) -> Iterator[tuple[str, Array]]:
+def _values(rows: RecordBlock, ranks: Array) -> Iterator[Array]:
     """Yield the columns _SUMS of rows, given the group sizes of their distinct calls."""
-    yield "calls", rows.calls
-    yield "payload_bytes", rows.volumes["payload_bytes"]
-    yield "wire_parts", np.rint(rows.volumes["wire_bytes"] * ranks[rows.call]).astype(np.int64)
-    yield "wire_unknown", rows.volumes["wire_unknown"]
+    yield rows.calls
+    yield rows.volumes["payload_bytes"]
+    yield np.rint(rows.volumes["wire_bytes"] * ranks[rows.call]).astype(np.int64)
+    yield rows.volumes["wire_unknown"]
 
 
 def _changes(keys: Mapping[str, Array], sums: Mapping[str, Array]) -> dict[str, Array]:

@@ -105,7 +105,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add_limit("--max-wait", metavar="P%", type=percentage,
         help="maximum share of the time in calls in which ranks wait for others")  # fmt: skip
     add_limit("--overlap-as", metavar="DIR2", type=Path, action="append", default=[],
-        help="log of an accepted run: fail if computation hides clearly less of an operation than there; may be "
+        help="log of an accepted run: fail if clearly less computation can hide an operation than there; may be "
         "repeated, with further runs of the same program, whose differences are the noise")  # fmt: skip
     add("--config", metavar="FILE", action="append", help="configuration file to predict calls from; may be repeated")
     add_shared(parser, "--per-rank", "--dask", "--width")

@@ -206,9 +206,8 @@ class _TableFile:
         if self._path.stat().st_size > _LARGEST_FILE:
             raise NetworkError(f"{self._path}: larger than {_LARGEST_FILE >> 20} MiB; give only the benchmark's output")
         text = self._path.read_text("utf-8", "replace")
-        for number, line in enumerate(
-            table_lines(self._path, text) if is_nccl_tests_json(text) else text.splitlines(), 1
-        ):
+        lines = table_lines(self._path, text) if is_nccl_tests_json(text) else text.splitlines()
+        for number, line in enumerate(lines, 1):
             self._line = number
             self._read_line(line)
         self._finish_nccl()

@@ -116,8 +116,9 @@ def _keep_freed_memory() -> None:
     Otherwise, the kernel takes it back and clears it again for each block, a tenth of the time of a report.
     """
     with contextlib.suppress(OSError, AttributeError):  # not glibc
+        mallopt = ctypes.CDLL(None).mallopt
         for option, value in _KEEP_FREED.items():
-            ctypes.CDLL(None).mallopt(option, value)
+            mallopt(option, value)
 
 
 _KEEP_FREED: Final = {-1: 1 << 30, -3: 32 << 20}
