@@ -98,7 +98,7 @@ def require_times(run: AnalysedRun) -> None:
     """Raise LogError if a run has no single calls with times: a dry run, or a summary."""
     if run.simulated:
         raise LogError(f"{run.log.path}: a dry run has no times; export a recorded run")
-    run.require_events("single calls")
+    run.require_times("an export of single calls")
 
 
 def no_calls(run: AnalysedRun) -> LogError:

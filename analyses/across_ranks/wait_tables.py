@@ -182,6 +182,9 @@ def _show_waits(report: Report) -> Iterator[Block]:
     if report.simulated:
         yield Paragraph("Not available: this is a dry run, which sends nothing.")
         return
+    if not report.rows(WAITS_BY["operation"])["calls"].any():
+        yield Paragraph("Not available: of no call it is known how long it lasted.")
+        return
     for spec in (WAIT_PATTERNS, *(WAITS_BY[key] for key in ("operation", "role", "rank", "site"))):
         rows = report.rows(spec)
         complete = spec in (WAIT_PATTERNS, WAITS_BY["operation"]) or ALIKE in rows

@@ -72,7 +72,7 @@ def step_times(run: AnalysedRun) -> StepTimes:
     """
     if run.simulated:
         raise LogError(f"{run.log.path}: a dry run has no times; pass a recorded run")
-    run.require_events("the times of its steps")
+    run.require_times("the times of its steps")
     recorded = fold(run, [_RECORDED_STEPS])["recorded_steps"]
     without_calls = {run.processes[number].rank for number in {*range(len(run.processes))} - {*recorded["process"]}}
     if without_calls or not len(recorded):

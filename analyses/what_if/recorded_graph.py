@@ -180,7 +180,7 @@ def read_replay(run: AnalysedRun, columns: Sequence[str], steps: Sequence[int] |
     Raises:
         LogError: The steps cannot be replayed; the message says why.
     """
-    run.require_events("a replay")
+    run.require_times("a replay")
     paths = read_step_paths(run, run.clocks, MAX_CALLS, columns)
     if paths is None:
         raise LogError(

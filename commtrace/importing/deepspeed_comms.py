@@ -46,7 +46,8 @@ from commtrace.errors import ImportFileError
 from commtrace.formatting import format_bytes
 from commtrace.schema import Clock, State
 
-from .events import Event, ImportedCall, ImportedProcess, ImportedSite, ImportedTotal, NotKnown, Problem
+from .events import MOST_RANKS, Event, ImportedCall, ImportedProcess, ImportedSite, ImportedTotal, NotKnown, Problem
+from .file_names import rank_in_name
 from .json_lines import Lines
 from .json_stream import loads, natural, open_file, read_head
 from .operation_names import UNKNOWN_OPERATION, operation_of
@@ -60,7 +61,6 @@ _CALL: Final = re.compile(
 )
 _NAME: Final = re.compile(r"(?P<name>[A-Za-z_]\w*)(?: \| \[Caller Func: (?P<caller>[^\]]*)\])?")
 _RAW: Final = re.compile(rb'\s*\{\s*"[^"]{1,300}"\s*:\s*\{\s*"\d+"\s*:\s*\[\s*\d+\s*,\s*\[')
-_RANK: Final = re.compile(r"rank[-_]?(\d{1,6})", re.IGNORECASE)
 _UNITS: Final = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
 
 _LARGEST_FILE: Final = 1 << 28
@@ -279,13 +279,12 @@ def _read_json(path: Path) -> _LoggedFile:
     except ValueError as error:
         raise ImportFileError(f"{path}: not JSON ({error}); save what DeepSpeed returns with json.dump") from error
     document = document if isinstance(document, dict) else {}
-    match = _RANK.search(path.name)
-    logged = _LoggedFile(rank=int(match[1]) if match is not None else None, is_raw="summary" not in document)
+    logged = _LoggedFile(rank=rank_in_name(path), is_raw="summary" not in document)
     metadata, records = document.get("metadata"), document if logged.is_raw else document["summary"]
     if isinstance(metadata, dict):
-        rank, world_size = (natural(metadata.get(name)) for name in ("rank", "world_size"))
-        logged.rank = rank if rank is not None and rank < 1 << 20 else logged.rank
-        logged.world_size = world_size if world_size is not None and 0 < world_size < 1 << 20 else None
+        rank, world_size = (natural(metadata.get(name), MOST_RANKS) for name in ("rank", "world_size"))
+        logged.rank = rank if rank is not None else logged.rank
+        logged.world_size = world_size or None
     for record, sizes in records.items() if isinstance(records, dict) else ():
         for size, content in sizes.items() if isinstance(sizes, dict) else ():
             entry = _raw_entry(content) if logged.is_raw else _summary_entry(content)

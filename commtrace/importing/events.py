@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from commtrace.schema import Clock, Phase, Purpose, State
+
+MOST_RANKS: Final = 1 << 20
+"""Ranks of a job that are thought possible; larger numbers in a file are damaged."""
 
 Spans: TypeAlias = npt.NDArray[np.int64]
 """Begins and ends in ns, shape (n, 2), ascending and disjoint."""
@@ -34,6 +37,7 @@ class ImportedProcess:
         alive_ns: When the process was last known to run, in ns, if its calls go on after those in the source; 0: they
             do not.
         clock_is_wall: Whether times are ns since 1970.
+        has_times: Whether the source says when calls were made.
         facts: Further facts, such as versions and the device.
     """
 
@@ -45,6 +49,7 @@ class ImportedProcess:
     moment_ns: int = 0
     alive_ns: int = 0
     clock_is_wall: bool = True
+    has_times: bool = True
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 

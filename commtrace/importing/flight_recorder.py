@@ -20,7 +20,7 @@ from commtrace.errors import ImportFileError
 from commtrace.library_frames import is_wrapper, path_below_packages
 from commtrace.schema import Clock, Flag, State
 
-from .events import Event, ImportedCall, ImportedGroup, ImportedProcess, ImportedSite, NotKnown, Problem
+from .events import MOST_RANKS, Event, ImportedCall, ImportedGroup, ImportedProcess, ImportedSite, NotKnown, Problem
 from .json_stream import loads, natural, open_file
 from .kineto_sizes import StatedSize, TraceGroups, size_of
 from .operation_names import element_type, operation_of
@@ -63,7 +63,8 @@ def events(path: Path) -> Iterator[Event]:
     moments = [moment for row in entries for name in _TIMES if (moment := _time(row, name))]
     alive_ns = max([int(os.stat(path).st_mtime * 1e9), *moments])
     match = _RANK.search(path.name)
-    rank = dump["rank"] if type(dump.get("rank")) is int else int(match[1]) if match is not None else None
+    rank = natural(dump.get("rank"), MOST_RANKS)
+    rank = int(match[1]) if rank is None and match is not None else rank
     ranks = {rank for group in groups.values() for rank in group.ranks}
     version = dump.get("nccl_version")
     yield ImportedProcess(

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from commtrace.errors import ImportFileError
 
-from . import deepspeed_comms, flight_recorder, kineto, mpip, nccl_inspector
+from . import deepspeed_comms, execution_trace, flight_recorder, kineto, mpip, nccl_inspector
 from .events import Event
 from .json_stream import read_head
 
@@ -24,15 +24,18 @@ class Format(NamedTuple):
         about: What writes it, for help and documentation.
         matches: Returns whether a file has this format, given its path and first (decompressed) bytes.
         events: Yields the events of a file. Raises ImportFileError.
-        survey: Reads all files of a run before their events, and returns what yields the events of one; None: each
-            file says all about its own process. Raises ImportFileError.
+        survey: Reads all files of a run before their events, and those that complete them, and returns what yields the
+            events of one; None: each file says all about its own process. Raises ImportFileError.
+        completes: Name of the format whose files, if there are any, this format's files complete: they are then not
+            imported themselves, as both record the same calls.
     """
 
     name: str
     about: str
     matches: Callable[[Path, bytes], bool]
     events: Callable[[Path], Iterator[Event]]
-    survey: Callable[[Sequence[Path]], Callable[[Path], Iterator[Event]]] | None = None
+    survey: Callable[[Sequence[Path], Sequence[Path]], Callable[[Path], Iterator[Event]]] | None = None
+    completes: str = ""
 
 
 FORMATS: Final[Sequence[Format]] = (
@@ -56,7 +59,14 @@ FORMATS: Final[Sequence[Format]] = (
         deepspeed_comms.events,
     ),
     Format("mpip", "reports of mpiP: .mpiP", mpip.is_mpip, mpip.events),
-    Format("kineto", "traces of torch.profiler: .json, .json.gz", kineto.is_kineto, kineto.events),
+    Format(
+        "execution-trace",
+        "execution traces of torch.profiler's ExecutionTraceObserver: .json, .json.gz",
+        execution_trace.is_execution_trace,
+        execution_trace.events,
+        completes="kineto",
+    ),
+    Format("kineto", "traces of torch.profiler: .json, .json.gz", kineto.is_kineto, kineto.events, kineto.survey),
 )
 """The formats; the first that matches a file is used."""
 
@@ -105,7 +115,7 @@ def find_files(paths: Sequence[Path], named: Format | None = None) -> list[tuple
             raise ImportFileError(f"{path}: its format is not known; --format names it: {_names()}")
         files.append((path, known))
     first_of = {known.name: path for path, known in reversed(files)}
-    if len(first_of) > 1:
+    if len({known.name for _, known in files if known.completes not in first_of}) > 1:
         found_in = ", ".join(f"{name} ({path.name})" for name, path in first_of.items())
         raise ImportFileError(
             f"{paths[0]}: files of several formats, which may record the same calls: {found_in}; import those of one "

@@ -103,7 +103,7 @@ class _ProcessLog:
         self.stem = f"rank{rank:05d}-{process.pid or number}"
         self.files: list[str] = []
         self.calls = 0
-        self.not_recorded = 0
+        self.not_recorded = self.impossible = 0
         self.not_known: dict[str, None] = {}
         self.problems: list[tuple[str, Problem]] = []
         self.numbers: dict[_Channel, _ChannelNumbers] = defaultdict(_ChannelNumbers)
@@ -152,12 +152,17 @@ class _ProcessLog:
         times = (self._time(t) for t in (call.t_begin, call.t_return, call.t_wait, call.t_start, call.t_end))
         if self._filled == _BLOCK:
             self._flush()
-        self._block[self._filled] = (
+        row = (
             *times, call.payload or 0, min(call.local or 0, call.payload or 0), seq & 0xFFFFFFFF, group,
             self._site(call.site), call.step, -1, call.peer, call.tag, call.batch & 0xFFFFFFFF,
             self._kind(call.kind, _sizes(call)), self._threads.setdefault(call.thread, len(self._threads) + 1) & 0xFFFF,
             call.phase, call.clock, call.flags, call.state,
         )  # fmt: skip
+        try:
+            self._block[self._filled] = row
+        except OverflowError:
+            self.impossible += 1
+            return
         self._filled += 1
         self.calls += 1
 
@@ -199,6 +204,9 @@ class _ProcessLog:
         self._series.close()
         if self._work:
             write_work(self.folder / f"{self.stem}-device.npy", self._merged_work())
+        if self.impossible:
+            text = f"{self.impossible:,} calls have numbers that are impossible"
+            self.problems.append((self.files[-1], Problem(text, "they are left out")))
         facts = self._process
         clock = {"mono_ns": _MIDDLE_NS, "unix_ns": self.origin + _MIDDLE_NS} if facts.clock_is_wall else {}
         problems = [[file, problem.kind, problem.text, problem.consequence] for file, problem in self.problems]
@@ -207,7 +215,7 @@ class _ProcessLog:
             "world_size": facts.world_size, "host": self.host, "pid": facts.pid, **facts.facts, **clock,
             "source": {
                 "format": source, "tool": facts.tool, "files": self.files, "host_known": bool(facts.host),
-                "imported_by": commtrace.__version__,
+                "times_known": facts.has_times, "imported_by": commtrace.__version__,
                 "problems": problems, **({"alive_ns": facts.alive_ns - self.origin} if facts.alive_ns else {}),
             },
             "simulated": False, "blind_spots": [*self.not_known],
@@ -257,13 +265,18 @@ def _sizes(call: ImportedCall) -> str:
 
 
 def _readers(files: Sequence[tuple[Path, Format]]) -> dict[str, Callable[[Path], Iterator[Event]]]:
-    """Return what yields the events of a file, by the name of its format."""
+    """Return what yields the events of a file, by the name of its format; without formats that complete another."""
     paths: dict[str, list[Path]] = defaultdict(list)
     for path, known in files:
         paths[known.name].append(path)
     formats = {known.name: known for _, known in files}
+    completing: dict[str, list[Path]] = defaultdict(list)
+    for name, known in formats.items():
+        completing[known.completes] += paths[name]
     return {
-        name: known.events if known.survey is None else known.survey(paths[name]) for name, known in formats.items()
+        name: known.events if known.survey is None else known.survey(paths[name], completing[name])
+        for name, known in formats.items()
+        if known.completes not in formats
     }
 
 
@@ -286,6 +299,8 @@ def write_imported_log(files: Sequence[tuple[Path, Format]], folder: Path, run: 
     logs: dict[tuple[Any, ...], _ProcessLog] = {}
     origin, readers = None, _readers(files)
     for path, known in files:
+        if known.name not in readers:
+            continue
         log: _ProcessLog | None = None
         for event in readers[known.name](path):
             if isinstance(event, ImportedProcess):
@@ -304,7 +319,7 @@ def write_imported_log(files: Sequence[tuple[Path, Format]], folder: Path, run: 
             elif log is not None:
                 log.add(event)
     for log in logs.values():
-        log.close(files[0][1].name)
+        log.close(next(iter(readers)))
         result.calls += log.calls
         result.ranks.add(log.rank)
         result.problems += [f"{file}: {problem.text}; {problem.consequence}" for file, problem in log.problems]

@@ -1,8 +1,10 @@
 """Streamed JSON: the members of one large array in a file, in batches, without holding the file in memory.
 
 A trace is one object with a few small members and one array of millions of events. The file is read in pieces. A
-piece is cut at a boundary between two events, found by searching for "}, {" from its end: text from one boundary to the
-next is parsed as an array, and parsing fails unless the cut was between events, so that a cut is never guessed wrong.
+piece is cut at a boundary between two events, found by searching for "}, {" from its end, first for one that is
+followed by the first key of the first event, as objects within events usually begin with other keys: text from one
+boundary to the next is parsed as an array, and parsing fails unless the cut was between events, so that a cut is never
+guessed wrong.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ _PIECE: Final = 4 << 20
 _LARGEST_EVENT: Final = 64 << 20
 """Bytes that may be read without finding the end of an event, or of the members before the array."""
 _BOUNDARY: Final = re.compile(rb"\}\s*,\s*(?=\{)")
+_FIRST_KEY: Final = re.compile(rb'\s*\{\s*("[^"\\]{1,100}")\s*:')
 _ARRAY_END: Final = re.compile(rb"\]\s*(?=[,}]|$)")
 _TOKENS: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _ATTEMPTS: Final = 4
@@ -111,11 +114,13 @@ class JsonArray:
             return b""
 
     def _batches(self, file: BinaryIO) -> Iterator[list[Any]]:
-        buffer, is_end = self._find_array(file), False
+        buffer, is_end, boundary = self._find_array(file), False, _BOUNDARY
         while not self.problem or buffer:
             piece = b"" if self.problem else self._read(file)
             is_end, buffer = not piece, buffer + piece
-            cut = _last_boundary(buffer)
+            if boundary is _BOUNDARY and (key := _FIRST_KEY.match(buffer)):
+                boundary = re.compile(_BOUNDARY.pattern + rb"(?=\{\s*" + re.escape(key[1]) + rb")")
+            cut = _last_boundary(buffer, boundary) or _last_boundary(buffer, _BOUNDARY) or _scanned_boundary(buffer)
             if cut is None and (array := self._close(buffer, is_end=is_end)) is not None:
                 yield array
                 return
@@ -191,12 +196,15 @@ def _items(text: bytes) -> list[Any]:
     return items
 
 
-def _last_boundary(buffer: bytes) -> tuple[int, list[Any]] | None:
-    """Return the position after the last usable boundary between items, and the items before it; None without one."""
+def _last_boundary(buffer: bytes, boundary: re.Pattern[bytes]) -> tuple[int, list[Any]] | None:
+    """Return the position after the last usable boundary between items, and the items before it; None without one.
+
+    Of the last few boundaries, one is usable if what is before it can be parsed.
+    """
     end = len(buffer)
     for _ in range(_ATTEMPTS):
         begin = buffer.rfind(b"}", 0, end)
-        while begin >= 0 and not (match := _BOUNDARY.match(buffer, begin)):
+        while begin >= 0 and not (match := boundary.match(buffer, begin)):
             begin = buffer.rfind(b"}", 0, begin)
         if begin < 0 or match is None:
             return None
@@ -204,11 +212,11 @@ def _last_boundary(buffer: bytes) -> tuple[int, list[Any]] | None:
             return match.end(), _items(buffer[: begin + 1])
         except ValueError:
             end = begin
-    return _scanned_boundary(buffer)
+    return None
 
 
 def _scanned_boundary(buffer: bytes) -> tuple[int, list[Any]] | None:
-    """Do what `_last_boundary` does by counting brackets, where events have nested objects or the array ends."""
+    """Do what `_last_boundary` does by counting brackets."""
     position = 0
     for end in _ends_of_items(buffer):
         match = _BOUNDARY.match(buffer, end - 1)

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from commtrace.schema import Clock, Flag, State
 
-from .events import ImportedCall, ImportedGroup
+from .events import ImportedCall, ImportedGroup, NotKnown
 from .kineto_context import Context
 from .kineto_sizes import StatedSize, TraceGroups, comms_size, peer_of, shape_size, tag_of
 from .kineto_trace import (
@@ -34,6 +34,14 @@ from .kineto_trace import (
     TraceClock,
 )
 from .operation_names import UNKNOWN_OPERATION, element_type, operation_of
+
+_MEANINGS: Final = {
+    "payload": "the payload of {} of its calls: the trace does not record it",
+    "own share": "the own share of {} of its all_to_alls: the trace cuts their lists of splits",
+    "group": "the group of {} of its calls",
+    "call of the host": "what called {} of its communication kernels, which no call of the host launched",
+}
+"""What is not known, by its name in `KinetoCalls.not_known`."""
 
 
 @dataclass(eq=False)
@@ -88,7 +96,7 @@ class KinetoCalls:
 
     def __init__(self, trace: KinetoTrace, clock: TraceClock, context: Context, rank: int | None) -> None:
         self._trace, self._context, self._rank = trace, context, rank
-        self.groups = TraceGroups(trace.members.get("distributedInfo") or {})
+        self.groups = TraceGroups(trace.distributed_info)
         self.not_known: Counter[str] = Counter()
         host, begin, end = _timed(trace.host, clock)
         self._calls = _outermost(host, begin, end)
@@ -112,6 +120,12 @@ class KinetoCalls:
                 yield self._call(call, op)
         for kernel in self._alone:
             yield self._kernel_alone(kernel)
+
+    def facts_not_known(self) -> Iterator[NotKnown]:
+        """Yield what is not known of some calls, when all have been yielded."""
+        for name, text in _MEANINGS.items():
+            if number := self.not_known[name]:
+                yield NotKnown(text.format(f"{number:,}"))
 
     def _join(self) -> None:
         """Give each kernel to the call that launched it."""

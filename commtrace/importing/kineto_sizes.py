@@ -12,14 +12,13 @@ from commtrace.operations import MESSAGES, OPERATIONS
 from commtrace.rank_ranges import format_ranks
 from commtrace.schema import Flag
 
-from .events import ImportedGroup
+from .events import MOST_RANKS, ImportedGroup
 from .operation_names import element_type
 
 TAG: Final = "commtrace tag"
 """Argument of `record_param_comms` of a message, which only `commtrace export` writes. `Rank` is then its peer's."""
 CUT: Final = "..."
 _LARGEST: Final = 1 << 50
-_MOST_RANKS: Final = 1 << 20
 
 
 class StatedSize(NamedTuple):
@@ -212,14 +211,14 @@ def _described(description: str) -> str:
 
 
 def _possible(ranks: Sequence[int]) -> bool:
-    return len({*ranks}) == len(ranks) and max(ranks) < _MOST_RANKS
+    return len({*ranks}) == len(ranks) and max(ranks) < MOST_RANKS
 
 
 def _strided(args: Mapping[str, Any]) -> list[int]:
     start, stride, size = (args.get(name) for name in ("Global rank start", "Global rank stride", "Group size"))
     if type(start) is not int or type(stride) is not int or type(size) is not int:
         return []
-    if start < 0 or size < 1 or (stride < 1 and size > 1) or start + size * max(stride, 1) >= _MOST_RANKS:
+    if start < 0 or size < 1 or (stride < 1 and size > 1) or start + size * max(stride, 1) >= MOST_RANKS:
         return []
     return [*range(start, start + size * max(stride, 1), max(stride, 1))][:size]
 

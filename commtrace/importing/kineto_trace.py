@@ -7,14 +7,14 @@ which follows the events. They are kept as they are until the whole file has bee
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from .json_stream import JsonArray
+from .events import Problem
 from .operation_names import KernelName, communication_kernel
 
 Times: TypeAlias = npt.NDArray[np.int64]
@@ -22,6 +22,8 @@ Times: TypeAlias = npt.NDArray[np.int64]
 STEP: Final = "ProfilerStep#"
 BACKWARD: Final = "autograd::engine::evaluate_function"
 COMMS: Final = "record_param_comms"
+OPERATOR: Final = "cpu_op"
+ANNOTATION: Final = "user_annotation"
 EXTERNAL_ID: Final = "External id"
 
 # What only `commtrace export --format kineto` writes.
@@ -72,6 +74,25 @@ class Launch(NamedTuple):
     is_graph: bool
 
 
+class TraceSource(Protocol):
+    """What yields the events of a trace: a `json_stream.JsonArray`, or an execution trace in its form.
+
+    Attributes:
+        path: The file.
+        members: The members of the file beside its events; those after them when all have been yielded.
+    """
+
+    path: Path
+    members: dict[str, Any]
+
+    @property
+    def problem(self) -> str:
+        """Why the file was not read to its end, or ""."""
+
+    def batches(self) -> Iterator[list[Any]]:
+        """Yield the events in lists. Raises ImportFileError."""
+
+
 class SpanArrays:
     """Spans of events with a thread and the number of a name, in compact arrays."""
 
@@ -103,9 +124,9 @@ class KinetoTrace:
         waits: Begins of waits by the external id of the call.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._source = JsonArray(path, "traceEvents")
+    def __init__(self, source: TraceSource) -> None:
+        self.path = source.path
+        self._source = source
         self.malformed = 0
         self.host: list[HostEvent] = []
         self.gloo: list[HostEvent] = []
@@ -121,8 +142,8 @@ class KinetoTrace:
             **dict.fromkeys(("kernel", "Kernel"), self._add_kernel),
             **dict.fromkeys(("gpu_memcpy", "gpu_memset", "Memcpy", "Memset"), self._add_copy),
             **dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "Runtime"), self._add_launch),
-            **dict.fromkeys(("cpu_op", "Operator"), self._add_operator),
-            "user_annotation": self._add_annotation,
+            **dict.fromkeys((OPERATOR, "Operator"), self._add_operator),
+            ANNOTATION: self._add_annotation,
             "python_function": self._add_frame,
         }
 
@@ -145,9 +166,27 @@ class KinetoTrace:
         return self._source.members
 
     @property
+    def distributed_info(self) -> Mapping[str, Any]:
+        """What the file states of the job: rank, world size, groups; empty if it does not."""
+        info = self.members.get("distributedInfo")
+        return info if isinstance(info, dict) else {}
+
+    @property
     def problem(self) -> str:
         """Why the file was not read to its end, or ""."""
         return self._source.problem
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what is wrong with the file."""
+        if self.problem:
+            yield Problem(self.problem, "calls after that are missing", "cut")
+        if self.malformed:
+            yield Problem(f"{self.malformed:,} events lack a field or have one of a wrong type", "they are left out")
+
+    @property
+    def processes(self) -> set[Any]:
+        """Process ids of its threads, as the file has them."""
+        return {pid for pid, _ in self._number_of_thread}
 
     def _add_kernel(self, event: dict[str, Any]) -> None:
         name, args = event["name"], event.get("args") or {}
@@ -176,7 +215,7 @@ class KinetoTrace:
 
     def _add_operator(self, event: dict[str, Any]) -> None:
         name = event["name"]
-        if name[:6] in _HOST_PREFIXES and (name == COMMS or "::" in name):
+        if name[:6] in _HOST_PREFIXES and (name == COMMS or is_operator(name)):
             self._add_host(event, self.host)
         elif name.startswith(BACKWARD):
             self.backward.add(
@@ -216,6 +255,11 @@ class KinetoTrace:
             number = self._number_of_name[name] = len(self.names)
             self.names.append(str(name))
         return number
+
+
+def is_operator(name: str) -> bool:
+    """Return whether a host event is an operator, such as "c10d::allreduce_"."""
+    return "::" in name
 
 
 def step_number(name: str) -> int:

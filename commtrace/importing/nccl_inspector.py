@@ -35,6 +35,7 @@ from commtrace.operations import MESSAGES
 from commtrace.schema import Clock, Flag, State
 
 from .events import (
+    MOST_RANKS,
     Event,
     ImportedCall,
     ImportedGroup,
@@ -54,7 +55,6 @@ _CONTEXT: Final = re.compile(rb'"header"\s*:\s*(\{[^{}]*\})\s*,\s*"metadata"\s*:
 _RECORDS: Final = {"coll_perf": "coll_records", "p2p_perf": "p2p_records", "proxy_trace": "proxy_records"}
 """Kind of a line -> number of its lines, in the `dump_stats` before them."""
 _LARGEST: Final = 1 << 50
-_MOST_RANKS: Final = 1 << 20
 _LONGEST_US: Final = 1 << 40
 
 _TIMED_BY: Final = {"kernel_gpu": Clock.DEVICE}
@@ -146,7 +146,7 @@ class Communicators:
         for position, process in (self._members[self._world] if self._world is not None else {}).items():
             ranks[process].append(position)
         used = {rank for positions in ranks.values() for rank in positions}
-        free = (rank for rank in range(_MOST_RANKS) if rank not in used)
+        free = (rank for rank in range(MOST_RANKS) if rank not in used)
         for members in self._members.values():
             for process in members.values():
                 if process not in ranks:
@@ -189,7 +189,7 @@ class Communicators:
         return ImportedGroup(tuple(known), communicator.id, name, "nccl")
 
 
-def survey(paths: Sequence[Path]) -> Callable[[Path], Iterator[Event]]:
+def survey(paths: Sequence[Path], _completing: Sequence[Path]) -> Callable[[Path], Iterator[Event]]:
     """Read the communicators of all files of a run, and return what yields the events of one.
 
     Raises:
@@ -204,7 +204,7 @@ def events(path: Path) -> Iterator[Event]:
     Raises:
         ImportFileError: The file cannot be read.
     """
-    return survey([path])(path)
+    return survey([path], [])(path)
 
 
 def _events(communicators: Communicators, path: Path) -> Iterator[Event]:
@@ -440,7 +440,7 @@ def _context(row: Mapping[str, Any]) -> _Context | None:
         return None
     ranks, position = natural(header.get("n_ranks")), natural(header.get("rank"))
     pid = natural(metadata.get("pid"))
-    if ranks is None or position is None or not position < ranks < _MOST_RANKS or pid is None or pid >= 1 << 31:
+    if ranks is None or position is None or not position < ranks < MOST_RANKS or pid is None or pid >= 1 << 31:
         return None
     communicator = Communicator(str(header.get("id")), str(header.get("comm_name", "unknown")), ranks, position)
     return _Context(communicator, ProcessKey(str(metadata.get("hostname") or ""), pid))

@@ -178,6 +178,15 @@ class RecordedRun:
         if self.is_summary:
             raise LogError(f"{self.log.path}: a summary does not have {what}; record with COMMTRACE_MODE=events")
 
+    def require_times(self, what: str) -> None:
+        """Raise LogError if the run has no single calls with times, which `what` needs."""
+        self.require_events(what)
+        if any(process.tables.source.get("times_known") is False for process in self.log.processes):
+            raise LogError(
+                f"{self.log.path}: imported from files of {self.source}, which have no times; {what} needs a recorded "
+                "run or a trace with times"
+            )
+
     @property
     def source(self) -> str:
         """The tool that recorded an imported run, and the format of its files; "" if commtrace recorded it."""

@@ -1,6 +1,9 @@
 """Damaged files of every format: an import ends with a log that can be reported, or with an error that names the file.
 
-Bytes of a good file are changed, removed, repeated or moved at random. The default seed is fixed.
+Bytes of a good file are changed, removed, repeated or moved at random, and values of its JSON or pickle are replaced by
+others: of another type, huge, nested deeply, objects with code. The default seed is fixed.
+
+    MUTATIONS=125000 pytest -m "" tests/unit/importing/test_mutations.py -k damaged
 """
 
 from __future__ import annotations
@@ -9,11 +12,15 @@ import json
 import os
 import pickle
 import random
+import resource
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from execution_traces import FLAT, ExecutionTraceFactory
 from inspector_files import InspectorFile
 from kineto_traces import KinetoFactory
 from mpip_reports import mpip_report
@@ -24,8 +31,10 @@ from commtrace.importing.formats import FORMATS, format_named
 from commtrace.importing.import_run import import_files
 
 SEED = int(os.environ.get("MUTATION_SEED", "7"))
+MUTATIONS = int(os.environ.get("MUTATIONS", "1000"))
 VALUES = (b"-1", b"1e999", b"null", b"[]", b"{}", b'"x"', b"9" * 30, b"NaN", b"\n")
 _SECONDS = 20.0
+_LARGEST_GROWTH = 500 << 20
 
 
 def _flight_recorder() -> dict[str, Any]:
@@ -55,6 +64,10 @@ _RAW = {"all_reduce": {"4096": [8, _LATENCIES, [1 / ms for ms in _LATENCIES], []
 
 GOOD = {
     "kineto": {"trace.json": KinetoFactory().step(0, 0, 900).call(100, kernels=((200, 30),)).call(300).text().encode()},
+    "execution-trace": {
+        "rank1.json": ExecutionTraceFactory(rank=1).all_reduce(10).all_gather_of_lists(3).text().encode(),
+        "flat.json": ExecutionTraceFactory(FLAT).all_reduce(4).text().encode(),
+    },
     "flight-recorder": {
         "dump_0.json": json.dumps(_flight_recorder()).encode(),
         "dump_0": pickle.dumps(_flight_recorder()),
@@ -92,6 +105,54 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
     return bytes(content)
 
 
+class _Code:
+    """An object whose pickle calls a function."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, ("commtrace-ran-code-of-a-pickle",)
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for level in range(depth):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
+_HOSTILE: tuple[Callable[[], Any], ...] = (
+    lambda: None, lambda: True, lambda: -1, lambda: 1 << 62, lambda: 10**40, lambda: 1e308, lambda: float("nan"),
+    lambda: float("-inf"), lambda: "", lambda: "x" * 10_000, lambda: "\0\ud800", list, dict, lambda: [[]] * 1000,
+    lambda: [1 << 40] * 100, lambda: {"": ""}, lambda: _nested(200), lambda: "[0, 1" * 50, lambda: "../../x",
+)  # fmt: skip
+
+
+def _replaced(value: Any, draw: random.Random, hostile: tuple[Callable[[], Any], ...]) -> Any:
+    """Return a document with one of its values, at any depth, replaced by a hostile one."""
+    if not isinstance(value, (dict, list)) or not value or draw.random() < 0.1:
+        return draw.choice(hostile)()
+    copy = value.copy()
+    at = draw.choice([*value]) if isinstance(value, dict) else draw.randrange(len(value))
+    copy[at] = _replaced(value[at], draw, hostile)
+    return copy
+
+
+def with_hostile_values(data: bytes, draw: random.Random) -> bytes:
+    """Return a copy of a JSON, JSON-lines or pickle file with one to three hostile values; other files as they are."""
+    times = draw.randint(1, 3)
+    if data[:1] == b"\x80":
+        document = pickle.loads(data)
+        for _ in range(times):
+            document = _replaced(document, draw, (*_HOSTILE, _Code))
+        return pickle.dumps(document)
+    if data[:1] not in b"{[":
+        return data
+    documents = [json.loads(data)] if data.count(b"\n{") == 0 else [json.loads(line) for line in data.splitlines()]
+    for _ in range(times):
+        at = draw.randrange(len(documents))
+        documents[at] = _replaced(documents[at], draw, _HOSTILE)
+    return "\n".join(json.dumps(document) for document in documents).encode()
+
+
 def refusal(path: Path, out: Path, format_name: str) -> str:
     """Import a file; return the message of the error, or "" if it was imported."""
     try:
@@ -126,18 +187,30 @@ def test_files_of_two_formats_are_not_counted_twice(tmp_path: Path) -> None:
         assert import_files([folder], tmp_path / format_name, format_named(format_name)).calls == alone
 
 
-@pytest.mark.parametrize("draws", [10, pytest.param(1_000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3_000)])])
+@pytest.mark.parametrize(
+    ("draws", "reads"),
+    [(20, 2), pytest.param(MUTATIONS, 100, marks=[pytest.mark.exhaustive, pytest.mark.timeout(30_000)])],
+)
 @pytest.mark.parametrize(("format_name", "name"), FILES)
-def test_damaged_files_are_refused_or_imported_in_part(format_name: str, name: str, draws: int, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_or_imported_in_part(
+    format_name: str, name: str, draws: int, reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the imported logs, the given number is read: that takes a hundred times as long as the import."""
+    monkeypatch.chdir(tmp_path)
     draw = random.Random(f"{SEED} {name}")
-    path = tmp_path / name
+    path, out = tmp_path / name, tmp_path / "log"
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(draws):
-        path.write_bytes(mutated(GOOD[format_name][name], draw))
+        good = GOOD[format_name][name]
+        path.write_bytes(mutated(good, draw) if draw.random() < 0.5 else with_hostile_values(good, draw))
         began = time.monotonic()
-        error = refusal(path, tmp_path / f"log{number}", format_name)
+        error = refusal(path, out, format_name)
         if error:
             assert name in error, number
             continue
-        run = commtrace.open(tmp_path / f"log{number}")
-        assert run.table("coverage")["records"].iloc[0] > 0, number
+        if number % max(1, draws // reads) == 0:
+            assert commtrace.open(out).table("coverage")["records"].iloc[0] > 0, number
+        shutil.rmtree(out)
         assert time.monotonic() - began < _SECONDS
+    assert {entry.name for entry in tmp_path.iterdir()} <= {name, "log"}
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) << 10 < _LARGEST_GROWTH
