@@ -159,7 +159,8 @@ def _call(row: Mapping[str, Any], groups: Mapping[str, ImportedGroup], rank: int
 
 
 def _size(op: str, row: Mapping[str, Any], group: ImportedGroup | None, rank: int | None) -> StatedSize:
-    widths = [element_type(str(name)) for name in row.get("input_dtypes") or ()]
+    # On ranks other than the root, a scatter has no input.
+    widths = [element_type(str(name)) for name in row.get("input_dtypes") or row.get("output_dtypes") or ()]
     if op != "barrier" and (len({*widths}) != 1 or not widths[0][1]):
         return StatedSize()
     dtype, width = widths[0] if widths else ("", 0)
@@ -171,6 +172,9 @@ def _size(op: str, row: Mapping[str, Any], group: ImportedGroup | None, rank: in
     position = group.ranks.index(rank) if group is not None and rank in group.ranks else -1
     if op == "all_to_all":  # entries do not have the splits
         return StatedSize(sent, None, 0, dtype)
+    if op == "all_gather" and ranks > 1 and received <= sent:
+        # gloo's entries of coalesced all_gathers have one rank's part as output.
+        return StatedSize(dtype=dtype)
     return size_of(op, sent, received, [[], []], ranks, position, dtype)
 
 

@@ -14,6 +14,9 @@ from .json_stream import read_head
 
 HEAD: Final = 1 << 16
 """Number of first bytes of a file by which its format is told."""
+_TAR: Final = b"ustar"
+_TAR_AT: Final = 257
+"""What a tar archive has, and where."""
 
 
 class Format(NamedTuple):
@@ -77,10 +80,12 @@ def format_named(name: str) -> Format:
 
 
 def format_of(path: Path) -> Format | None:
-    """Return the format of a file; None if it is none of these, or cannot be read."""
+    """Return the format of a file; None if it is none of these, an archive of files, or cannot be read."""
     try:
         head = read_head(path, HEAD)
     except OSError:
+        return None
+    if head[_TAR_AT : _TAR_AT + len(_TAR)] == _TAR:
         return None
     return next((known for known in FORMATS if known.matches(path, head)), None)
 

@@ -54,7 +54,8 @@ def shape_size(op: str, args: Mapping[str, Any], ranks: int, position: int) -> S
     name = next((str(name) for name in types[:2] if element_type(str(name))[1]), "")
     dtype, width = element_type(name)
     tensors = [_elements(shape) for shape in shapes[:2]]
-    two = len(types) > 1 and types[1] not in ("", "Scalar", "ScalarList")
+    # On ranks other than the root, one of two lists of tensors is empty, and its type is not known.
+    two = op in ("gather", "scatter") or (len(types) > 1 and types[1] not in ("", "Scalar", "ScalarList"))
     received = _bytes(tensors[0], width)
     sent = _bytes(tensors[1], width) if two else received
     concrete = args.get("Concrete Inputs")

@@ -2,7 +2,8 @@
 
     PUBLIC_TRACES=DIR_OR_FILE:... pytest -m external tests/external/test_public_traces.py
 
-Files of HTA's and TraceLens's tests, of deepseek-ai/profile-data and others; none of them is part of this project.
+Files of the tests of HTA, TraceLens, PARAM and Chakra, of deepseek-ai/profile-data and others; none of them is part of
+this project.
 """
 
 from __future__ import annotations
@@ -38,18 +39,31 @@ WHOLE = {
 }
 
 
-def files() -> list[Path]:
+PAYLOAD_ARGUMENT = {
+    "c10d::allreduce_": 0, "c10d::broadcast_": 0, "c10d::alltoall_base_": 1, "c10d::allgather_": 0,
+    "c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1,
+}  # fmt: skip
+"""Argument of an operator that has its payload."""
+
+
+def files(format_name: str = "kineto") -> list[Path]:
     given = [Path(part) for part in os.environ.get("PUBLIC_TRACES", "").split(":") if part]
     paths = [path for one in given for path in (sorted(one.rglob("*")) if one.is_dir() else [one])]
     return [
-        path for path in paths if path.is_file() and (known := format_of(path)) is not None and known.name == "kineto"
+        path
+        for path in paths
+        if path.is_file() and (known := format_of(path)) is not None and known.name == format_name
     ]
 
 
-def raw_events(path: Path) -> list[dict[str, Any]]:
+def raw(path: Path) -> dict[str, Any]:
     data = path.read_bytes()
-    document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    return [event for event in document["traceEvents"] if event.get("ph") == "X"]
+    document: dict[str, Any] = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    return document
+
+
+def raw_events(path: Path) -> list[dict[str, Any]]:
+    return [event for event in raw(path)["traceEvents"] if event.get("ph") == "X"]
 
 
 def counted_calls(events: list[dict[str, Any]]) -> Counter[tuple[str, str, int]]:
@@ -125,3 +139,46 @@ def test_an_import_equals_an_independent_count(path: Path, tmp_path: Path) -> No
         assert np.abs((starts - starts[0]) - (begins - begins[0])).max() < 500
     else:
         assert spans.sum() >= sum(duration for duration, _ in kernels)
+
+
+def tensor_bytes(value: Any) -> int:
+    """Return the bytes of a tensor of an execution trace (elements and their bytes are items 3 and 4), or of a list."""
+    if len(value) == 6 and isinstance(value[5], str):
+        return int(value[3] * value[4])
+    return sum(map(tensor_bytes, value))
+
+
+def counted_nodes(path: Path) -> list[tuple[str, int]]:
+    """Return operator and payload of the calls of an execution trace, in the order of their begins."""
+    calls = []
+    for node in raw(path)["nodes"]:
+        inputs = node["inputs"]["values"] if isinstance(node["inputs"], dict) else node["inputs"]
+        if str(node["name"]).startswith("c10d::") and node["name"] in PAYLOAD_ARGUMENT:
+            payload = tensor_bytes(inputs[PAYLOAD_ARGUMENT[node["name"]]])
+            calls.append((node["id"], str(node["name"]).removeprefix("c10d::"), payload))
+    return [(operator, payload) for _, operator, payload in sorted(calls)]
+
+
+@pytest.mark.parametrize("path", files("execution-trace"), ids=lambda path: path.name)
+def test_an_execution_trace_equals_an_independent_count(path: Path, tmp_path: Path) -> None:
+    expected = counted_nodes(path)
+    if not expected:
+        with pytest.raises(commtrace.CommtraceError, match="no communication call"):
+            import_files([path], tmp_path / "log")
+        return
+    import_files([path], tmp_path / "log")
+    table = commtrace.open(tmp_path / "log").events()
+    assert [*zip(table["variant"], table["payload_bytes"].astype(int), strict=True)] == expected
+
+
+@pytest.mark.parametrize("trace", [path for path in files() if "dlrm" in str(path)], ids=lambda path: path.name)
+def test_an_execution_trace_completes_a_public_trace(trace: Path, tmp_path: Path) -> None:
+    """PARAM has eight ranks of a DLRM on GPUs, recorded by both; Kineto did not record the sizes of all_reduces."""
+    import_files([trace], tmp_path / "alone")
+    before = commtrace.open(tmp_path / "alone").events()["payload_bytes"]
+    pid = raw_events(trace)[0]["pid"]
+    other = next(path for path in files("execution-trace") if "dlrm" in str(path) and raw(path)["pid"] == pid)
+    import_files([trace, other], tmp_path / "log")
+    table = commtrace.open(tmp_path / "log").events()
+    assert [*zip(table["variant"], table["payload_bytes"].astype(int), strict=True)] == counted_nodes(other)
+    assert before.isna().sum() == table["op"].eq("all_reduce").sum() > 0

@@ -14,6 +14,7 @@ import pickle
 import random
 import resource
 import shutil
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,17 @@ def test_files_of_two_formats_are_not_counted_twice(tmp_path: Path) -> None:
     for format_name, name in names.items():
         alone = import_files([folder / name], tmp_path / f"{format_name} alone").calls
         assert import_files([folder], tmp_path / format_name, format_named(format_name)).calls == alone
+
+
+def test_an_archive_beside_the_files_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    (folder / "trace.json").write_bytes(GOOD["kineto"]["trace.json"])
+    with tarfile.open(folder / "all.tar.gz", "w:gz") as archive:
+        archive.add(folder / "trace.json")
+    assert import_files([folder], tmp_path / "log").calls == 2
+    with pytest.raises(ImportFileError, match=r"all\.tar\.gz: its format is not known"):
+        import_files([folder / "all.tar.gz"], tmp_path / "archive")
 
 
 @pytest.mark.parametrize(
