@@ -48,7 +48,10 @@ STALLED_THREADS: Final = TableSpec("stalled_threads", "Ranks without progress",
 ), {"terminal": "rank thread stalled_ns activity function line", "page": "rank thread stalled_ns sampled_ns in_call "
     "activity function line innermost cpu_share"}, merge_by="rank")  # fmt: skip
 
-_DTYPES: Final[Any] = {"is_main": bool, "stalled_ns": "Int64", "sampled_ns": "Int64", "cpu_share": "float64"}
+_DTYPES: Final[Any] = {
+    "is_main": bool, "stalled_ns": "Int64", "sampled_ns": "Int64", "cpu_share": "float64",
+    "function": object, "line": object,  # also if no rank has one
+}  # fmt: skip
 UNRESPONSIVE_NS: Final = 5_000_000_000
 """Time without a turn of its drain thread after which a live process counts as unresponsive. Turns are 0.5 s apart."""
 COMPUTES_FROM: Final = 0.5

@@ -19,6 +19,7 @@ from itertools import islice
 from types import FrameType
 from typing import Any, Final
 
+from commtrace.library_frames import is_of_commtrace
 from commtrace.process_setup.system_files import list_folder, read_stat, read_text
 from commtrace.schema import State
 from commtrace.settings import Settings
@@ -144,11 +145,12 @@ def _threads(usage: dict[int, int]) -> Iterator[dict[str, Any]]:
 
 
 def _frames(frame: FrameType | None) -> Iterator[list[str | int]]:
-    """Yield file, line and function of a frame and those that called it, the innermost first."""
+    """Yield file, line and function of a frame and those that called it, the innermost first, except this package's."""
     while frame is not None:
         code = frame.f_code
-        function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
-        yield [code.co_filename, frame.f_lineno or 0, function]
+        if not is_of_commtrace(code.co_filename):
+            function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
+            yield [code.co_filename, frame.f_lineno or 0, function]
         frame = frame.f_back
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import mpi_launch
 import processes
 import pytest
 
@@ -135,22 +137,35 @@ def test_a_process_that_dies_is_told(nursery: Nursery, tmp_path: Path) -> None:
     assert (hang["kind"], hang["ranks"]) == ("hang", [1])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWS", "4"))))
-def test_a_random_hang(seed: int, nursery: Nursery, tmp_path: Path) -> None:
-    """The rank, its line and what it does are right, and told within 5 s after the hang is long enough."""
-    chance, log = random.Random(seed), tmp_path / "log"
-    kind, size = chance.choice([*KINDS]), chance.randint(2, 8)
-    bad = chance.randrange(size)
-    started = watch(log, "--on", "hang:6s")
+@contextlib.contextmanager
+def hanging(library: str, nursery: Nursery, log: Path, kind: str, bad: int, size: int) -> Iterator[None]:
+    """Run ranks that hang, over gloo ("torch") or under an MPI."""
+    if library != "torch":
+        mpi_launch.needs(library)
+        with mpi_launch.started(library, processes.PROGRAMS / "stalled.py", kind, bad, "mpi", ranks=size, log=log):
+            yield
+        return
     ranks = nursery.start("stalled", log, kind, bad, ranks=size)
     try:
-        assert started.stdout is not None
-        told = json.loads(started.stdout.readline())
+        yield
     finally:
         ranks.kill(*range(size))
         ranks.wait()
-        ended(started)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWS", "4"))))
+@pytest.mark.parametrize("library", ["torch", *mpi_launch.NAMES])
+def test_a_random_hang(library: str, seed: int, nursery: Nursery, tmp_path: Path) -> None:
+    """The rank, its line and what it does are right, and told within 5 s after the hang is long enough."""
+    chance, log = random.Random(seed if library == "torch" else f"{library} {seed}"), tmp_path / "log"
+    kind, size = chance.choice([*KINDS]), chance.randint(2, 8)
+    bad = chance.randrange(size)
+    started = watch(log, "--on", "hang:6s")
+    with hanging(library, nursery, log, kind, bad, size):
+        assert started.stdout is not None
+        told = json.loads(started.stdout.readline())
+    ended(started)
     assert told["ranks"] == ([*range(size)] if kind == "all" else [bad]), told["text"]
     activity, _ = KINDS[kind]
     rows = {row["rank"]: row for row in told["tables"]["stalled_threads"]}
@@ -159,7 +174,7 @@ def test_a_random_hang(seed: int, nursery: Nursery, tmp_path: Path) -> None:
     calls = told["tables"]["stuck_calls"]
     begun_ns = calls[0]["since_ns"] if calls else rows[bad]["sampled_ns"] - rows[bad]["stalled_ns"]
     seconds = (told["unix_ns"] - begun_ns) / 1e9
-    print(f"{kind}, rank {bad} of {size}: told after {seconds:.1f} s")
+    print(f"{library}, {kind}, rank {bad} of {size}: told after {seconds:.1f} s")
     assert seconds < MIN_WAIT_NS / 1e9 + 5
 
 

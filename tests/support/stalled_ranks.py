@@ -12,13 +12,16 @@ KINDS: Final[dict[str, tuple[str, str | None]]] = {
     "all": ("sleeping", "stall"),
     "lock": ("waiting for a lock or thread", "stall"),
     "queue": ("waiting for a lock or thread", "get"),
+    "crashed": ("waiting for a lock or thread", "get"),
     "thread": ("waiting for a lock or thread", "join"),
     "loader": ("waiting for data", "__next__"),
     "pipe": ("waiting for data", "stall"),
     "process": ("waiting for a process", "run"),
     "compute": ("computing", "stall"),
+    "native": ("computing", "stall"),
     "stopped": ("stopped", None),
     "locked": ("keeping the interpreter's lock, waiting", None),
+    "locked loop": ("keeping the interpreter's lock, computing", None),
 }
 """Kind -> what the main thread of the stalled rank does, and the function that the program's line called."""
 

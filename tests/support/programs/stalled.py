@@ -1,8 +1,13 @@
-"""Some calls, then a rank that makes no further one: stalled.py KIND [RANK]; with "all", every rank stalls."""
+"""Some calls, then a rank that makes no further one: stalled.py KIND [RANK [LIBRARY]]; with "all", every rank stalls.
+
+LIBRARY is "torch" (by default) or "mpi", which loads torch only for a kind that needs it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import itertools
 import os
 import queue
 import signal
@@ -10,25 +15,36 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader
-
-KIND, RANK = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
-dist.init_process_group("gloo")
-tensor = torch.ones(1024)
+KIND, RANK, LIBRARY = (*sys.argv[1:], *("lock", "1", "torch")[len(sys.argv) - 1 :])
 
 
-class Slow(torch.utils.data.Dataset[torch.Tensor]):
+class Slow:
     """A data set that never delivers."""
 
     def __len__(self) -> int:
         return 2
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> int:
         time.sleep(600)
-        return tensor
+        return index
+
+
+def set_up() -> tuple[int, Callable[[], object]]:
+    """Return the rank, and a function that sums over all ranks."""
+    if LIBRARY == "mpi":
+        import numpy as np
+        from mpi4py import MPI
+
+        given, taken = np.ones(1024), np.zeros(1024)
+        return MPI.COMM_WORLD.Get_rank(), lambda: MPI.COMM_WORLD.Allreduce(given, taken)
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    tensor = torch.ones(1024)
+    return dist.get_rank(), lambda: dist.all_reduce(tensor)
 
 
 def stall() -> None:
@@ -42,12 +58,18 @@ def stall() -> None:
             lock.acquire()  # here: lock
         case "queue":
             queue.Queue[int]().get()  # here: queue
+        case "crashed":
+            threading.Thread(target=lambda: [][0]).start()
+            queue.Queue[int]().get()  # here: crashed
         case "thread":
             thread = threading.Thread(target=time.sleep, args=(600,))
             thread.start()
             thread.join()  # here: thread
         case "loader":
-            for _ in DataLoader(Slow(), num_workers=1):  # here: loader
+            from torch.utils.data import DataLoader
+
+            data: DataLoader[int] = DataLoader(Slow(), num_workers=1)  # type: ignore[arg-type]
+            for _ in data:  # here: loader
                 pass
         case "pipe":
             os.read(os.pipe()[0], 1)  # here: pipe
@@ -57,15 +79,20 @@ def stall() -> None:
             count = 0
             while True:  # here: compute
                 count += 1  # here: compute
+        case "native":
+            hashlib.pbkdf2_hmac("sha256", b"", b"", (1 << 31) - 1)  # here: native
         case "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "locked":
             ctypes.PyDLL(None).sleep(600)  # unlike CDLL, keeps the interpreter's lock
+        case "locked loop":
+            sum(itertools.repeat(1))
 
 
+own_rank, all_reduce = set_up()
 for _ in range(5):
     time.sleep(0.01)
-    dist.all_reduce(tensor)
-if dist.get_rank() == RANK or KIND == "all":
+    all_reduce()
+if own_rank == int(RANK) or KIND == "all":
     stall()
-dist.all_reduce(tensor)
+all_reduce()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commtrace.hooks.group_creation import GroupCreations
 from commtrace.recording import stacks
 from commtrace.recording.stacks import MAX_FRAMES, StackSampler
 from commtrace.schema import RECORD, State
@@ -101,3 +102,23 @@ def test_the_threads_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampled["frames"][-1][0] == __file__
     assert sampled["state"] == "S"
     assert sampled["cpu_ns"] >= 0
+
+
+def test_frames_of_wrappers_are_left_out() -> None:
+    """The program's line is the one that called the library, though a wrapper of it is in between."""
+    waits, inside = threading.Event(), threading.Event()
+
+    def create() -> None:
+        inside.set()
+        waits.wait()
+
+    thread = threading.Thread(target=GroupCreations().timed(lambda _: None)(create), name="wrapped")
+    thread.start()
+    inside.wait()
+    try:
+        sampled = next(row for row in stacks._threads({}) if row["name"] == "wrapped")
+    finally:
+        waits.set()
+        thread.join()
+    assert __file__ in [file for file, _, _ in sampled["frames"]]
+    assert not [file for file, _, _ in sampled["frames"] if "group_creation" in file]
