@@ -30,6 +30,8 @@ STALLED_THREADS: Final = TableSpec("stalled_threads", "Ranks without progress",
     text_column("thread", "thread", 'Name of the thread, which runs Python code; "" if no stack is known.'),
     flag("is_main", "", "Whether it is the main thread."),
     duration("stalled_ns", "for", "Time without progress: the begin of a call, or the return from one."),
+    column("ns", format_moment, "since_ns", "since", "When it last made progress, since 1970-01-01 UTC.",
+        optional=True),
     column("ns", format_moment, "sampled_ns", "at", "When its activity was observed, since 1970-01-01 UTC.",
         optional=True),
     flag("in_call", "in a call", "Whether the process was in a recorded call; missing if that is not known."),
@@ -49,7 +51,7 @@ STALLED_THREADS: Final = TableSpec("stalled_threads", "Ranks without progress",
     "activity function line innermost cpu_share"}, merge_by="rank")  # fmt: skip
 
 _DTYPES: Final[Any] = {
-    "is_main": bool, "stalled_ns": "Int64", "sampled_ns": "Int64", "cpu_share": "float64",
+    "is_main": bool, "stalled_ns": "Int64", "since_ns": "Int64", "sampled_ns": "Int64", "cpu_share": "float64",
     "function": object, "line": object,  # also if no rank has one
 }  # fmt: skip
 UNRESPONSIVE_NS: Final = 5_000_000_000
@@ -101,20 +103,22 @@ def _rows(run: RecordedRun, number: int, process: Process) -> Iterator[dict[str,
             "rank": process.rank,
             "is_main": True,
             "stalled_ns": unresponsive_ns,
+            "since_ns": None if offset is None else turn_ns + offset,
             "sampled_ns": None if offset is None else process.live_at_ns + offset,
             "activity": activity,
         }
         return
     if (sample := process.tables.stacks) is not None and sample.calls >= _known_calls(process):
         # Of a live process that was in no call, it is known that it has begun none since.
-        since_ns = max(0, process.live_at_ns - sample.mono_ns) if not sample.in_call else 0
+        later_ns = max(0, process.live_at_ns - sample.mono_ns) if not sample.in_call else 0
         short = short_paths(file for thread in sample.threads for file, _, _ in thread.frames)
         for thread in sample.threads:
             yield {
                 "rank": process.rank,
                 "thread": thread.name,
                 "is_main": thread.is_main,
-                "stalled_ns": sample.pause_ns + since_ns,
+                "stalled_ns": sample.pause_ns + later_ns,
+                "since_ns": None if offset is None else sample.mono_ns - sample.pause_ns + offset,
                 "sampled_ns": None if offset is None else sample.mono_ns + offset,
                 "in_call": sample.in_call,
                 **_activity(thread, sample.window_ns),

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
+from commtrace.analyses.across_ranks.culprits import HIGH, find_culprits
 from commtrace.analyses.across_ranks.endings_section import describe_endings
 from commtrace.analyses.across_ranks.step_time_section import delay_sentences
 from commtrace.analyses.across_ranks.stuck_calls import MIN_WAIT_NS
@@ -107,6 +108,7 @@ class Watcher:
         """Begin with a run."""
         self._run, self._told = run, set[object]()
         self._examined, self._was_long = -1, False
+        self._involved: set[int] = set()  # ranks of the hangs that were told: culprits, and those that wait for them
 
     def new_incidents(self, live: LiveRun) -> list[Incident]:
         """Return the incidents that a reading of the run shows for the first time."""
@@ -133,18 +135,27 @@ class Watcher:
         }
         if not len(calls):
             current = {("hang", rank) for rank in stalled["rank"]}
-        # A hang that was told and is over may come back; a change of it, such as more ranks, is the same hang.
-        is_new = bool(current) and not any(key in self._told for key in current)
-        others = {key for key in self._told if not (isinstance(key, tuple) and key[0] == "hang")}
-        self._told = others if is_new and _is_unexplained(live) else others | current
-        if not is_new or not current <= self._told:
-            return
-        absent = {rank for call in rows_of(calls) for rank in parse_ranks(call.absent_ranks)}
-        outside = stalled.loc[~stalled["in_call"].eq(True), "rank"]  # the others wait in a call
-        ranks = sorted(absent if len(calls) else {*(outside if len(outside) else stalled["rank"])})
-        text = " ".join(diagnosis({**live.tables, "stalled_threads": stalled}))
         tables = {"stuck_calls": calls, "stuck_ranks": live.tables["stuck_ranks"], "stalled_threads": stalled}
-        yield Incident("hang", text, ranks, live.step, _rows(tables))
+        culprits = find_culprits(tables)
+        # A hang that was told and is over may come back; a change of it, such as more ranks, is the same hang, but one
+        # of other ranks is not.
+        was_told = any(key in self._told for key in current)
+        self._involved = self._involved if was_told else set()
+        is_other = any(own.confidence == HIGH and self._involved.isdisjoint(own.involved) for own in culprits)
+        is_new = bool(current) and (not was_told or is_other)
+        others = {key for key in self._told if not (isinstance(key, tuple) and key[0] == "hang")}
+        if is_new and _is_unexplained(live):
+            self._told = self._told if was_told else others
+            return
+        self._told = others | current
+        self._involved.update(*(own.involved for own in culprits))
+        if not is_new:
+            return
+        surest = {rank for own in culprits if own.confidence == culprits[0].confidence for rank in own.ranks}
+        absent = {rank for call in rows_of(calls) for rank in parse_ranks(call.absent_ranks)}
+        text = " ".join(diagnosis(tables))
+        rows = {"culprits": [asdict(own) for own in culprits], **_rows(tables)}
+        yield Incident("hang", text, sorted(surest or absent or {*stalled["rank"]}), live.step, rows)
 
     def _end(self, _: float, live: LiveRun) -> Iterator[Incident]:
         endings = live.tables["endings"]

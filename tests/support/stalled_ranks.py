@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import processes
 
@@ -31,3 +32,11 @@ def places_of(kind: str) -> list[str]:
     lines = (processes.PROGRAMS / "stalled.py").read_text().splitlines()
     found = (number for number, text in enumerate(lines, 1) if re.search(rf"# here:.*\b{kind}\b", text))
     return [f"programs/stalled.py:{number} stall" for number in found]
+
+
+def assert_two_culprits(culprits: Sequence[Any]) -> None:
+    """Assert that two independent hangs are known, "sleep" of rank 1 and, later, "lock" of rank 3."""
+    for culprit, rank, waiting, kind in zip(culprits, (1, 3), (0, 2), ("sleep", "lock"), strict=True):
+        assert (culprit.ranks, culprit.waiting, culprit.confidence) == ((rank,), (waiting,), "high")
+        assert culprit.activity == KINDS[kind][0]
+        assert culprit.line in places_of(kind)

@@ -1,4 +1,7 @@
-"""Some calls, then a rank that makes no further one: stalled.py KIND [RANK [LIBRARY]]; with "all", every rank stalls.
+"""Some calls, then a rank that makes no further one: stalled.py KIND [RANK [LIBRARY]].
+
+With the kind "all", every rank stalls. With two kinds, as "sleep,lock", ranks 0 and 1 are a group, of which rank 1
+stalls by the first, and ranks 2 and 3 are one, of which rank 3 stalls by the second, a second later.
 
 LIBRARY is "torch" (by default) or "mpi", which loads torch only for a kind that needs it.
 """
@@ -17,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 
-KIND, RANK, LIBRARY = (*sys.argv[1:], *("lock", "1", "torch")[len(sys.argv) - 1 :])
+KINDS, RANK, LIBRARY = (*sys.argv[1:], *("lock", "1", "torch")[len(sys.argv) - 1 :])
 
 
 class Slow:
@@ -32,24 +35,30 @@ class Slow:
 
 
 def set_up() -> tuple[int, Callable[[], object]]:
-    """Return the rank, and a function that sums over all ranks."""
+    """Return the rank, and a function that sums over all ranks, or over those of the rank's group if there are two."""
+    in_pairs = "," in KINDS
     if LIBRARY == "mpi":
         import numpy as np
         from mpi4py import MPI
 
         given, taken = np.ones(1024), np.zeros(1024)
-        return MPI.COMM_WORLD.Get_rank(), lambda: MPI.COMM_WORLD.Allreduce(given, taken)
+        world = MPI.COMM_WORLD
+        communicator = world.Split(world.Get_rank() // 2) if in_pairs else world
+        return world.Get_rank(), lambda: communicator.Allreduce(given, taken)
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     tensor = torch.ones(1024)
-    return dist.get_rank(), lambda: dist.all_reduce(tensor)
+    groups = (
+        [dist.new_group([0, 1]), dist.new_group([2, 3])] if in_pairs else [dist.group.WORLD] * dist.get_world_size()
+    )
+    return dist.get_rank(), lambda: dist.all_reduce(tensor, group=groups[dist.get_rank() // 2])
 
 
-def stall() -> None:
+def stall(kind: str) -> None:
     """Stall in a way that the kind names. The test finds each line by its comment."""
-    match KIND:
+    match kind:
         case "sleep" | "all":
             time.sleep(600)  # here: sleep, all
         case "lock":
@@ -93,6 +102,10 @@ own_rank, all_reduce = set_up()
 for _ in range(5):
     time.sleep(0.01)
     all_reduce()
-if own_rank == int(RANK) or KIND == "all":
-    stall()
+first, *second = KINDS.split(",")
+if own_rank == int(RANK) or KINDS == "all":
+    stall(first)
+elif second and own_rank == 3:
+    time.sleep(1)
+    stall(*second)
 all_reduce()

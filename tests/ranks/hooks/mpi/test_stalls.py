@@ -8,9 +8,10 @@ import mpi_launch
 import pandas as pd
 import processes
 import pytest
-from stalled_ranks import KINDS, places_of
+from stalled_ranks import KINDS, assert_two_culprits, places_of
 
 from commtrace.analyses.across_ranks import stalls
+from commtrace.analyses.across_ranks.culprits import find_culprits
 from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
 from commtrace.cli import main
 from commtrace.errors import LogError
@@ -79,3 +80,12 @@ def test_a_rank_that_makes_no_progress(
     out = " ".join(capsys.readouterr().out.split())
     assert KINDS[kind][0] in out
     assert ("IndexError" in out) == (kind == "crashed")
+
+
+@pytest.mark.exhaustive
+def test_two_hangs_of_one_job(mpi: str, tmp_path: Path) -> None:
+    log, program = tmp_path / "log", processes.PROGRAMS / "stalled.py"
+    with mpi_launch.started(mpi, program, "sleep,lock", 1, "mpi", ranks=4, log=log, COMMTRACE_STALL_SECONDS=0.5):
+        processes.wait_for(lambda: len((tables := hang_tables(log)).get("stuck_calls", ())) == 2
+                           and {1, 3} <= {*tables["stalled_threads"]["rank"]}, 60)  # fmt: skip
+        assert_two_culprits(find_culprits(hang_tables(log)))
