@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,11 @@ def assert_waiting(fault: str, job: Job, culprits: list[Culprit]) -> None:
 def test_a_fault(fault: str, ranks: int, tmp_path: Path) -> None:
     bad = random.Random(f"{fault} {ranks}").randrange(ranks)
     assert_found(fault, write_hang(tmp_path, fault, ranks, bad), tmp_path)
+
+
+@pytest.mark.parametrize("seconds", [-3600, 3600])
+@pytest.mark.parametrize("wrong", [(9,), range(16, 24), (11,)])
+def test_a_wrong_wall_clock(wrong: Iterable[int], seconds: int, tmp_path: Path) -> None:
+    """The clock of a host is wrong, or was set between the starts of its ranks: no rank seems to have died before."""
+    job = write_hang(tmp_path, "lock", 24, 11, dict.fromkeys(wrong, seconds))
+    assert_found("lock", job, tmp_path)

@@ -7,7 +7,7 @@ job was killed later, and its records were recovered on each host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -57,6 +57,8 @@ class Job:
     samples: dict[int, dict[str, Any]] = field(default_factory=dict)
     ended: dict[int, tuple[str, int]] = field(default_factory=dict)
     """How ranks ended, and when, that were not killed at the end."""
+    clock_errors: dict[int, int] = field(default_factory=dict)
+    """By how many seconds the wall clock was ahead when these ranks started."""
 
     def host(self, rank: int) -> range:
         """Return the ranks of the host of a rank."""
@@ -293,9 +295,9 @@ FAULTS: Final[dict[str, tuple[Callable[[Job], None], str]]] = {
 """Faults -> how they change a job, and the activity of the culprit, or what the ranks disagree about."""
 
 
-def write_hang(folder: Path, fault: str, ranks: int, bad: int) -> Job:
+def write_hang(folder: Path, fault: str, ranks: int, bad: int, clock_errors: Mapping[int, int] | None = None) -> Job:
     """Write the log of a job with a fault, and return the job."""
-    job = Job(ranks, bad)
+    job = Job(ranks, bad, clock_errors={**(clock_errors or {})})
     FAULTS[fault][0](job)
     job.write(folder)
     return job
