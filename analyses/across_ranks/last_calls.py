@@ -27,6 +27,7 @@ from .clock_alignment import align_clocks
 from .clocks import wall_clock_offsets
 from .dependencies import clock_error_ns
 from .matching import MatchedCalls, match_calls
+from .stalls import is_stopped
 
 MAX_RECORDS: Final = 1 << 20
 """Number of records that are read of all processes; of each process, at least MIN_RECORDS are."""
@@ -50,7 +51,7 @@ class Member:
         last_call: Position of the call that began last, None without any.
         begins: When its calls began, ascending.
         quiet_ns: Its last event: the start, return or end of any of its calls.
-        alive_ns: The last time at which it is known to have been alive.
+        alive_ns: The last time at which it is known to have been alive, and not stopped.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class Member:
         self.begins = np.sort(known[0])
         self.quiet_ns = max(int(column.max(initial=_NO_TIME)) for column in known)
         moments = [stats.get("mono_ns"), end.get("mono_ns"), *(row.get("mono_ns") for row in tables.clock)]
-        seen_ns = max(process.live_at_ns, *(integer_or_none(moment) or 0 for moment in moments))
+        # A process that is stopped does not wait.
+        live_ns = process.live_turn_ns if is_stopped(process) else process.live_at_ns
+        seen_ns = max(live_ns, *(integer_or_none(moment) or 0 for moment in moments))
         self.alive_ns = max(seen_ns + self.offset, self.quiet_ns)
 
     def shift(self, ns: int) -> None:

@@ -61,8 +61,8 @@ COMPUTES_FROM: Final = 0.5
 COMPUTING: Final = "computing"
 WAITING: Final = "waiting"
 STOPPED: Final = "stopped"
-_STORAGE: Final = "waiting for storage"
-_LOCK: Final = "keeping the interpreter's lock, "
+STORAGE: Final = "waiting for storage"
+LOCK: Final = "keeping the interpreter's lock, "
 _ACTIVITIES: Final = {
     **dict.fromkeys(("nanosleep", "clock_nanosleep"), "sleeping"),
     "futex": "waiting for a lock or thread",
@@ -70,15 +70,15 @@ _ACTIVITIES: Final = {
         ("read", "readv", "pread64", "recvfrom", "recvmsg", "poll", "ppoll", "select", "pselect6", "epoll_wait",
          "epoll_pwait", "accept", "accept4"), "waiting for data"),
     **dict.fromkeys(("wait4", "waitid"), "waiting for a process"),
-    **dict.fromkeys(("fsync", "fdatasync", "flock", "open", "openat"), _STORAGE),
+    **dict.fromkeys(("fsync", "fdatasync", "flock", "open", "openat"), STORAGE),
 }  # fmt: skip
 """System call -> activity of a thread that is blocked in it."""
 _ACTIVITIES_OF_STATES: Final = {
     "T": STOPPED,
     "t": STOPPED,  # by a debugger
-    "R": _LOCK + COMPUTING,
-    "S": _LOCK + WAITING,
-    "D": _STORAGE,
+    "R": LOCK + COMPUTING,
+    "S": LOCK + WAITING,
+    "D": STORAGE,
 }
 """State of a process that takes no turns -> activity."""
 
@@ -139,7 +139,7 @@ def _activity(thread: ThreadStack, window_ns: int) -> dict[str, object]:
     if cpu_share is not None and cpu_share >= COMPUTES_FROM:
         activity = COMPUTING
     elif thread.state == "D":
-        activity = _STORAGE
+        activity = STORAGE
     else:
         activity = _ACTIVITIES.get(thread.system_call, WAITING)
     return {"activity": activity, "cpu_share": cpu_share}
@@ -149,6 +149,11 @@ def _process_activity(pid: int) -> str | None:
     """Return what a live process on this host does that takes no turns; None if that cannot be read."""
     stat = read_stat(f"/proc/{pid}")
     return None if stat is None else _ACTIVITIES_OF_STATES.get(stat.state)
+
+
+def is_stopped(process: Process) -> bool:
+    """Return whether a live process on this host is stopped, as that of a job that is suspended."""
+    return process.live_at_ns > 0 and _process_activity(process.pid) == STOPPED
 
 
 def _place(frames: Sequence[tuple[str, int, str]], short: Mapping[str, str]) -> dict[str, str | None]:

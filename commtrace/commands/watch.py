@@ -9,8 +9,10 @@ they fail.
     commtrace watch logs/run1 --on hang,straggler:20% --run 'mail -s hang me'
 
 Conditions:
-  hang[:60s]       ranks are stuck in a call, as the report defines it; or a
-                   rank makes no progress outside of calls for so long
+  hang[:60s]       ranks are stuck in a call, as the report defines it, and, if
+                   the rank that they wait for computes or writes to storage,
+                   for so long; or a rank makes no progress outside of calls
+                   for so long
   end              a process failed or died
   straggler[:20%]  a rank computes longer than the others by this share of a
                    step

@@ -7,9 +7,11 @@ import http.server
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -176,6 +178,26 @@ def test_a_random_hang(library: str, seed: int, nursery: Nursery, tmp_path: Path
     seconds = (told["unix_ns"] - begun_ns) / 1e9
     print(f"{library}, {kind}, rank {bad} of {size}: told after {seconds:.1f} s")
     assert seconds < MIN_WAIT_NS / 1e9 + 5
+
+
+HEALTHY = ("evaluation", "all evaluate", "checkpoint", "first step", "garbage", "uneven", "steps", "suspended")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWS", "8"))))
+def test_a_healthy_run_that_pauses(seed: int, nursery: Nursery, tmp_path: Path) -> None:
+    """Evaluations, checkpoints, slow steps, garbage collections, and a suspended job are no hang."""
+    chance, log = random.Random(f"healthy {seed}"), tmp_path / "log"
+    kind, size = HEALTHY[seed % len(HEALTHY)], chance.randint(2, 4)
+    started = watch(log, "--on", "hang,end")
+    ranks = nursery.start("healthy", log, "steps" if kind == "suspended" else kind, seed, ranks=size)
+    if kind == "suspended":
+        processes.wait_for(lambda: len([*log.glob("*/*/*.npy*")]) == size, LIMIT_SECONDS)
+        ranks.kill(*range(size), signal_=signal.SIGSTOP)
+        time.sleep(8)  # longer than a hang
+        ranks.kill(*range(size), signal_=signal.SIGCONT)
+    assert ranks.wait() == [0] * size
+    assert ended(started)[:2] == (AS_EXPECTED, []), kind
 
 
 def test_there_is_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,7 @@ def tables(
 
 
 IN_CALL = {"in_call": True, "activity": "waiting for data"}
+STOPPED = {"activity": "stopped", "function": None, "line": None, "in_call": None}
 SLEEPS = {"activity": "sleeping", "function": "train.py:9 main", "line": "train.py:9 main", "stalled_ns": 8 * SECOND,
           "since_ns": 52 * SECOND}  # fmt: skip
 
@@ -81,6 +82,7 @@ CASES: dict[str, tuple[dict[str, pd.DataFrame], list[tuple[str, str, str, str]]]
         tables([("0", "1")], {}, dict.fromkeys((0, 1), ("died", 60 * SECOND))),
         [("1", "0", "not known why", MEDIUM)],
     ),
+    "a rank is stopped": (tables([("0,2", "1")], {1: STOPPED, 0: IN_CALL}), [("1", "0,2", "stopped", HIGH)]),
     "a circle": (tables([("0", "1"), ("1", "0")], {}), []),
     "outside of calls": (tables([], {0: SLEEPS, 1: {}}), [("1", "", "waiting for a lock or thread", LOW),
                                                           ("0", "", "sleeping", LOW)]),
