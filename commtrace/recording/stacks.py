@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from commtrace.library_frames import is_of_commtrace
 from commtrace.process_setup.system_files import list_folder, read_stat, read_text
-from commtrace.schema import State
+from commtrace.schema import Flag, State
 from commtrace.settings import Settings
 
 from .slots import Slots
@@ -38,6 +38,8 @@ MAX_FRAMES: Final = 64
 RETURN_CHECK_SECONDS: Final = 0.5
 """Pause from which on a return from a call counts as progress: noticing it takes a look at all slots."""
 _BEGUN: Final = int(State.BEGUN)
+_RETURNED: Final = int(State.RETURNED)
+_ASYNC: Final = int(Flag.ASYNC)
 
 _SYSTEM_CALLS: Final = {
     "x86_64": {
@@ -106,8 +108,13 @@ class StackSampler:
         self._due_ns = max(self._minimum_ns, int(self._factor * self._longest_ns))
 
     def _has_returned(self) -> bool:
-        """Return whether the process has left the call that it was in."""
-        was_in_call, self._is_in_call = self._is_in_call, bool((self._slots.ring.records["state"] == _BEGUN).any())
+        """Return whether the process has left the call that it was in.
+
+        torch returns from a synchronous call before it waits for its end: until then, the process is in it.
+        """
+        records = self._slots.ring.records
+        returned = (records["state"] == _RETURNED) & (records["flags"] & _ASYNC == 0)
+        was_in_call, self._is_in_call = self._is_in_call, bool(((records["state"] == _BEGUN) | returned).any())
         return was_in_call and not self._is_in_call
 
     def _write(self, now: int, pause: int) -> None:

@@ -113,6 +113,28 @@ def test_a_hang_is_told_once_with_rank_and_line(
     assert {posted["kind"] for posted in handler.posted} == {"hang", "end"}
 
 
+@pytest.mark.parametrize("room", [0, 16384])
+def test_a_hang_with_a_log_on_a_full_disk(room: int, small_disk: Path, nursery: Nursery) -> None:
+    """What does not fit on the disk is read from the memory of the processes, stacks included."""
+    log = small_disk / "log"
+    started = watch(log, "--on", "hang:6s")
+    with contextlib.suppress(OSError), open(small_disk / "ballast", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    if room:
+        os.truncate(small_disk / "ballast", (small_disk / "ballast").stat().st_size - room)
+    ranks = nursery.start("stalled", log, "lock", ranks=3)
+    assert started.stdout is not None
+    told = json.loads(started.stdout.readline())
+    ranks.kill(0, 1, 2)
+    ranks.wait()
+    started.kill()
+    started.communicate()
+    assert (told["kind"], told["ranks"]) == ("hang", [1])
+    rows = {row["rank"]: row for row in told["tables"]["stalled_threads"]}
+    assert rows[1]["line"] in places_of("lock")
+
+
 def test_a_healthy_job_has_no_incident(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log"
     started = watch(log, "--on", "hang,end")

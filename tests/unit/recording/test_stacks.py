@@ -13,7 +13,7 @@ import pytest
 from commtrace.hooks.group_creation import GroupCreations
 from commtrace.recording import stacks
 from commtrace.recording.stacks import MAX_FRAMES, StackSampler
-from commtrace.schema import RECORD, State
+from commtrace.schema import RECORD, Flag, State
 from commtrace.settings import Settings
 
 
@@ -70,6 +70,14 @@ def test_the_return_from_a_call_is_progress(monkeypatch: pytest.MonkeyPatch) -> 
     process.records["state"][2] = State.BEGUN
     assert process.run(16, calls=1) == [8.1]  # twice the longest pause of 4 s
     assert process.samples[-1]["in_call"] is True
+
+
+@pytest.mark.parametrize(("flags", "in_call"), [(0, True), (Flag.ASYNC, False)])
+def test_a_synchronous_call_lasts_until_its_end(flags: int, in_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.records["state"][2], process.records["flags"][2] = State.RETURNED, flags
+    process.run(6, calls=1)
+    assert [row["in_call"] for row in process.samples] == [in_call]
 
 
 def test_the_threads_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
