@@ -8,9 +8,7 @@ what to fix. `commtrace.commands.exit_status` has the statuses.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ from typing import Final
 import commtrace
 from commtrace.commands.exit_status import AS_EXPECTED, FAILED, INTERRUPTED
 from commtrace.errors import CommtraceError
+from commtrace.output_files import discard_stdout
 
 # Command, also the name of its module in commtrace.commands -> first line of the module's docstring.
 COMMANDS: Final = {
@@ -67,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"commtrace: {error}", file=sys.stderr)
         return FAILED
     except OSError as error:  # stdout on a full disk, for example
-        # Python flushes stdout again at exit and would print a traceback.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
         if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has closed the pipe
             return AS_EXPECTED
         print(f"commtrace: {error}", file=sys.stderr)

@@ -6,7 +6,10 @@ the files that a log names, which may be those of another machine.
 
 from __future__ import annotations
 
+import os
 import re
+
+import commtrace
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,6 +17,12 @@ if TYPE_CHECKING:
 
 _BELOW_PACKAGES: Final = re.compile(r"(?:.*/)?(?:site|dist)-packages/(.*)", re.DOTALL)
 _OF_PYTHON: Final = re.compile(r"/lib(?:64)?/python3[^/]*/")
+
+_OF_COMMTRACE: Final = tuple(
+    prefix + os.sep
+    for folder in (os.path.dirname(commtrace.__file__), os.path.join(os.path.dirname(commtrace.__file__), "hooks"))
+    for prefix in dict.fromkeys((folder, os.path.realpath(folder)))
+)
 
 # Path prefixes of wrappers, relative to the packages' root.
 _WRAPPERS: Final = (
@@ -105,3 +114,8 @@ def path_below_packages(path: str) -> str | None:
 def is_library(path: str) -> bool:
     """Return whether a file belongs to an installed package or to Python, or is no file, as `<frozen os>`."""
     return path.startswith("<") or path_below_packages(path) is not None or _OF_PYTHON.search(path) is not None
+
+
+def is_of_commtrace(path: str) -> bool:
+    """Return whether a file of this process belongs to this package: the program's calls pass through its wrappers."""
+    return path.startswith(_OF_COMMTRACE)

@@ -1,4 +1,7 @@
-"""Atomic output: a file or directory appears under its name only when it is complete, and not after an error."""
+"""Atomic output: a file or directory appears under its name only when it is complete, and not after an error.
+
+Also what to do with standard output that cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,3 +85,9 @@ def _output_errors(out: Path) -> Iterator[None]:
             hint = "make room, or give a file on another disk"
         reason = (error.strerror or str(error)).lower()
         raise OutputError(f"{out}: cannot be written ({reason}); {hint}") from error
+
+
+def discard_stdout() -> None:
+    """Write what is left in the buffer of stdout nowhere: Python flushes it at exit, and would print a traceback."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

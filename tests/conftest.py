@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import hypothesis
@@ -63,6 +65,18 @@ def nursery(recorder: str) -> Iterator[ranks.Nursery]:
     # torch imports its compiler at the first optimizer step, which would take a second in each rank.
     with ranks.Nursery(recorder, "torch._dynamo", TORCHINDUCTOR_COMPILE_THREADS=1) as parent:
         yield parent
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a disk of 128 KiB, and yield its path."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"commtrace", str(path).encode(), b"tmpfs", 0, b"size=128k"):
+        pytest.skip(f"cannot mount a disk: {os.strerror(ctypes.get_errno())}")
+    yield path
+    assert libc.umount2(str(path).encode(), 2) == 0
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@
     stuck_calls          calls that do not end: from which duration on; who waits, who is absent
     disagreements        operations, sizes, types and roots in which the ranks of a stuck call differ
     stalls               what ranks that make no progress outside of calls are doing
+    culprits             the ranks that a hang begins with, and how sure that is
     step_time_section, step_time_specs, stuck_calls_section, endings_section    what reports show of these subjects
 
 The parts are listed in the order of the work.

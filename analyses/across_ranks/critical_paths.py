@@ -205,21 +205,36 @@ def read_step_paths(
     examined, with a rank that left no log, with ends on a device's clock, with a host whose clock
     the calls do not bound, or with a step of no duration, whose times are damaged.
     """
+    return next(reversed(read_path_runs(run, clocks, most_calls, columns, only_last=True)), None)
+
+
+def read_path_runs(
+    run: RecordedRun, clocks: Clocks, most_calls: int = MAX_CALLS, columns: Sequence[str] = (), *,
+    only_last: bool = False,
+) -> list[StepPaths]:  # fmt: skip
+    """Return the paths of each run of consecutive steps, ascending: an evaluation, for example, ends one.
+
+    See `read_step_paths`, which returns the last; `only_last`: return no other.
+    """
     ranks = {process.rank for process in run.processes}
     if run.simulated or not ranks or len(ranks) != (run.world_size or len(ranks)) or not clocks.are_useful:
-        return None
+        return []
     count = max(most_calls // len(run.processes), _MIN_CALLS_OF_PROCESS)
     calls = match_calls(run, (*COLUMNS, *columns), derived=TIME_COLUMNS, last=count)
     steps, regular = measured_steps(_recorded_steps(run, calls, count), len(run.processes))
     if len(steps) < 2:
-        return None
+        return []
     steps = steps[regular & run.select_steps(steps)]
-    steps = steps[-_run_length(steps) :][-MAX_STEPS:]
-    if not len(steps) or np.isin(calls["clock"][np.isin(calls["step"], steps)], DEVICE_CLOCKS).any():
-        return None
+    runs = np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1)
+    device_steps = calls["step"][np.isin(calls["clock"], DEVICE_CLOCKS)]
+    runs = [own[-MAX_STEPS:] for own in runs[-1 if only_last else 0 :] if len(own)]
+    runs = [own for own in runs if not np.isin(own, device_steps).any()]
+    if not runs:
+        return []
     blocked = BlockedTime.of(calls, clocks)
-    paths = StepPaths(blocked, steps, blocked.step_ends(np.append(steps[0] - 1, steps)), _gaps(blocked.timelines))
-    return paths if paths.step_ns().min() > 0 else None
+    gaps = _gaps(blocked.timelines)
+    paths = [StepPaths(blocked, own, blocked.step_ends(np.append(own[0] - 1, own)), gaps) for own in runs]
+    return [own for own in paths if own.step_ns().min() > 0]
 
 
 def _recorded_steps(run: RecordedRun, calls: MatchedCalls, count: int) -> StepsOfProcesses:
@@ -233,12 +248,6 @@ def _recorded_steps(run: RecordedRun, calls: MatchedCalls, count: int) -> StepsO
     np.minimum.at(lowest, process[first], step[first])
     whole = ~(is_cut[process[first]] & (step[first] == lowest[process[first]]))
     return StepsOfProcesses(process[first][whole], step[first][whole], evaluates[whole])
-
-
-def _run_length(numbers: Array) -> int:
-    """Return how many numbers at the end are consecutive."""
-    breaks = np.flatnonzero(np.diff(numbers) != 1)
-    return len(numbers) - int(breaks[-1]) - 1 if len(breaks) else len(numbers)
 
 
 def _gaps(timelines: dict[int, Timeline]) -> Gaps:

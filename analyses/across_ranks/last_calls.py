@@ -23,8 +23,11 @@ from commtrace.reading.table_reader import integer_or_none
 from commtrace.recording.recovery import record_keys
 from commtrace.schema import DEVICE_CLOCKS, RECORD, WITHOUT_RECORD, State
 
+from .clock_alignment import align_clocks
+from .clocks import wall_clock_offsets
 from .dependencies import clock_error_ns
 from .matching import MatchedCalls, match_calls
+from .stalls import is_stopped
 
 MAX_RECORDS: Final = 1 << 20
 """Number of records that are read of all processes; of each process, at least MIN_RECORDS are."""
@@ -48,7 +51,7 @@ class Member:
         last_call: Position of the call that began last, None without any.
         begins: When its calls began, ascending.
         quiet_ns: Its last event: the start, return or end of any of its calls.
-        alive_ns: The last time at which it is known to have been alive.
+        alive_ns: The last time at which it is known to have been alive, and not stopped.
     """
 
     def __init__(
@@ -72,8 +75,17 @@ class Member:
         self.begins = np.sort(known[0])
         self.quiet_ns = max(int(column.max(initial=_NO_TIME)) for column in known)
         moments = [stats.get("mono_ns"), end.get("mono_ns"), *(row.get("mono_ns") for row in tables.clock)]
-        seen_ns = max(process.live_at_ns, *(integer_or_none(moment) or 0 for moment in moments))
+        # A process that is stopped does not wait.
+        live_ns = process.live_turn_ns if is_stopped(process) else process.live_at_ns
+        seen_ns = max(live_ns, *(integer_or_none(moment) or 0 for moment in moments))
         self.alive_ns = max(seen_ns + self.offset, self.quiet_ns)
+
+    def shift(self, ns: int) -> None:
+        """Correct all times by the error of the process's wall clock."""
+        self.offset += ns
+        self.begins = self.begins + ns
+        self.quiet_ns += ns
+        self.alive_ns += ns
 
     def longest_pause(self, before: int) -> int:
         """Return the longest time between two calls that began up to a moment."""
@@ -96,7 +108,7 @@ class LastCalls:
         self.groups = {group_label(group): group for group in tail.labels.groups.values()}
         unsafe = {_stem(note.path) for note in run.log.notes if note.kind in FILE_PROBLEMS}
         bounds = np.searchsorted(self.calls["process"], np.arange(len(run.processes) + 1)).tolist()
-        offsets = tail.labels.clock_offsets
+        self._tail, offsets = tail, wall_clock_offsets(tail)
         self.members = [
             Member(
                 last,
@@ -106,13 +118,42 @@ class LastCalls:
                 damaged=_is_damaged(last) or _stem(last.path) in unsafe,
                 has_all=process.kept is None and _records(process) == _records(last),
             )
-            for process, last, offset, at in zip(run.processes, tail.processes, offsets, pairwise(bounds), strict=True)
+            for process, last, offset, at in zip(
+                run.processes,
+                tail.processes,
+                map(offsets.get, range(len(run.processes))),
+                pairwise(bounds),
+                strict=True,
+            )
         ]
         self.member_of_rank: dict[int, Member] = {}
         for member in self.members:
             # If a rank has two processes, neither proves anything.
             if (other := self.member_of_rank.setdefault(member.rank, member)) is not member:
                 member.proves = other.proves = False
+
+    def align(self) -> bool:
+        """Correct the wall clocks of hosts that calls contradict: they may be wrong, or were set while the job ran.
+
+        Returns:
+            Whether any time has changed.
+        """
+        clocks = align_clocks(self._tail)
+        reference = next(
+            (own for own, host in zip(self.members, clocks.host_of_process.tolist(), strict=True)
+             if host == clocks.reference and own.has_times), None,
+        )  # fmt: skip
+        has_changed = False
+        for member, host in zip(self.members, clocks.host_of_process.tolist(), strict=True):
+            clock = clocks.aligned[host]
+            if reference is None or clock is None or host == clocks.reference or not member.has_times:
+                continue
+            bounds = clock.to_reference(np.array([member.alive_ns - member.offset]))
+            earliest, latest = (int(bound[0]) + reference.offset for bound in bounds)
+            error = min(max(member.alive_ns, earliest), latest) - member.alive_ns
+            member.shift(error)
+            has_changed |= error != 0
+        return has_changed
 
     def text(self, column: str, call: int) -> str:
         """Return the label of a call."""

@@ -30,6 +30,8 @@ STALLED_THREADS: Final = TableSpec("stalled_threads", "Ranks without progress",
     text_column("thread", "thread", 'Name of the thread, which runs Python code; "" if no stack is known.'),
     flag("is_main", "", "Whether it is the main thread."),
     duration("stalled_ns", "for", "Time without progress: the begin of a call, or the return from one."),
+    column("ns", format_moment, "since_ns", "since", "When it last made progress, since 1970-01-01 UTC.",
+        optional=True),
     column("ns", format_moment, "sampled_ns", "at", "When its activity was observed, since 1970-01-01 UTC.",
         optional=True),
     flag("in_call", "in a call", "Whether the process was in a recorded call; missing if that is not known."),
@@ -48,7 +50,10 @@ STALLED_THREADS: Final = TableSpec("stalled_threads", "Ranks without progress",
 ), {"terminal": "rank thread stalled_ns activity function line", "page": "rank thread stalled_ns sampled_ns in_call "
     "activity function line innermost cpu_share"}, merge_by="rank")  # fmt: skip
 
-_DTYPES: Final[Any] = {"is_main": bool, "stalled_ns": "Int64", "sampled_ns": "Int64", "cpu_share": "float64"}
+_DTYPES: Final[Any] = {
+    "is_main": bool, "stalled_ns": "Int64", "since_ns": "Int64", "sampled_ns": "Int64", "cpu_share": "float64",
+    "function": object, "line": object,  # also if no rank has one
+}  # fmt: skip
 UNRESPONSIVE_NS: Final = 5_000_000_000
 """Time without a turn of its drain thread after which a live process counts as unresponsive. Turns are 0.5 s apart."""
 COMPUTES_FROM: Final = 0.5
@@ -56,8 +61,8 @@ COMPUTES_FROM: Final = 0.5
 COMPUTING: Final = "computing"
 WAITING: Final = "waiting"
 STOPPED: Final = "stopped"
-_STORAGE: Final = "waiting for storage"
-_LOCK: Final = "keeping the interpreter's lock, "
+STORAGE: Final = "waiting for storage"
+LOCK: Final = "keeping the interpreter's lock, "
 _ACTIVITIES: Final = {
     **dict.fromkeys(("nanosleep", "clock_nanosleep"), "sleeping"),
     "futex": "waiting for a lock or thread",
@@ -65,15 +70,15 @@ _ACTIVITIES: Final = {
         ("read", "readv", "pread64", "recvfrom", "recvmsg", "poll", "ppoll", "select", "pselect6", "epoll_wait",
          "epoll_pwait", "accept", "accept4"), "waiting for data"),
     **dict.fromkeys(("wait4", "waitid"), "waiting for a process"),
-    **dict.fromkeys(("fsync", "fdatasync", "flock", "open", "openat"), _STORAGE),
+    **dict.fromkeys(("fsync", "fdatasync", "flock", "open", "openat"), STORAGE),
 }  # fmt: skip
 """System call -> activity of a thread that is blocked in it."""
 _ACTIVITIES_OF_STATES: Final = {
     "T": STOPPED,
     "t": STOPPED,  # by a debugger
-    "R": _LOCK + COMPUTING,
-    "S": _LOCK + WAITING,
-    "D": _STORAGE,
+    "R": LOCK + COMPUTING,
+    "S": LOCK + WAITING,
+    "D": STORAGE,
 }
 """State of a process that takes no turns -> activity."""
 
@@ -98,20 +103,22 @@ def _rows(run: RecordedRun, number: int, process: Process) -> Iterator[dict[str,
             "rank": process.rank,
             "is_main": True,
             "stalled_ns": unresponsive_ns,
+            "since_ns": None if offset is None else turn_ns + offset,
             "sampled_ns": None if offset is None else process.live_at_ns + offset,
             "activity": activity,
         }
         return
     if (sample := process.tables.stacks) is not None and sample.calls >= _known_calls(process):
         # Of a live process that was in no call, it is known that it has begun none since.
-        since_ns = max(0, process.live_at_ns - sample.mono_ns) if not sample.in_call else 0
+        later_ns = max(0, process.live_at_ns - sample.mono_ns) if not sample.in_call else 0
         short = short_paths(file for thread in sample.threads for file, _, _ in thread.frames)
         for thread in sample.threads:
             yield {
                 "rank": process.rank,
                 "thread": thread.name,
                 "is_main": thread.is_main,
-                "stalled_ns": sample.pause_ns + since_ns,
+                "stalled_ns": sample.pause_ns + later_ns,
+                "since_ns": None if offset is None else sample.mono_ns - sample.pause_ns + offset,
                 "sampled_ns": None if offset is None else sample.mono_ns + offset,
                 "in_call": sample.in_call,
                 **_activity(thread, sample.window_ns),
@@ -132,7 +139,7 @@ def _activity(thread: ThreadStack, window_ns: int) -> dict[str, object]:
     if cpu_share is not None and cpu_share >= COMPUTES_FROM:
         activity = COMPUTING
     elif thread.state == "D":
-        activity = _STORAGE
+        activity = STORAGE
     else:
         activity = _ACTIVITIES.get(thread.system_call, WAITING)
     return {"activity": activity, "cpu_share": cpu_share}
@@ -142,6 +149,11 @@ def _process_activity(pid: int) -> str | None:
     """Return what a live process on this host does that takes no turns; None if that cannot be read."""
     stat = read_stat(f"/proc/{pid}")
     return None if stat is None else _ACTIVITIES_OF_STATES.get(stat.state)
+
+
+def is_stopped(process: Process) -> bool:
+    """Return whether a live process on this host is stopped, as that of a job that is suspended."""
+    return process.live_at_ns > 0 and _process_activity(process.pid) == STOPPED
 
 
 def _place(frames: Sequence[tuple[str, int, str]], short: Mapping[str, str]) -> dict[str, str | None]:

@@ -339,7 +339,11 @@ def find_stuck_calls(
     calls, ranks = [], []
     if not run.simulated and any(_is_suspicious(run, number, failed) for number in range(len(run.processes))):
         last = LastCalls(run, most_records)
-        for number, stuck in enumerate(_StuckCallSearch(last).stuck_calls()):
+        stuck_calls = _StuckCallSearch(last).stuck_calls()
+        # Only then, because it takes as long as the search: the order of the ends of processes may be another.
+        if stuck_calls and last.align():
+            stuck_calls = _StuckCallSearch(last).stuck_calls()
+        for number, stuck in enumerate(stuck_calls):
             calls.append(_call_row(last, stuck))
             ranks += [*_rank_rows(last, stuck, number)]
     rows = {"stuck_calls": calls, "stuck_ranks": ranks}

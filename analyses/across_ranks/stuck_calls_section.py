@@ -13,6 +13,7 @@ from commtrace.formatting import format_duration, format_moment, format_plural, 
 from commtrace.rank_ranges import format_ranks, name_ranks, parse_ranks, shorten_rank_list
 
 from . import stalls, stuck_calls
+from .culprits import find_culprits
 from .disagreements import ORDER
 from .stalls import STALLED_THREADS
 from .stuck_calls import STUCK_CALLS, STUCK_RANKS
@@ -21,11 +22,14 @@ MAX_CIRCLE: Final = 4
 """Calls of a circle that the diagnosis names."""
 MAX_STUCK_CALLS: Final = 3
 """Stuck calls that the diagnosis describes."""
+MAX_CULPRITS: Final = 3
+"""Culprits that it names: of the surest, those that stopped first."""
 
 
 def diagnosis(tables: Tables) -> Iterator[str]:
-    """Yield the diagnosis of a job that hangs or died: incomplete calls, the ranks in them, where the others are."""
+    """Yield the diagnosis of a job that hangs or died: culprits, incomplete calls, where their ranks are."""
     calls, ranks = tables["stuck_calls"], tables["stuck_ranks"]
+    yield from _verdicts(tables)
     in_circle = calls["disagreement"].str.startswith(f"{ORDER}:").to_numpy(bool)
     if in_circle.sum() > 1:
         yield _circle(calls.loc[in_circle])
@@ -39,21 +43,16 @@ def diagnosis(tables: Tables) -> Iterator[str]:
         for (part, last, state, site, end), group in [*where][:MAX_STUCK_CALLS]:
             who = name_ranks(format_ranks(group["rank"]), "Rank")
             yield f"{who} {_place(part, last, state, site, group)}; {_END[end]}."
-    absent = ranks.loc[ranks["part"] == "absent", "rank"]
-    yield from _stalls(tables, None if not len(calls) else absent)
     if len(calls) > MAX_STUCK_CALLS:
         yield f"{format_plural(len(calls) - MAX_STUCK_CALLS, 'more stuck call')}: table `stuck_calls` (--json)."
 
 
-def _stalls(tables: Tables, ranks: pd.Series | None) -> Iterator[str]:
-    """Yield what ranks without progress do in their main threads; of some ranks, or of all if `ranks` is None."""
-    table = tables["stalled_threads"]
-    table = table.loc[table["is_main"] & (True if ranks is None else table["rank"].isin(ranks))]
-    places = table.fillna({"function": "", "line": ""}).groupby(["activity", "function", "line"], sort=False)
-    for (activity, function, line), group in [*places][:MAX_STUCK_CALLS]:
-        who = name_ranks(format_ranks(group["rank"]), "Rank")
-        where = f" in {function}" * bool(function) + f", called from {line}" * bool(line and line != function)
-        yield f"{who} made no progress for {format_duration(group['stalled_ns'].max())}: {activity}{where}."
+def _verdicts(tables: Tables) -> Iterator[str]:
+    """Yield which ranks a hang begins with, what they do, and who waits for them."""
+    involved: set[int] = set()
+    for culprit in find_culprits(tables)[:MAX_CULPRITS]:
+        yield culprit.describe(also=bool(involved and culprit.waiting) and involved.isdisjoint(culprit.involved))
+        involved |= culprit.involved
 
 
 def _name(call: Any) -> str:

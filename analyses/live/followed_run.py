@@ -21,7 +21,7 @@ import pandas as pd
 
 from commtrace.analyses import steps, volume_by_purpose, volume_tables
 from commtrace.analyses.across_ranks import stalls
-from commtrace.analyses.across_ranks.critical_paths import StepPaths, read_step_paths, step_time_parts, step_times
+from commtrace.analyses.across_ranks.critical_paths import read_path_runs, step_time_parts, step_times
 from commtrace.analyses.across_ranks.endings import FAILURES, find_endings
 from commtrace.analyses.across_ranks.step_time_specs import DELAYS, STEP_TIME_PARTS, STEP_TIMES
 from commtrace.analyses.across_ranks.stragglers import computation, delays, total_computation
@@ -172,23 +172,30 @@ class FollowedRun:
         last = [replace(process, segments=last_records(process.segments, count)) for process in run.processes]
         recent = AnalysedRun(replace(run.log, processes=tuple(last)))
         recent.labels = run.labels
-        paths = read_step_paths(recent, recent.clocks, self._recent) if run.processes else None
+        path_runs = read_path_runs(recent, recent.clocks, self._recent) if run.processes else []
         if any(_records(process) > _records(own) for process, own in zip(run.processes, last, strict=True)):
             few = min(map(_count_steps, last)) < _STEPS_WANTED
             self._recent = min(MOST_RECENT, 2 * self._recent) if few else self._recent
-        if paths is None:
+        if not path_runs:
             names = {spec.name: spec.column_names for spec in (STEP_TIME_PARTS, DELAYS)}
             tables = {name: pd.DataFrame(columns=columns) for name, columns in names.items()}
         else:
-            parts = computation(paths)
-            self._add_times(step_times(recent, paths, total_computation(paths, parts).excess), paths)
+            # A report has the last run of consecutive steps; evaluations may have ended others since the last reading.
+            for paths in path_runs:
+                if paths is path_runs[-1] or paths.steps[-1] > self._last_measured:
+                    parts = computation(paths)
+                    self._add_times(step_times(recent, paths, total_computation(paths, parts).excess))
             tables = {"step_time_parts": step_time_parts(paths), "delays": delays(recent, paths, parts)}
         return {**tables, "step_times": self._step_times}
 
-    def _add_times(self, new: pd.DataFrame, paths: StepPaths) -> None:
+    @property
+    def _last_measured(self) -> int:
+        """The last step whose times are kept; -1: none."""
+        return int(self._step_times["step"].max()) if len(self._step_times) else -1
+
+    def _add_times(self, new: pd.DataFrame) -> None:
         """Add the times of steps that were not seen before."""
-        known = self._step_times["step"].max() if len(self._step_times) else -1
-        later = new.loc[new["step"] > known]
+        later = new.loc[new["step"] > self._last_measured]
         self._step_times = pd.concat([self._step_times, later]) if len(self._step_times) else later
         self._step_times = self._step_times.tail(MAX_STEPS).reset_index(drop=True)
 

@@ -1,7 +1,8 @@
 """Incidents of a run that is watched: hangs, failures, stragglers and long steps, each told once.
 
 hang            a call is stuck (`across_ranks.stuck_calls`, as in reports, which has a threshold of its own), or ranks
-                make no progress outside of calls for the threshold given here
+                make no progress outside of calls for the threshold given here; if the ranks that others wait for
+                compute, or write to storage, it must be stuck for that long, too
 end             a process failed or died
 straggler:20%   a rank computes longer than the others by at least this share of a step
 step:2x         a step takes at least this multiple of the median of the steps before it
@@ -11,13 +12,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
+from commtrace.analyses.across_ranks.culprits import HIGH, Culprit, find_culprits
 from commtrace.analyses.across_ranks.endings_section import describe_endings
+from commtrace.analyses.across_ranks.stalls import COMPUTING, LOCK, STORAGE, is_stopped
 from commtrace.analyses.across_ranks.step_time_section import delay_sentences
 from commtrace.analyses.across_ranks.stuck_calls import MIN_WAIT_NS
 from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
@@ -31,6 +34,8 @@ KINDS: Final = {"hang": "60s", "end": "", "straggler": "20%", "step": "2x"}
 """Kinds of incidents -> threshold by default; "": none."""
 EXPLAINED_NS: Final = 4_000_000_000
 """Time after which a stuck call is told, whether or not it is known what its absent ranks do."""
+_MAY_GO_ON: Final = (COMPUTING, STORAGE, LOCK + COMPUTING)
+"""Activities of a rank that may go on by itself."""
 MIN_STEPS: Final = 5
 """Steps before a long one that must be known."""
 STEPS_COMPARED: Final = 50
@@ -107,6 +112,8 @@ class Watcher:
         """Begin with a run."""
         self._run, self._told = run, set[object]()
         self._examined, self._was_long = -1, False
+        self._stopped: set[int] = set()  # at the last reading
+        self._involved: set[int] = set()  # ranks of the hangs that were told: culprits, and those that wait for them
 
     def new_incidents(self, live: LiveRun) -> list[Incident]:
         """Return the incidents that a reading of the run shows for the first time."""
@@ -133,18 +140,31 @@ class Watcher:
         }
         if not len(calls):
             current = {("hang", rank) for rank in stalled["rank"]}
-        # A hang that was told and is over may come back; a change of it, such as more ranks, is the same hang.
-        is_new = bool(current) and not any(key in self._told for key in current)
-        others = {key for key in self._told if not (isinstance(key, tuple) and key[0] == "hang")}
-        self._told = others if is_new and _is_unexplained(live) else others | current
-        if not is_new or not current <= self._told:
-            return
-        absent = {rank for call in rows_of(calls) for rank in parse_ranks(call.absent_ranks)}
-        outside = stalled.loc[~stalled["in_call"].eq(True), "rank"]  # the others wait in a call
-        ranks = sorted(absent if len(calls) else {*(outside if len(outside) else stalled["rank"])})
-        text = " ".join(diagnosis({**live.tables, "stalled_threads": stalled}))
         tables = {"stuck_calls": calls, "stuck_ranks": live.tables["stuck_ranks"], "stalled_threads": stalled}
-        yield Incident("hang", text, ranks, live.step, _rows(tables))
+        culprits = find_culprits(tables)
+        # A hang that was told and is over may come back; a change of it, such as more ranks, is the same hang, but one
+        # of other ranks is not.
+        was_told = any(key in self._told for key in current)
+        self._involved = self._involved if was_told else set()
+        is_other = any(own.confidence == HIGH and self._involved.isdisjoint(own.involved) for own in culprits)
+        is_new = bool(current) and (not was_told or is_other)
+        others = {key for key in self._told if not (isinstance(key, tuple) and key[0] == "hang")}
+        # A rank that was stopped at the last reading may have gone on just now, and end its call at once.
+        waiting = {rank for call in rows_of(calls) for rank in parse_ranks(call.waiting_ranks)}
+        has_gone_on = not waiting.isdisjoint(self._stopped)
+        self._stopped = {process.rank for process in live.run.processes if is_stopped(process)}
+        if is_new and (has_gone_on or _is_unexplained(live) or _may_go_on(culprits, calls, seconds)):
+            self._told = self._told if was_told else others
+            return
+        self._told = others | current
+        self._involved.update(*(own.involved for own in culprits))
+        if not is_new:
+            return
+        surest = {rank for own in culprits if own.confidence == culprits[0].confidence for rank in own.ranks}
+        absent = {rank for call in rows_of(calls) for rank in parse_ranks(call.absent_ranks)}
+        text = " ".join(diagnosis(tables))
+        rows = {"culprits": [asdict(own) for own in culprits], **_rows(tables)}
+        yield Incident("hang", text, sorted(surest or absent or {*stalled["rank"]}), live.step, rows)
 
     def _end(self, _: float, live: LiveRun) -> Iterator[Incident]:
         endings = live.tables["endings"]
@@ -193,6 +213,16 @@ def _is_unexplained(live: LiveRun) -> bool:
     absent = ranks.loc[(ranks["part"] == "absent") & (ranks["end"] == "runs"), "rank"]
     is_new = bool((calls["waited_ns"] < MIN_WAIT_NS + EXPLAINED_NS).any())
     return is_new and not {*absent} <= {*live.tables["stalled_threads"]["rank"]}
+
+
+def _may_go_on(culprits: Sequence[Culprit], calls: pd.DataFrame, seconds: float) -> bool:
+    """Return whether the ranks that others wait for in a call may go on by themselves, and have not waited for long.
+
+    One rank may evaluate, compile or write a checkpoint while the others wait for it.
+    """
+    surest = [own for own in culprits if own.confidence == culprits[0].confidence]
+    is_short = bool(len(calls)) and bool((calls["waited_ns"] < seconds * 1e9).all())
+    return is_short and bool(surest) and all(own.activity in _MAY_GO_ON for own in surest)
 
 
 def _rows(tables: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Final
 from commtrace.errors import LogError
 
 from .exit_status import AS_EXPECTED, PROGRAM_FAILED, STUCK
+from .log_reading import SLOW_SECONDS, LogReading
 from .option_types import add_shared, positive_number
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 _BESIDE_ROWS: Final = 24
 """Lines of the screen that are not rows of the last table, at most."""
 _LEAST_ROWS: Final = 5
+_READING_SECONDS: Final = 1.0
+"""Time for which a reading is awaited before keys are read again."""
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
@@ -83,15 +86,21 @@ def _show(followed: FollowedRun, arguments: argparse.Namespace) -> LiveRun:
 
     live = followed.read()  # raises before the screen changes if there is no log
     view, problem, next_reading = 0, "", 0.0
+    reading: LogReading | None = None
     screen = Console(highlight=False, markup=False, emoji=False)
     with _single_keys() as keys, Live(console=screen, screen=True, auto_refresh=False) as display:
         while True:
-            if time.monotonic() >= next_reading:
+            if reading is None and time.monotonic() >= next_reading:
+                reading = LogReading(followed)
+            if reading is not None and reading.is_done(_READING_SECONDS):
                 try:
-                    live, problem = followed.read(), ""
+                    live, problem = reading.result(), ""
                 except (LogError, OSError) as error:  # removed, or replaced
                     problem = str(error)
+                reading = None
                 next_reading = time.monotonic() + max(arguments.interval, 4 * live.took_s)
+            elif reading is not None and reading.seconds > SLOW_SECONDS:
+                problem = reading.slowness
             display.update(_screen(live, VIEWS[view], problem, screen), refresh=True)
             key = keys(max(0.0, next_reading - time.monotonic()))
             if key in ("q", "\x03"):

@@ -9,8 +9,10 @@ they fail.
     commtrace watch logs/run1 --on hang,straggler:20% --run 'mail -s hang me'
 
 Conditions:
-  hang[:60s]       ranks are stuck in a call, as the report defines it; or a
-                   rank makes no progress outside of calls for so long
+  hang[:60s]       ranks are stuck in a call, as the report defines it, and, if
+                   the rank that they wait for computes or writes to storage,
+                   for so long; or a rank makes no progress outside of calls
+                   for so long
   end              a process failed or died
   straggler[:20%]  a rank computes longer than the others by this share of a
                    step
@@ -36,12 +38,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from commtrace.errors import CommtraceError, LogError
+from commtrace.output_files import discard_stdout
 
 from .exit_status import AS_EXPECTED
+from .log_reading import SLOW_SECONDS, LogReading
 from .option_types import add_shared, positive_number
 from .top import status_of
 
 if TYPE_CHECKING:
+    from commtrace.analyses.live.followed_run import FollowedRun, LiveRun
     from commtrace.analyses.live.incidents import Condition
 
 _DELIVERY_SECONDS: Final = 60
@@ -91,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     live, problem, seen, ended = None, "", time.monotonic(), 0.0
     while True:
         try:
-            live, seen, problem = followed.read(), time.monotonic(), ""
+            live, problem = _read(followed, arguments.wait), ""
+            seen = time.monotonic()
         except (LogError, OSError) as error:
             if str(error) != problem:
                 problem = str(error)
@@ -101,8 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             for incident in watcher.new_incidents(live):
                 document = json.dumps(incident.document(live))
-                print(document if arguments.json else f"{incident.kind}: {incident.text}", flush=True)
-                deliveries += _deliver(document, arguments)
+                deliveries += (started := _deliver(document, arguments))
+                _print(document if arguments.json else f"{incident.kind}: {incident.text}", is_delivered=bool(started))
             ended = (ended or time.monotonic()) if live.is_over else 0.0
             may_restart = bool(ended) and status_of(live) != AS_EXPECTED
             if ended and not (may_restart and time.monotonic() - ended < arguments.linger):
@@ -110,7 +116,32 @@ def run(arguments: argparse.Namespace) -> int:
         time.sleep(max(arguments.interval, 4 * live.took_s if live else 0))
     for delivery in deliveries:
         delivery.join()
+    if deliveries:
+        try:
+            sys.stdout.flush()
+        except OSError:  # was told
+            discard_stdout()
     return status_of(live)
+
+
+def _read(followed: FollowedRun, wait: float) -> LiveRun:
+    """Read the run; if that takes long, say so, and give up after `wait` seconds."""
+    reading = LogReading(followed)
+    if not reading.is_done(SLOW_SECONDS):
+        print(f"commtrace: {reading.slowness}; waiting", file=sys.stderr, flush=True)
+        if not reading.is_done(wait):
+            raise CommtraceError(f"{reading.slowness}; gave up after {wait:g} s (--wait)")
+    return reading.result()
+
+
+def _print(text: str, *, is_delivered: bool) -> None:
+    """Print an incident. An error, as of a full disk, ends the watch only if nothing else delivers it."""
+    try:
+        print(text, flush=True)  # what could not be written is tried again with the next one
+    except OSError as error:
+        if not is_delivered:
+            raise
+        print(f"commtrace: an incident was delivered, but not printed: {error}", file=sys.stderr, flush=True)
 
 
 def _deliver(document: str, arguments: argparse.Namespace) -> list[threading.Thread]:

@@ -71,10 +71,19 @@ class LogFiles:
                 self._in_memory[path.parent].add(path.name)
 
     def names(self, folder: Path, notes: list[Note]) -> list[str] | None:
-        """Return the names in a folder; None if it is not a folder or cannot be read (which adds a note)."""
+        """Return the names in a folder; None if it is not a folder or cannot be read (which adds a note).
+
+        What is neither a file nor a folder, as a pipe, is left out: to open it may take forever.
+        """
         in_memory = self._in_memory.get(Path(os.path.realpath(folder)), set()) if self._in_memory else set()
         try:
-            return [*{*os.listdir(folder), *in_memory}]
+            with os.scandir(folder) as entries:
+                names = {entry.name: entry for entry in entries}
+            special = {name for name, entry in names.items() if _is_special(entry)}
+            for name in sorted(filter(is_log_file, special)):
+                note = Note("foreign", folder / name, "neither a file nor a folder", "it is left out")
+                notes += [note] * (note not in notes)
+            return [*({*names} - special) | in_memory]
         except (NotADirectoryError, FileNotFoundError):
             return [*in_memory] or None
         except OSError as error:
@@ -88,6 +97,11 @@ class LogFiles:
             return ring.tables.partition(b"\n")[0]
         with open(tables, "rb") as file:
             return file.readline(1 << 20)
+
+
+def _is_special(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a pipe, a socket or a device."""
+    return not (entry.is_file() or entry.is_dir()) and os.path.exists(entry)
 
 
 class LogDirectory:
@@ -122,11 +136,17 @@ class LogDirectory:
             raise LogError(_describe_no_log(self.path, self.notes))
 
     def read(self, folder: RunFolder | PackedRun) -> tuple[str, list[Process], list[Note]]:
-        """Return the run of a folder, the processes of all runs with files in it, and notes on the files."""
+        """Return the run of a folder, the processes of all runs with files in it, and notes on the files.
+
+        Raises:
+            LogError: Its files were removed since the folder was found.
+        """
         notes = [*self.notes]
         processes = sorted(folder.processes(notes), key=lambda p: (p.rank, p.host, p.pid))
         # Moved files may put several runs into one folder: take the run with the folder's name, else the newest.
         started = {process.run: process.started_ns for process in sorted(processes, key=lambda p: p.started_ns)}
+        if not started:
+            raise LogError(f"{folder.path}: its files were removed while the log was read; read it again")
         run = folder.name if folder.name in started else max(started, key=lambda run: (started[run], run))
         return run, processes, notes
 

@@ -253,7 +253,7 @@ def _read_process(
     if tables.salvage:  # a recovery has moved the ring's content to the log since it was copied
         ring = None
     segments = [*_inspect_segments(files.segments, own_notes).values()]
-    own_notes += _missing_segments(path, tables, sorted(files.segments))
+    own_notes += _missing_segments(path, tables, sorted(files.segments), 0 if ring is None else len(ring.records))
     dumps = _inspect_segments(files.kept, own_notes, "its calls are kept besides the log, and not counted")
     kept, snapshot = dumps.pop(_LAST, None), None
     is_summary = files.is_summary or (ring is not None and ring.identity.get("mode") == "summary")
@@ -327,12 +327,20 @@ def _memory_segment(path: Path, segments: list[Segment], ring: RingContent) -> S
     return MemorySegment(path, 0, len(records), records=records)
 
 
-def _missing_segments(path: Path, tables: ProcessTables, numbers: list[int]) -> Iterator[Note]:
-    """Yield a note for each gap in the segment numbers of a process, which may include `_RECOVERED`."""
+def _missing_segments(path: Path, tables: ProcessTables, numbers: list[int], in_memory: int) -> Iterator[Note]:
+    """Yield a note for each gap in the segment numbers of a process, which may include `_RECOVERED`.
+
+    Args:
+        path: The process's tables.
+        tables: Their rows.
+        numbers: The numbers of its segments, ascending.
+        in_memory: Number of its records in shared memory: with a full disk, all of them.
+    """
     stats = tables.stats or {}
     counted = [integer_or_none(stats.get(name)) or 0 for name in ("calls", *_WITHOUT_SEGMENT)]
-    if not numbers and 2 * counted[0] > sum(counted):
-        text = Statement("no segments, though {} calls were counted", 2 * counted[0] - sum(counted))
+    recorded = 2 * counted[0] - sum(counted)
+    if not numbers and recorded > in_memory:
+        text = Statement("no segments, though {} calls were counted", recorded)
         yield Note("missing", path, text, "nothing is known of its calls")
     numbers = [number for number in numbers if number != _RECOVERED]
     if numbers and numbers[0] > 0 and not stats.get("removed"):

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import dis
 import functools
-import os
 import re
 import traceback
-from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Final
 
-import commtrace
-from commtrace.library_frames import is_library
+from commtrace.library_frames import is_library, is_of_commtrace
 
 from .interrupts import signal_of_handler
 
@@ -49,9 +46,8 @@ def describe(error: BaseException) -> dict[str, Any]:
         first: file, line, function) and `at`, the index of the innermost line outside of installed libraries. An
         exception of a data-loader worker also has `worker`: the type, and the last line in the worker.
     """
-    # The program's calls pass through wrappers of this package.
     trace = traceback.walk_tb(error.__traceback__)
-    lines = [(frame, line) for frame, line in trace if not frame.f_code.co_filename.startswith(_PACKAGES)][::-1]
+    lines = [(frame, line) for frame, line in trace if not is_of_commtrace(frame.f_code.co_filename)][::-1]
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     own = (at for at, (frame, _) in enumerate(lines) if not is_library(frame.f_code.co_filename))
@@ -146,12 +142,6 @@ def _joined(text: str) -> str:
     text = re.sub(r"(?:\s*\0+)+", f" {ELLIPSIS}", text).strip()
     return text if re.search(r"[A-Za-z]{2}", text) else ""
 
-
-_PACKAGES: Final = tuple(
-    prefix + os.sep
-    for folder in (Path(commtrace.__file__).parent, Path(commtrace.__file__).parent / "hooks")
-    for prefix in (str(folder), str(folder.resolve()))
-)
 
 _TRACEBACK_LINE: Final = re.compile(r'  File "([^"\n]+)", line (\d+), in (\S+)')
 

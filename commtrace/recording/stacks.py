@@ -19,8 +19,9 @@ from itertools import islice
 from types import FrameType
 from typing import Any, Final
 
+from commtrace.library_frames import is_of_commtrace
 from commtrace.process_setup.system_files import list_folder, read_stat, read_text
-from commtrace.schema import State
+from commtrace.schema import Flag, State
 from commtrace.settings import Settings
 
 from .slots import Slots
@@ -37,6 +38,8 @@ MAX_FRAMES: Final = 64
 RETURN_CHECK_SECONDS: Final = 0.5
 """Pause from which on a return from a call counts as progress: noticing it takes a look at all slots."""
 _BEGUN: Final = int(State.BEGUN)
+_RETURNED: Final = int(State.RETURNED)
+_ASYNC: Final = int(Flag.ASYNC)
 
 _SYSTEM_CALLS: Final = {
     "x86_64": {
@@ -105,8 +108,13 @@ class StackSampler:
         self._due_ns = max(self._minimum_ns, int(self._factor * self._longest_ns))
 
     def _has_returned(self) -> bool:
-        """Return whether the process has left the call that it was in."""
-        was_in_call, self._is_in_call = self._is_in_call, bool((self._slots.ring.records["state"] == _BEGUN).any())
+        """Return whether the process has left the call that it was in.
+
+        torch returns from a synchronous call before it waits for its end: until then, the process is in it.
+        """
+        records = self._slots.ring.records
+        returned = (records["state"] == _RETURNED) & (records["flags"] & _ASYNC == 0)
+        was_in_call, self._is_in_call = self._is_in_call, bool(((records["state"] == _BEGUN) | returned).any())
         return was_in_call and not self._is_in_call
 
     def _write(self, now: int, pause: int) -> None:
@@ -144,11 +152,12 @@ def _threads(usage: dict[int, int]) -> Iterator[dict[str, Any]]:
 
 
 def _frames(frame: FrameType | None) -> Iterator[list[str | int]]:
-    """Yield file, line and function of a frame and those that called it, the innermost first."""
+    """Yield file, line and function of a frame and those that called it, the innermost first, except this package's."""
     while frame is not None:
         code = frame.f_code
-        function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
-        yield [code.co_filename, frame.f_lineno or 0, function]
+        if not is_of_commtrace(code.co_filename):
+            function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
+            yield [code.co_filename, frame.f_lineno or 0, function]
         frame = frame.f_back
 
 

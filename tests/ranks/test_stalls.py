@@ -13,10 +13,11 @@ import pytest
 pytest.importorskip("torch")
 
 from ranks import Nursery
-from stalled_ranks import KINDS, places_of
+from stalled_ranks import KINDS, assert_two_culprits, places_of
 from stuck_jobs import stuck_calls_of, wait_for_stuck_calls
 
 from commtrace.analyses.across_ranks import stalls
+from commtrace.analyses.across_ranks.culprits import find_culprits
 from commtrace.cli import main
 from commtrace.errors import LogError
 from commtrace.run import open_run
@@ -72,6 +73,22 @@ def test_a_rank_that_makes_no_progress(
         main(["recover", str(log)])
         assert stalled(log).loc[1, "line"] in places
     assert len(stuck_calls_of(log)) == (kind != "all")
+
+
+def test_two_hangs_of_one_job(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report begins with the rank that stopped first, and mentions the other one."""
+    log = tmp_path / "log"
+    ranks = nursery.start("stalled", log, "sleep,lock", ranks=4, stall_seconds=0.5)
+    processes.wait_for(lambda: {1, 3} <= {*stalled(log).index} and len(stuck_calls_of(log)) == 2, 60)
+    run = open_run(log)
+    tables = {name: run.table(name) for name in ("stuck_calls", "stuck_ranks", "stalled_threads")}
+    main(["check", str(log)])
+    ranks.kill(*range(4))
+    ranks.wait()
+    assert_two_culprits(find_culprits(tables))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("Rank 1 made no progress for ")
+    assert "Independently, rank 3 made no progress for " in shown
 
 
 @pytest.mark.exhaustive

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import mpi_launch
 import processes
 import pytest
 
@@ -109,6 +113,28 @@ def test_a_hang_is_told_once_with_rank_and_line(
     assert {posted["kind"] for posted in handler.posted} == {"hang", "end"}
 
 
+@pytest.mark.parametrize("room", [0, 16384])
+def test_a_hang_with_a_log_on_a_full_disk(room: int, small_disk: Path, nursery: Nursery) -> None:
+    """What does not fit on the disk is read from the memory of the processes, stacks included."""
+    log = small_disk / "log"
+    started = watch(log, "--on", "hang:6s")
+    with contextlib.suppress(OSError), open(small_disk / "ballast", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    if room:
+        os.truncate(small_disk / "ballast", (small_disk / "ballast").stat().st_size - room)
+    ranks = nursery.start("stalled", log, "lock", ranks=3)
+    assert started.stdout is not None
+    told = json.loads(started.stdout.readline())
+    ranks.kill(0, 1, 2)
+    ranks.wait()
+    started.kill()
+    started.communicate()
+    assert (told["kind"], told["ranks"]) == ("hang", [1])
+    rows = {row["rank"]: row for row in told["tables"]["stalled_threads"]}
+    assert rows[1]["line"] in places_of("lock")
+
+
 def test_a_healthy_job_has_no_incident(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log"
     started = watch(log, "--on", "hang,end")
@@ -135,32 +161,65 @@ def test_a_process_that_dies_is_told(nursery: Nursery, tmp_path: Path) -> None:
     assert (hang["kind"], hang["ranks"]) == ("hang", [1])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWS", "4"))))
-def test_a_random_hang(seed: int, nursery: Nursery, tmp_path: Path) -> None:
-    """The rank, its line and what it does are right, and told within 5 s after the hang is long enough."""
-    chance, log = random.Random(seed), tmp_path / "log"
-    kind, size = chance.choice([*KINDS]), chance.randint(2, 8)
-    bad = chance.randrange(size)
-    started = watch(log, "--on", "hang:6s")
+@contextlib.contextmanager
+def hanging(library: str, nursery: Nursery, log: Path, kind: str, bad: int, size: int) -> Iterator[None]:
+    """Run ranks that hang, over gloo ("torch") or under an MPI."""
+    if library != "torch":
+        mpi_launch.needs(library)
+        with mpi_launch.started(library, processes.PROGRAMS / "stalled.py", kind, bad, "mpi", ranks=size, log=log):
+            yield
+        return
     ranks = nursery.start("stalled", log, kind, bad, ranks=size)
     try:
-        assert started.stdout is not None
-        told = json.loads(started.stdout.readline())
+        yield
     finally:
         ranks.kill(*range(size))
         ranks.wait()
-        ended(started)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWS", "4"))))
+@pytest.mark.parametrize("library", ["torch", *mpi_launch.NAMES])
+def test_a_random_hang(library: str, seed: int, nursery: Nursery, tmp_path: Path) -> None:
+    """The rank, its line and what it does are right, and told within 5 s after the hang is long enough."""
+    chance, log = random.Random(seed if library == "torch" else f"{library} {seed}"), tmp_path / "log"
+    kind, size = chance.choice([*KINDS]), chance.randint(2, 8)
+    bad = chance.randrange(size)
+    started = watch(log, "--on", "hang:6s")
+    with hanging(library, nursery, log, kind, bad, size):
+        assert started.stdout is not None
+        told = json.loads(started.stdout.readline())
+    ended(started)
     assert told["ranks"] == ([*range(size)] if kind == "all" else [bad]), told["text"]
     activity, _ = KINDS[kind]
     rows = {row["rank"]: row for row in told["tables"]["stalled_threads"]}
     assert rows[bad]["activity"] == activity
     assert rows[bad]["line"] in places_of(kind) or not places_of(kind)
     calls = told["tables"]["stuck_calls"]
-    begun_ns = calls[0]["since_ns"] if calls else rows[bad]["sampled_ns"] - rows[bad]["stalled_ns"]
+    begun_ns = calls[0]["since_ns"] if calls else rows[bad]["since_ns"]
     seconds = (told["unix_ns"] - begun_ns) / 1e9
-    print(f"{kind}, rank {bad} of {size}: told after {seconds:.1f} s")
+    print(f"{library}, {kind}, rank {bad} of {size}: told after {seconds:.1f} s")
     assert seconds < MIN_WAIT_NS / 1e9 + 5
+
+
+HEALTHY = ("evaluation", "all evaluate", "checkpoint", "first step", "garbage", "uneven", "steps", "suspended")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWS", "8"))))
+def test_a_healthy_run_that_pauses(seed: int, nursery: Nursery, tmp_path: Path) -> None:
+    """Evaluations, checkpoints, slow steps, garbage collections, and a suspended job are no hang."""
+    chance, log = random.Random(f"healthy {seed}"), tmp_path / "log"
+    kind, size = HEALTHY[seed % len(HEALTHY)], chance.randint(2, 4)
+    started = watch(log, "--on", "hang,end")
+    ranks = nursery.start("healthy", log, "steps" if kind == "suspended" else kind, seed, ranks=size)
+    if kind == "suspended":
+        processes.wait_for(lambda: len([*log.glob("*/*/*.npy*")]) == size, LIMIT_SECONDS)
+        ranks.kill(*range(size), signal_=signal.SIGSTOP)
+        time.sleep(8)  # longer than a hang
+        ranks.kill(*range(size), signal_=signal.SIGCONT)
+    assert ranks.wait() == [0] * size
+    assert ended(started)[:2] == (AS_EXPECTED, []), kind
 
 
 def test_there_is_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

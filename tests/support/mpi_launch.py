@@ -94,10 +94,12 @@ def run(
 
 
 @contextlib.contextmanager
-def started(name: str, program: str, *arguments: object, ranks: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    name: str, program: str | Path, *arguments: object, ranks: int, log: Path, **variables: Any
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start a program that does not end, as `run` does; it is killed with its launcher."""
     arguments_, mpi_variables = command(name, program, arguments, ranks, log)
-    environment = processes.environment(**mpi_variables)
+    environment = processes.environment(**{**mpi_variables, **variables})
     with subprocess.Popen(
         arguments_, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:

@@ -114,6 +114,18 @@ def sharded(simulation: Simulation, steps: int) -> Simulation:
     return simulation
 
 
+def evaluated(simulation: Simulation, steps: int, every: int = 3) -> Simulation:
+    """Simulate sharded steps, with an evaluation after each `every`-th."""
+    for simulation.step in range(steps):
+        phases = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+        for phase in phases + [Phase.EVALUATION] * (simulation.step % every == 0):
+            simulation.all_reduce(phase)
+            for rank in range(simulation.ranks):
+                simulation.compute(rank, 8 * MS, phase)
+            simulation.all_reduce(phase)
+    return simulation
+
+
 def pipeline(simulation: Simulation, steps: int, micro_batches: int = 3) -> Simulation:
     """Simulate a pipeline: all forward passes, then all backward passes, then an all_reduce."""
     last = simulation.ranks - 1

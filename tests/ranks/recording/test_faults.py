@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -165,18 +163,6 @@ def test_shared_memory_fills_up_later(small_disk: Path, tmp_path: Path, new_reco
 
 
 # ---- a full disk -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a disk of 128 KiB, and yield its path."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"commtrace", str(path).encode(), b"tmpfs", 0, b"size=128k"):
-        pytest.skip(f"cannot mount a disk: {os.strerror(ctypes.get_errno())}")
-    yield path
-    assert libc.umount2(str(path).encode(), 2) == 0
 
 
 @pytest.fixture

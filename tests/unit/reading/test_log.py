@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commtrace.errors import LogError, NewerLogError
-from commtrace.reading.log import Log, open_log
+from commtrace.reading.log import Log, LogDirectory, open_log
 from commtrace.schema import RECORD, Records, State
 
 
@@ -197,12 +197,24 @@ def test_foreign_files_are_left_out_and_named(tmp_path: Path) -> None:
     np.save(process.folder / f"{process.stem}.00001.npy", np.zeros(4))
     np.save(process.folder / "weights.npy", np.zeros(4))
     (process.folder / "notes.txt").write_text("mine")
+    for name in ("rank00001-4712.jsonl", "pipe.txt"):  # a pipe has no end: to open it would take forever
+        os.mkfifo(process.folder / name)
     log = open_log(tmp_path)
     assert len(read(log)) == 1
     assert sorted((note.kind, note.path.name) for note in log.notes) == [
         ("foreign", "rank00000-4711.00001.npy"),
+        ("foreign", "rank00001-4712.jsonl"),
         ("foreign", "weights.npy"),
     ]
+
+
+def test_a_log_that_is_removed_while_it_is_read(tmp_path: Path) -> None:
+    LogFactory(tmp_path).process().write(record())
+    directory = LogDirectory(tmp_path, recover=False)
+    (folder,) = directory.folders
+    shutil.rmtree(tmp_path)
+    with pytest.raises(LogError, match="its files were removed while the log was read"):
+        directory.read(folder)
 
 
 def test_a_missing_tables_file(tmp_path: Path) -> None:
@@ -285,14 +297,14 @@ def test_a_directory_above_the_log_says_where_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("denied", ["", RUN, f"{RUN}/node17"])
 def test_a_folder_that_may_not_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, denied: str) -> None:
     training(tmp_path)
-    real = os.listdir
+    real = os.scandir
 
     def deny(path: Any) -> Any:
         if Path(path) == tmp_path / denied:
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)
 
-    monkeypatch.setattr(os, "listdir", deny)
+    monkeypatch.setattr(os, "scandir", deny)
     with pytest.raises(LogError, match="ask its owner for read permission"):
         open_log(tmp_path)
 

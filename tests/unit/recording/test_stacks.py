@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commtrace.hooks.group_creation import GroupCreations
 from commtrace.recording import stacks
 from commtrace.recording.stacks import MAX_FRAMES, StackSampler
-from commtrace.schema import RECORD, State
+from commtrace.schema import RECORD, Flag, State
 from commtrace.settings import Settings
 
 
@@ -71,6 +72,14 @@ def test_the_return_from_a_call_is_progress(monkeypatch: pytest.MonkeyPatch) -> 
     assert process.samples[-1]["in_call"] is True
 
 
+@pytest.mark.parametrize(("flags", "in_call"), [(0, True), (Flag.ASYNC, False)])
+def test_a_synchronous_call_lasts_until_its_end(flags: int, in_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.records["state"][2], process.records["flags"][2] = State.RETURNED, flags
+    process.run(6, calls=1)
+    assert [row["in_call"] for row in process.samples] == [in_call]
+
+
 def test_the_threads_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     waits, inside = threading.Event(), threading.Event()
 
@@ -101,3 +110,23 @@ def test_the_threads_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampled["frames"][-1][0] == __file__
     assert sampled["state"] == "S"
     assert sampled["cpu_ns"] >= 0
+
+
+def test_frames_of_wrappers_are_left_out() -> None:
+    """The program's line is the one that called the library, though a wrapper of it is in between."""
+    waits, inside = threading.Event(), threading.Event()
+
+    def create() -> None:
+        inside.set()
+        waits.wait()
+
+    thread = threading.Thread(target=GroupCreations().timed(lambda _: None)(create), name="wrapped")
+    thread.start()
+    inside.wait()
+    try:
+        sampled = next(row for row in stacks._threads({}) if row["name"] == "wrapped")
+    finally:
+        waits.set()
+        thread.join()
+    assert __file__ in [file for file, _, _ in sampled["frames"]]
+    assert not [file for file, _, _ in sampled["frames"] if "group_creation" in file]

@@ -57,6 +57,7 @@ def test_the_places_of_a_stack(tmp_path: Path) -> None:
     assert first.stack.count(" < ") == 3
     assert (first.stalled_ns, first.activity) == (22 * SECOND, "waiting for a lock or thread")
     assert first.sampled_ns - UNIX_NS == pytest.approx(60 * SECOND, abs=SECOND)
+    assert first.sampled_ns - first.since_ns == 22 * SECOND
     assert pd.isna(second.line)
     assert second.function == second.innermost == "python3.11/threading.py:331 Condition.wait"
 

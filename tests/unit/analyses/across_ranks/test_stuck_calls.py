@@ -150,7 +150,8 @@ def test_where_the_ranks_are(tmp_path: Path) -> None:
                                 "all_reduce 10 of group 0-2/1"]  # fmt: skip
     assert [*ranks["state"]] == ["begun", "complete", "begun"]
     assert {*ranks["end"]} == {"died"}
-    first, second = diagnosis(result)
+    verdict, first, second = diagnosis(result)
+    assert verdict == "Rank 1 did not come: not known why; ranks 0,2 waited for it (confidence: medium)."
     assert first.startswith(
         "all_reduce 10 of ranks 0-2 has not completed: ranks 0,2 entered it at 2026-11-21 04:54:21 "
     )
@@ -244,7 +245,8 @@ def test_a_killed_rank_whose_calls_fail_on_the_others(tmp_path: Path) -> None:
     failed = call(state=State.FAILED)
     result = tables(tmp_path, {0: [failed], 1: [call()], 2: [failed]}, ends=[0, 2], until=LAST + SECOND // 5)
     assert rows_of(result) == [("all_reduce", 10, "0,2", "1", "")]
-    first, second = diagnosis(result)
+    verdict, first, second = diagnosis(result)
+    assert verdict == "Rank 1 ended without closing the log; ranks 0,2 waited for it (confidence: high)."
     assert first == ("all_reduce 10 of ranks 0-2 did not complete: it failed on ranks 0,2 (project/train.py:40 main); "
                      "rank 1 did not enter it, or ended in it.")  # fmt: skip
     assert second.endswith("(begun), 200 ms before the rank was last seen; ended without closing its log.")

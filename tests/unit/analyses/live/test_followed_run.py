@@ -11,7 +11,7 @@ import damaged_logs
 import pandas as pd
 import pytest
 from pandas.testing import assert_frame_equal
-from simulated_steps import Simulation, sharded
+from simulated_steps import Simulation, evaluated, sharded
 
 from commtrace.analyses import record_blocks
 from commtrace.analyses.live.followed_run import FollowedRun
@@ -103,6 +103,27 @@ def test_times_of_steps_that_left_the_last_records_are_kept(tmp_path: Path, monk
         live = followed.read()
     assert live.tables["step_times"]["step"].tolist() == [*range(1, 119)]
     assert_frame_equal(live.tables["step_times"], open_run(log).table("step_times"), check_dtype=False)
+
+
+@pytest.mark.parametrize("readings", [1, 4])
+def test_steps_between_evaluations_are_kept(readings: int, tmp_path: Path) -> None:
+    """Several evaluations between two readings: a report has the last steps alone, the live view those before, too."""
+    every, steps = 5, 60
+    evaluated(Simulation(2), steps, every).write(tmp_path / "whole")
+    source, log = tmp_path / "whole", tmp_path / "log"
+    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
+    followed = FollowedRun(log)
+    for number in range(readings):
+        part = (number + 1) / readings
+        copy_in_part(source, log, {path: 1.0 if path.suffix == ".jsonl" else part for path in files})
+        live = followed.read()
+    # A step with an evaluation and the one after it are irregular, and the end of the last one is not known.
+    measured = [step for step in range(1, steps - 1) if step % every > 1]
+    assert live.tables["step_times"]["step"].tolist() == measured
+    of_report = open_run(log).table("step_times")
+    assert 0 < len(of_report) < len(measured)
+    last = live.tables["step_times"].tail(len(of_report)).reset_index(drop=True)
+    assert_frame_equal(last, of_report, check_dtype=False)
 
 
 def test_another_run_or_log_begins_anew(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import damaged_logs
+import pandas as pd
 import pytest
 from factory import WORLD, LogFactory, record
 from simulated_steps import MS, PROGRAMS, Delay, Simulation
@@ -86,6 +88,28 @@ def test_a_hang_names_the_rank_that_did_not_come(tmp_path: Path) -> None:
     found = incidents(tmp_path, "hang")
     assert [[*incident.ranks] for incident in found] == [[1]]
     assert "rank 1 did not enter it" in found[0].text
+
+
+def test_an_independent_hang_is_told_too(tmp_path: Path) -> None:
+    """A second hang of other ranks is another incident; a rank that waits for those of the first is not."""
+    hung_log(tmp_path, absent=1)
+    live, watcher = FollowedRun(tmp_path).read(), Watcher([Condition.parse("hang")])
+    known = {"thread": "MainThread", "is_main": True, "stalled_ns": 20 * SECOND, "since_ns": 10 * SECOND,
+             "sampled_ns": 30 * SECOND, "in_call": False, "activity": "sleeping", "function": "f"}  # fmt: skip
+    call, rank = live.tables["stuck_calls"].iloc[0], live.tables["stuck_ranks"]
+
+    def told(*calls: tuple[str, str]) -> list[list[int]]:
+        rows = [{**call, "waiting_ranks": waiting, "absent_ranks": absent, "group_ranks": f"{waiting},{absent}"}
+                for waiting, absent in calls]  # fmt: skip
+        stalls = [{"rank": int(absent), **known, "line": f"train.py:{absent}"} for _, absent in calls]
+        tables = {"stuck_calls": pd.DataFrame(rows), "stuck_ranks": rank, "stalled_threads": pd.DataFrame(stalls)}
+        found = watcher.new_incidents(replace(live, tables={**live.tables, **tables}))
+        return [[*incident.ranks] for incident in found]
+
+    assert told(("0", "1")) == [[1]]
+    assert told(("0", "1"), ("2", "0")) == []
+    assert told(("0", "1"), ("2", "0"), ("4", "5")) == [[1, 5]]
+    assert told(("0", "1"), ("2", "0"), ("4", "5")) == []
 
 
 def test_the_watch_goes_on_with_the_run_of_a_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
