@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .events import Problem
+from .json_stream import collection_paused
 from .operation_names import KernelName, communication_kernel
 
 Times: TypeAlias = npt.NDArray[np.int64]
@@ -150,14 +151,15 @@ class KinetoTrace:
     def read(self) -> KinetoTrace:
         """Read the file, and return this trace. Raises ImportFileError."""
         keep = self._keep.get
-        for batch in self._source.batches():
-            for event in batch:
-                try:
-                    add = keep(event.get("cat"))
-                    if add is not None:
-                        add(event)
-                except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
-                    self.malformed += 1
+        with collection_paused():
+            for batch in self._source.batches():
+                for event in batch:
+                    try:
+                        add = keep(event.get("cat"))
+                        if add is not None:
+                            add(event)
+                    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+                        self.malformed += 1
         return self
 
     @property
