@@ -1,0 +1,178 @@
+"""Tokens that layers with experts send in each training step: rows of the tables `experts` and `routing`.
+
+The router determines them, and nothing else in a job does. Their numbers are shapes, which the host has without waiting
+for a device: those that the router chose experts for, and those that a rank gets from others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from commtrace.current_step import progress
+from commtrace.hooks import purposes
+from commtrace.job_row import ExpertLayerRow, RoutingRow
+from commtrace.schema import Phase, Purpose
+
+from . import tracer as torch_tracer
+from .step_rows import StepRows, writer_at_end
+from .tracer import TorchTracer
+
+_KINDS: Final = (Purpose.EXPERT_COUNTS, Purpose.EXPERT_DISPATCH, Purpose.EXPERT_COMBINE)
+"""Kinds of calls, in the order of `ExpertLayerRow.repeated`."""
+
+
+def marks(kind: Purpose, facts: dict[str, str | int]) -> tuple[int, int]:
+    """Return the purposes of a call in a forward pass, and of its gradient's call, by number."""
+    if purposes.recomputing():
+        purpose = purposes.number(Purpose.ACTIVATIONS_RECOMPUTED, **facts, of=kind.value)
+    else:
+        purpose = purposes.number(kind, **facts)
+    return purpose, purposes.number(Purpose.EXPERT_GRADIENTS, **facts, of=kind.value)
+
+
+def row_bytes(tokens: torch.Tensor) -> int:
+    """Return the bytes of a token: of a row of the last dimension."""
+    return tokens.element_size() * tokens.shape[-1]
+
+
+def rows(tokens: torch.Tensor) -> int:
+    """Return the number of tokens, also of none."""
+    return tokens.shape[:-1].numel()
+
+
+@dataclass
+class _Layer:
+    """What a layer has done in the current step, as in `ExpertLayerRow` and `RoutingRow`."""
+
+    token_bytes: int = 0
+    counts_op: str = ""
+    counts_bytes: int = 0
+    passes: int = 0
+    sent: int = 0
+    received: int = 0
+    repeated: list[int] = field(default_factory=lambda: [0, 0, 0])
+    gradients: list[int] = field(default_factory=lambda: [0, 0])
+    gradients_of_repeated: list[int] = field(default_factory=lambda: [0, 0])
+
+    def row(self, module: str) -> ExpertLayerRow:
+        """Return the row of the table `experts`.
+
+        A repeated pass has gradients in place of the first one (reentrant checkpoints), or in its name.
+        """
+        gradients = [*map(max, self.gradients, self.gradients_of_repeated)]
+        return ExpertLayerRow(
+            module=module, token_bytes=self.token_bytes, counts_op=self.counts_op, counts_bytes=self.counts_bytes,
+            passes=self.passes, repeated=[*self.repeated], gradients=gradients,
+        )  # fmt: skip
+
+
+class _Routing(StepRows):
+    """Layers with experts in the current step."""
+
+    limit = 256  # with a router that learns, each step has a row
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._layers: dict[str, _Layer] = {}
+
+    def layer(self, module: str) -> _Layer:
+        """Return what a layer has done in the current step."""
+        self.enter_step()
+        return self._layers.setdefault(module, _Layer())
+
+    def facts(self) -> list[Any]:
+        """Return the row, and the tokens sent and received, of each layer."""
+        return [[layer.row(module).to_json(), layer.sent, layer.received] for module, layer in self._layers.items()]
+
+    def clear(self) -> None:
+        """Begin a step without layers."""
+        self._layers = {}
+
+    def write(self, tracer: TorchTracer, step: int, facts: list[Any] | None) -> None:
+        """Add a row to the table `routing`, and those that it refers to to `experts`."""
+        tables, layers = tracer.recorder.tables, None
+        if facts is not None:
+            layers = [[tables.row_id("experts", str(row), lambda row=row: row), *tokens] for row, *tokens in facts]  # type: ignore[misc]
+        tables.new("routing", RoutingRow(step=step, layers=layers).to_json())
+
+
+class ExpertRouting:
+    """A hook that writes the two tables. Notes belong to the step of the call that was made last."""
+
+    def __init__(self) -> None:
+        self._rows: list[StepRows] = []
+        self._listener = writer_at_end(self._rows)
+        self._users = 0
+
+    def install(self) -> None:
+        """Write to the tables of each recorder that starts from now on. Several hooks may install it."""
+        if not self._users:
+            torch_tracer.start_listeners.append(self._listener)
+        self._users += 1
+
+    def uninstall(self) -> None:
+        """Forget everything, once all hooks that have installed it are gone."""
+        self._users -= 1
+        if not self._users:
+            torch_tracer.start_listeners.remove(self._listener)
+            self._rows.clear()
+
+    def note_counts(self, module: str, op: str, payload: int) -> None:
+        """Note a call in which ranks agree on numbers of tokens, with its payload in bytes."""
+        layer = self._layer(module)
+        if layer is not None and not _note_repetition(layer, Purpose.EXPERT_COUNTS):
+            layer.counts_op, layer.counts_bytes = op, payload
+
+    def note_dispatch(self, module: str, token_bytes: int, sent: int, received: int, *, has_gradient: bool) -> None:
+        """Note that tokens were sent to experts.
+
+        Args:
+            module: Name of the layer.
+            token_bytes: Bytes of a token.
+            sent: Tokens that the router has chosen experts for.
+            received: Tokens that came from all ranks.
+            has_gradient: Whether the backward pass sends their gradients.
+        """
+        layer = self._layer(module)
+        if layer is None:
+            return
+        if not _note_repetition(layer, Purpose.EXPERT_DISPATCH):
+            layer.token_bytes = token_bytes
+            layer.passes += 1
+            layer.sent += sent
+            layer.received += received
+        _note_gradient(layer, 0, has_gradient)
+
+    def note_combine(self, module: str, *, has_gradient: bool) -> None:
+        """Note that results were sent back, and whether the backward pass sends their gradients."""
+        layer = self._layer(module)
+        if layer is not None:
+            _note_repetition(layer, Purpose.EXPERT_COMBINE)
+            _note_gradient(layer, 1, has_gradient)
+
+    def _layer(self, module: str) -> _Layer | None:
+        """Return a layer of the current step; None if the pass belongs to an evaluation, or to the set-up."""
+        if progress.between_steps or progress.marks[-1:] in ([Phase.EVALUATION], [Phase.INIT]):
+            return None
+        if not self._rows:
+            self._rows.append(_Routing())
+        routing = self._rows[0]
+        assert isinstance(routing, _Routing)
+        return routing.layer(module)
+
+
+def _note_repetition(layer: _Layer, kind: Purpose) -> bool:
+    """Return whether the call is repeated to recompute activations, and count it then."""
+    if purposes.recomputing():
+        layer.repeated[_KINDS.index(kind)] += 1
+    return purposes.recomputing()
+
+
+def _note_gradient(layer: _Layer, number: int, has_gradient: bool) -> None:
+    (layer.gradients_of_repeated if purposes.recomputing() else layer.gradients)[number] += has_gradient
+
+
+expert_routing: Final = ExpertRouting()
