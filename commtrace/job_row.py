@@ -184,11 +184,14 @@ class ExpertLayerRow(Facts):
 
     module: str = fact('Dotted name of the module that sends the tokens; "": not known.')
     token_bytes: int = fact("Bytes of a token, and of a result.")
+    weight_bytes: int = fact("Bytes of a token's weight, if a call of its own sends them; 0: none does.")
     counts_op: str = fact("Operation with which ranks agree on numbers of tokens.", absent="")
     counts_bytes: int = fact("Payload of that call; 0: there is none.")
     passes: int = fact("Forward passes of the step.")
-    repeated: list[int] = fact("Repeated calls, to recompute activations: of numbers of tokens, dispatch, combine.")
-    gradients: list[int] = fact("Passes whose backward sends gradients: of dispatch, of combine.")
+    repeated: list[int] = fact(
+        "Repeated calls, to recompute activations: of numbers of tokens, dispatch, combine, weights."
+    )
+    gradients: list[int] = fact("Passes whose backward sends gradients: of dispatch, combine, weights.")
 
 
 class RoutingRow(Facts):

@@ -4,6 +4,7 @@
     combine     tokens that the rank's own experts compute x bytes of a token
     backward    the gradient of combine as dispatch, the gradient of dispatch as combine
     repeated    to recompute activations: as in the first forward pass
+    weights     as dispatch, with the bytes of a weight, where a call of their own sends them (Megatron-Core)
 
 They are the four all_to_alls of a layer (Rajbhandari et al., arXiv 2201.05596), with the tokens as the router has sent
 them (table `routing` of the log) in place of an even distribution.
@@ -35,6 +36,7 @@ class LayerTokens(NamedTuple):
 
     module: str
     token_bytes: int
+    weight_bytes: int
     counts_op: str
     counts_bytes: int
     passes: int
@@ -71,8 +73,8 @@ class RoutedSteps:
             layers = [(ExpertLayerRow.read(experts[number]), sent, received) for number, sent, received in row.layers]
             self._by_step[row.step] = tuple(
                 LayerTokens(
-                    layer.module, layer.token_bytes, layer.counts_op, layer.counts_bytes, layer.passes,
-                    tuple(layer.repeated), tuple(layer.gradients), sent, received,
+                    layer.module, layer.token_bytes, layer.weight_bytes, layer.counts_op, layer.counts_bytes,
+                    layer.passes, tuple(layer.repeated), tuple(layer.gradients), sent, received,
                 )
                 for layer, sent, received in layers
             )  # fmt: skip
@@ -89,19 +91,21 @@ def expert_forms(layers: Iterable[LayerTokens]) -> Iterator[PurposeForm]:
     """Yield the closed forms of the calls of layers with experts, each with the layer's module as its place."""
     for layer in layers:
         dispatched, combined = layer.sent * layer.token_bytes, layer.received * layer.token_bytes
+        weights, weights_back = layer.sent * layer.weight_bytes, layer.received * layer.weight_bytes
         passes, counts = layer.passes, layer.passes * layer.counts_bytes
-        yield _form(Purpose.EXPERT_DISPATCH, _EXCHANGE, layer, passes, dispatched, _DISPATCHED)
+        calls = 2 * passes if layer.weight_bytes else passes
+        yield _form(Purpose.EXPERT_DISPATCH, _EXCHANGE, layer, calls, dispatched + weights, _DISPATCHED)
         yield _form(Purpose.EXPERT_COMBINE, _EXCHANGE, layer, passes, combined, _COMBINED)
         if counts:
             yield _form(Purpose.EXPERT_COUNTS, layer.counts_op, layer, passes, counts, _COUNTS)
         # The gradient of the dispatched tokens is sent by the ranks that got them.
-        gradients = [*zip(layer.gradients, (combined, dispatched), strict=True)]
+        gradients = [*zip(layer.gradients, (combined, dispatched, weights_back), strict=True)]
         yield from _repeated(Purpose.EXPERT_GRADIENTS, _EXCHANGE, layer, gradients, _GRADIENTS)
-        numbers, *tokens = zip(layer.repeated, (counts, dispatched, combined), strict=True)
-        by_op: dict[str, list[tuple[int, int]]] = {_EXCHANGE: [*tokens]}
+        numbers, *tokens = zip(layer.repeated, (counts, dispatched, combined, weights), strict=True)
+        by_op: dict[str, list[tuple[int, int]]] = {_EXCHANGE: tokens}
         by_op.setdefault(layer.counts_op or _EXCHANGE, []).append(numbers)
-        for op, calls in by_op.items():
-            yield from _repeated(Purpose.ACTIVATIONS_RECOMPUTED, op, layer, calls, _REPEATED)
+        for op, repeated in by_op.items():
+            yield from _repeated(Purpose.ACTIVATIONS_RECOMPUTED, op, layer, repeated, _REPEATED)
 
 
 def _repeated(

@@ -157,7 +157,9 @@ def _exchange(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any
             expert_routing.note_counts(facts.module, "all_to_all", tokens.nbytes)
         elif kind is Purpose.EXPERT_COMBINE:
             expert_routing.note_combine(facts.module, has_gradient=_has_gradient(result))
-        elif facts.token_bytes:
+        elif tokens.dim() == 1:
+            expert_routing.note_weights(facts.module, tokens.element_size(), has_gradient=_has_gradient(result))
+        else:
             sent = rows(tokens) if _thread.chosen is None else _thread.chosen
             received = sum(map(rows, _tensors(result)))
             expert_routing.note_dispatch(

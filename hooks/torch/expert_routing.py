@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+import torch.utils.checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from commtrace.current_step import progress
 from commtrace.hooks import purposes
@@ -20,8 +22,11 @@ from . import tracer as torch_tracer
 from .step_rows import StepRows, writer_at_end
 from .tracer import TorchTracer
 
-_KINDS: Final = (Purpose.EXPERT_COUNTS, Purpose.EXPERT_DISPATCH, Purpose.EXPERT_COMBINE)
-"""Kinds of calls, in the order of `ExpertLayerRow.repeated`."""
+_COUNTS, _DISPATCH, _COMBINE, _WEIGHTS = range(4)
+"""Calls of a pass: positions in `ExpertLayerRow.repeated`, and, less one, in `ExpertLayerRow.gradients`."""
+
+_SELECTIVE: Final = getattr(torch.utils.checkpoint, "_CachedTorchDispatchMode", ())
+"""Mode in which a selective checkpoint repeats a forward pass."""
 
 
 def marks(kind: Purpose, facts: dict[str, str | int]) -> tuple[int, int]:
@@ -44,29 +49,48 @@ def rows(tokens: torch.Tensor) -> int:
 
 
 @dataclass
+class _Pass:
+    """What a forward pass has sent until its results are combined."""
+
+    token_bytes: int = 0
+    weight_bytes: int = 0
+    sent: int = 0
+    received: int = 0
+    gradients: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+
+@dataclass
 class _Layer:
     """What a layer has done in the current step, as in `ExpertLayerRow` and `RoutingRow`."""
 
-    token_bytes: int = 0
     counts_op: str = ""
     counts_bytes: int = 0
     passes: int = 0
-    sent: int = 0
-    received: int = 0
-    repeated: list[int] = field(default_factory=lambda: [0, 0, 0])
-    gradients: list[int] = field(default_factory=lambda: [0, 0])
-    gradients_of_repeated: list[int] = field(default_factory=lambda: [0, 0])
+    total: _Pass = field(default_factory=_Pass)
+    begun: _Pass = field(default_factory=_Pass)
+    repeated: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    gradients_of_repeated: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def row(self, module: str) -> ExpertLayerRow:
         """Return the row of the table `experts`.
 
         A repeated pass has gradients in place of the first one (reentrant checkpoints), or in its name.
         """
-        gradients = [*map(max, self.gradients, self.gradients_of_repeated)]
         return ExpertLayerRow(
-            module=module, token_bytes=self.token_bytes, counts_op=self.counts_op, counts_bytes=self.counts_bytes,
-            passes=self.passes, repeated=[*self.repeated], gradients=gradients,
+            module=module, token_bytes=self.total.token_bytes, weight_bytes=self.total.weight_bytes,
+            counts_op=self.counts_op, counts_bytes=self.counts_bytes, passes=self.passes, repeated=[*self.repeated],
+            gradients=[*map(max, self.total.gradients, self.gradients_of_repeated)],
         )  # fmt: skip
+
+    def end_pass(self) -> None:
+        """Add the pass that has begun to the step. Whatever was sent twice counts once: that is no other pass."""
+        total, ended = self.total, self.begun
+        self.passes += 1
+        total.token_bytes, total.weight_bytes = ended.token_bytes, ended.weight_bytes
+        total.sent += ended.sent
+        total.received += ended.received
+        total.gradients = [*map(int.__add__, total.gradients, ended.gradients)]
+        self.begun = _Pass()
 
 
 class _Routing(StepRows):
@@ -85,7 +109,11 @@ class _Routing(StepRows):
 
     def facts(self) -> list[Any]:
         """Return the row, and the tokens sent and received, of each layer."""
-        return [[layer.row(module).to_json(), layer.sent, layer.received] for module, layer in self._layers.items()]
+        return [
+            [layer.row(module).to_json(), layer.total.sent, layer.total.received]
+            for module, layer in self._layers.items()
+            if layer.passes
+        ]
 
     def clear(self) -> None:
         """Begin a step without layers."""
@@ -123,7 +151,7 @@ class ExpertRouting:
     def note_counts(self, module: str, op: str, payload: int) -> None:
         """Note a call in which ranks agree on numbers of tokens, with its payload in bytes."""
         layer = self._layer(module)
-        if layer is not None and not _note_repetition(layer, Purpose.EXPERT_COUNTS):
+        if layer is not None and not _is_repeated(layer, _COUNTS):
             layer.counts_op, layer.counts_bytes = op, payload
 
     def note_dispatch(self, module: str, token_bytes: int, sent: int, received: int, *, has_gradient: bool) -> None:
@@ -137,21 +165,20 @@ class ExpertRouting:
             has_gradient: Whether the backward pass sends their gradients.
         """
         layer = self._layer(module)
-        if layer is None:
-            return
-        if not _note_repetition(layer, Purpose.EXPERT_DISPATCH):
-            layer.token_bytes = token_bytes
-            layer.passes += 1
-            layer.sent += sent
-            layer.received += received
-        _note_gradient(layer, 0, has_gradient)
+        if layer is not None and not _is_repeated(layer, _DISPATCH, has_gradient=has_gradient):
+            layer.begun.token_bytes, layer.begun.sent, layer.begun.received = token_bytes, sent, received
+
+    def note_weights(self, module: str, weight_bytes: int, *, has_gradient: bool) -> None:
+        """Note that the weights of the tokens were sent to experts, too, in a call of their own."""
+        layer = self._layer(module)
+        if layer is not None and not _is_repeated(layer, _WEIGHTS, has_gradient=has_gradient):
+            layer.begun.weight_bytes = weight_bytes
 
     def note_combine(self, module: str, *, has_gradient: bool) -> None:
         """Note that results were sent back, and whether the backward pass sends their gradients."""
         layer = self._layer(module)
-        if layer is not None:
-            _note_repetition(layer, Purpose.EXPERT_COMBINE)
-            _note_gradient(layer, 1, has_gradient)
+        if layer is not None and not _is_repeated(layer, _COMBINE, has_gradient=has_gradient):
+            layer.end_pass()
 
     def _layer(self, module: str) -> _Layer | None:
         """Return a layer of the current step; None if the pass belongs to an evaluation, or to the set-up."""
@@ -164,15 +191,20 @@ class ExpertRouting:
         return routing.layer(module)
 
 
-def _note_repetition(layer: _Layer, kind: Purpose) -> bool:
-    """Return whether the call is repeated to recompute activations, and count it then."""
-    if purposes.recomputing():
-        layer.repeated[_KINDS.index(kind)] += 1
-    return purposes.recomputing()
+def _is_repeated(layer: _Layer, call: int, *, has_gradient: bool = False) -> bool:
+    """Note a call, and its gradient's; return whether it is repeated to recompute activations.
 
-
-def _note_gradient(layer: _Layer, number: int, has_gradient: bool) -> None:
-    (layer.gradients_of_repeated if purposes.recomputing() else layer.gradients)[number] += has_gradient
+    A selective checkpoint may have kept the result, and not make the call. It is not counted: no form is better than a
+    wrong one.
+    """
+    if not purposes.recomputing():
+        if call:
+            layer.begun.gradients[call - 1] = int(has_gradient)
+        return False
+    layer.repeated[call] += not any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+    if call:
+        layer.gradients_of_repeated[call - 1] += has_gradient
+    return True
 
 
 expert_routing: Final = ExpertRouting()
