@@ -18,8 +18,7 @@ from commtrace.hooks import purposes
 from commtrace.job_row import ExpertLayerRow, RoutingRow
 from commtrace.schema import Phase, Purpose
 
-from . import tracer as torch_tracer
-from .step_rows import StepRows, writer_at_end
+from .step_rows import RowsWrittenAtEnd, StepRows
 from .tracer import TorchTracer
 
 _COUNTS, _DISPATCH, _COMBINE, _WEIGHTS = range(4)
@@ -131,22 +130,20 @@ class ExpertRouting:
     """A hook that writes the two tables. Notes belong to the step of the call that was made last."""
 
     def __init__(self) -> None:
-        self._rows: list[StepRows] = []
-        self._listener = writer_at_end(self._rows)
+        self._last = RowsWrittenAtEnd()
         self._users = 0
 
     def install(self) -> None:
-        """Write to the tables of each recorder that starts from now on. Several hooks may install it."""
+        """Write to the tables of this recorder, and of each that starts from now on. Several hooks may install it."""
         if not self._users:
-            torch_tracer.start_listeners.append(self._listener)
+            self._last.install()
         self._users += 1
 
     def uninstall(self) -> None:
         """Forget everything, once all hooks that have installed it are gone."""
         self._users -= 1
         if not self._users:
-            torch_tracer.start_listeners.remove(self._listener)
-            self._rows.clear()
+            self._last.uninstall()
 
     def note_counts(self, module: str, op: str, payload: int) -> None:
         """Note a call in which ranks agree on numbers of tokens, with its payload in bytes."""
@@ -184,9 +181,9 @@ class ExpertRouting:
         """Return a layer of the current step; None if the pass belongs to an evaluation, or to the set-up."""
         if progress.between_steps or progress.marks[-1:] in ([Phase.EVALUATION], [Phase.INIT]):
             return None
-        if not self._rows:
-            self._rows.append(_Routing())
-        routing = self._rows[0]
+        if not self._last.rows:
+            self._last.rows.append(_Routing())
+        routing = self._last.rows[0]
         assert isinstance(routing, _Routing)
         return routing.layer(module)
 

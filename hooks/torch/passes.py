@@ -14,7 +14,7 @@ from commtrace.job_row import PassesRow, PassRow
 
 from . import tracer as torch_tracer
 from .captured_jobs import Jobs
-from .step_rows import StepRows, writer_at_end
+from .step_rows import RowsWrittenAtEnd, StepRows
 from .tracer import TorchTracer
 
 
@@ -25,18 +25,16 @@ class Passes:
         """Write the passes of models that are in `jobs`."""
         self._jobs = jobs
         self._by_model: weakref.WeakKeyDictionary[Any, _ModelPasses] = weakref.WeakKeyDictionary()
-        self._all: list[StepRows] = []  # including models that are gone when the log ends
-        self._listener = writer_at_end(self._all)
+        self._last = RowsWrittenAtEnd()
 
     def install(self) -> None:
-        """Write to the tables of each recorder that starts from now on."""
-        torch_tracer.start_listeners.append(self._listener)
+        """Write to the tables of this recorder, and of each that starts from now on."""
+        self._last.install()
 
     def uninstall(self) -> None:
         """Forget all models."""
-        torch_tracer.start_listeners.remove(self._listener)
+        self._last.uninstall()
         self._by_model.clear()
-        self._all.clear()
 
     def add(self, model: Any, entry: PassRow) -> None:
         """Add a single pass to the current step, the step of its calls.
@@ -48,7 +46,7 @@ class Passes:
         passes = self._by_model.get(model)
         if passes is None:
             passes = self._by_model[model] = _ModelPasses()
-            self._all.append(passes)
+            self._last.rows.append(passes)
         passes.add(entry)
         tracer = torch_tracer.current()
         if passes.job is None and tracer is not None:

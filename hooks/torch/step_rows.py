@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, MutableSequence
 from typing import Any
 
 from commtrace.current_step import progress
@@ -64,14 +63,31 @@ class StepRows(ABC):
         self._written = facts
 
 
-def writer_at_end(rows: MutableSequence[StepRows]) -> Callable[[TorchTracer], None]:
-    """Return a listener of new recorders: it writes the last rows of each of `rows` when the recorder stops."""
+class RowsWrittenAtEnd:
+    """Rows of one kind, the last of which are written when the recorder stops.
 
-    def listener(tracer: TorchTracer) -> None:
+    Attributes:
+        rows: The rows; a hook appends those of each model, which may be gone when the log ends.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[StepRows] = []
+
+    def install(self) -> None:
+        """Write to the tables of the running recorder, if there is one, and of each that starts from now on."""
+        torch_tracer.start_listeners.append(self._write_at_end)
+        tracer = torch_tracer.current()
+        if tracer is not None:
+            self._write_at_end(tracer)
+
+    def uninstall(self) -> None:
+        """Forget all rows."""
+        torch_tracer.start_listeners.remove(self._write_at_end)
+        self.rows.clear()
+
+    def _write_at_end(self, tracer: TorchTracer) -> None:
         def write() -> None:
-            while rows and session.recorder is not tracer.recorder:
-                rows.pop().end(tracer)
+            while self.rows and session.recorder is not tracer.recorder:
+                self.rows.pop().end(tracer)
 
         tracer.recorder.drain_callbacks.append(write)
-
-    return listener

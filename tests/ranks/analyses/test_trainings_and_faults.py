@@ -175,7 +175,7 @@ FAULTS: Final = [
     Fault("fsdp2", "kept block", places((FORWARD, BLOCK)), -BLOCK_BYTES),
     Fault("hsdp", "16-bit reduction", places((GRADIENTS, BLOCK)), -(BLOCK_BYTES + BLOCK_BYTES // 2) // 2),
     Fault("ddp", "smaller buckets", places((GRADIENTS, "")), 0),
-    Fault("ddp", "doubled bucket", places((GRADIENTS, ""), (GRADIENTS, "bucket 0")), MODEL_BYTES),
+    Fault("ddp", "doubled bucket", places((GRADIENTS, "bucket 0")), MODEL_BYTES),
     Fault("experts", "dropped token", places((DISPATCH, BLOCK), (OF_TOKENS, BLOCK)), -2 * TOKEN_BYTES),
     Fault("experts", "tokens sent twice", places((Purpose.EXPERT_COUNTS, BLOCK), (DISPATCH, BLOCK)),
         COUNTS_BYTES + 6 * TOKEN_BYTES),

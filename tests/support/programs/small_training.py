@@ -160,7 +160,7 @@ def _replicated(model: nn.Module, settings: Settings) -> DistributedDataParallel
 def _reduce_twice(bucket: Any) -> Any:
     """Reduce a bucket of gradients twice."""
     dist.all_reduce(bucket.buffer())
-    return allreduce_hook(dist.group.WORLD, bucket)
+    return allreduce_hook(cast(Any, None), bucket)
 
 
 _REDUCED: Final = {"64-bit reduction": "float64", "16-bit reduction": "bfloat16"}
