@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable
 from math import ceil
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,13 +22,13 @@ from commtrace.hooks.torch.redistribution import calling_module
 from commtrace.patching import Patches, around
 from commtrace.schema import Purpose
 
-_MODULE = "deepspeed.moe.sharded_moe"
-_CAPACITY_BYTES = torch.int64.itemsize
+_MODULE: Final = "deepspeed.moe.sharded_moe"
+_CAPACITY_BYTES: Final = torch.int64.itemsize
 
 _patches = Patches()
 
 
-class _Layer(threading.local):
+class _RunningLayer(threading.local):
     """The layer whose forward pass runs in this thread.
 
     Attributes:
@@ -44,7 +44,7 @@ class _Layer(threading.local):
     trains = False
 
 
-_layer = _Layer()
+_layer: Final = _RunningLayer()
 
 
 @_patches.installer
