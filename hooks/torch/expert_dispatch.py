@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from commtrace.hooks import purposes
 from commtrace.hooks.recorder_setup import guard
@@ -153,19 +154,29 @@ def _exchange(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any
     with guard():
         for node in _nodes(result, tokens):
             _mark_node(node, gradient)
-        if is_counts:
-            expert_routing.note_counts(facts.module, "all_to_all", tokens.nbytes)
-        elif kind is Purpose.EXPERT_COMBINE:
-            expert_routing.note_combine(facts.module, has_gradient=_has_gradient(result))
-        elif tokens.dim() == 1:
-            expert_routing.note_weights(facts.module, tokens.element_size(), has_gradient=_has_gradient(result))
-        else:
-            sent = rows(tokens) if _thread.chosen is None else _thread.chosen
-            received = sum(map(rows, _tensors(result)))
-            expert_routing.note_dispatch(
-                facts.module, facts.token_bytes, sent, received, has_gradient=_has_gradient(result)
-            )
+        if not any(_is_alone(value) for value in (*args, *kwargs.values())):
+            _note(kind, facts, tokens, [*_tensors(result)])
     return result
+
+
+def _is_alone(group: Any) -> bool:
+    """Return whether an argument is a group of one rank, or its mesh: Megatron-Core then makes no call."""
+    return isinstance(group, torch.distributed.ProcessGroup | DeviceMesh) and group.size() == 1
+
+
+def _note(kind: Purpose, facts: _Facts, tokens: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
+    """Note what an exchange sent, and its results, for the tables."""
+    has_gradient = any(result.requires_grad for result in results)
+    if kind is Purpose.EXPERT_COUNTS:
+        expert_routing.note_counts(facts.module, "all_to_all", tokens.nbytes)
+    elif kind is Purpose.EXPERT_COMBINE:
+        expert_routing.note_combine(facts.module, has_gradient=has_gradient)
+    elif tokens.dim() == 1:
+        expert_routing.note_weights(facts.module, tokens.element_size(), has_gradient=has_gradient)
+    else:
+        sent = rows(tokens) if _thread.chosen is None else _thread.chosen
+        received = sum(map(rows, results))
+        expert_routing.note_dispatch(facts.module, facts.token_bytes, sent, received, has_gradient=has_gradient)
 
 
 class _Facts(NamedTuple):
@@ -177,10 +188,6 @@ class _Facts(NamedTuple):
     def known(self) -> dict[str, str | int]:
         """Return those that are known."""
         return {name: value for name, value in self._asdict().items() if value}
-
-
-def _has_gradient(result: Any) -> bool:
-    return any(tensor.requires_grad for tensor in _tensors(result))
 
 
 def _nodes(result: Any, source: torch.Tensor) -> Iterator[Any]:
