@@ -48,7 +48,7 @@ class _Dispatchers(NamedTuple):
         classes: Their names; those that a version does not have are left out.
         dispatch: Methods that send tokens to experts.
         combine: Methods that send results back.
-        exchanges: Functions in the module's globals that exchange tokens.
+        exchanges: Functions in the module's globals that exchange tokens; "spmd.all_to_all": of a module there.
         chosen: Returns, from the arguments of a method that dispatches, how many tokens it is to send; None: not known.
     """
 
@@ -64,7 +64,7 @@ MODULES: Final = {
         ("AllToAllTokenDispatcher",),
         ("dispatch",),
         ("combine",),
-        ("all_to_all_single", "all_to_all_single_autograd"),
+        ("all_to_all_single", "all_to_all_single_autograd", "spmd.all_to_all"),
         _chosen_experts,
     ),
     "torchtitan.distributed.expert_parallel": _Dispatchers(  # until version 0.2
@@ -111,8 +111,11 @@ def install() -> None:
             ):
                 for method in methods:
                     patches.wrap(cls, method, _in_direction(purpose, chosen))
-        for function in described.exchanges:
-            patches.wrap(module, function, _exchange)
+        for exchange in described.exchanges:
+            owner, _, function = exchange.rpartition(".")
+            within = vars(module).get(owner) if owner else module
+            if within is not None:
+                patches.wrap(within, function, _exchange)
         patches.include(expert_routing)
 
 
