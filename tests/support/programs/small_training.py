@@ -225,7 +225,8 @@ def run_step(model: Any, settings: Settings, optimizer: torch.optim.Optimizer) -
     if fault == "gathered block":
         model.blocks[1].unshard()
         model.blocks[1].reshard()
-    if settings.clips and fault != "unclipped" and settings.scheme != "tensor":  # of DTensors and others together
+    # torch does not clip gradients on several meshes, or DTensors and others, together.
+    if settings.clips and fault != "unclipped" and settings.scheme not in ("tensor", "experts"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
