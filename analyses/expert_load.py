@@ -2,7 +2,8 @@
 
 A rank sends back, in the call that combines the results, one row for each token that its experts computed. The payload
 of these calls (purpose "tokens combined from experts") is therefore the load of the rank, and their module the layer.
-Repeated forward passes and backward passes are not counted.
+Repeated forward passes and backward passes are not counted. Results that are padded to the capacity of experts
+(DeepSpeed) do not show the load, and are left out.
 
 The imbalance is the largest load among the ranks of a group, divided by their mean: the step takes as long as the rank
 with the most tokens, and the others wait for it in the same calls.
@@ -62,7 +63,9 @@ def _layers(labels: RunLabels) -> dict[int, dict[str, str | int]]:
     return {
         number: dict(site.purpose.facts)
         for number, site in labels.sites.items()
-        if site.purpose is not None and site.purpose.name == Purpose.EXPERT_COMBINE.value
+        if site.purpose is not None
+        and site.purpose.name == Purpose.EXPERT_COMBINE.value
+        and "padded" not in dict(site.purpose.facts)
     }
 
 

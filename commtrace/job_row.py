@@ -176,6 +176,35 @@ class ScheduledStageRow(Facts):
     gradients_sent: list[int] = fact("Bytes of each gradient to the stage before.")
 
 
+class ExpertLayerRow(Facts):
+    """A row of the table `experts`: a layer with experts, and what its passes in a training step do.
+
+    A pass sends the rank's tokens to the ranks of their experts (dispatch), and the results back (combine).
+    """
+
+    module: str = fact('Dotted name of the module that sends the tokens; "": not known.')
+    token_bytes: int = fact("Bytes of a token, and of a result.")
+    weight_bytes: int = fact("Bytes of a token's weight, if a call of its own sends them; 0: none does.")
+    counts_op: str = fact("Operation with which ranks agree on numbers of tokens.", absent="")
+    counts_bytes: int = fact("Payload of that call; 0: there is none.")
+    passes: int = fact("Forward passes of the step.")
+    repeated: list[int] = fact(
+        "Repeated calls, to recompute activations: of numbers of tokens, dispatch, combine, weights."
+    )
+    gradients: list[int] = fact("Passes whose backward sends gradients: of dispatch, combine, weights.")
+
+
+class RoutingRow(Facts):
+    """A row of the table `routing`: a step whose tokens for experts differ from those of the step before."""
+
+    step: int = fact("The step; -1: before the first.")
+    layers: list[list[int]] | None = fact(
+        "For each layer: id of its row of `experts`, tokens that this rank sends to experts in all passes of the step, "
+        "and tokens that its own experts compute; null: not known from this step on. A token counts once for each of "
+        "its experts, and padding to the capacity of experts counts, too."
+    )
+
+
 class StyleRow(Facts):
     """A module that `parallelize_module` made tensor-parallel. Layouts are "Replicate" or "Shard(1)"."""
 

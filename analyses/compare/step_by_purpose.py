@@ -25,6 +25,7 @@ from commtrace.reading.process_reader import Process
 from commtrace.schema import ACTIVITIES, OWN_PURPOSES, Purpose
 from commtrace.theory import NotPredictedError
 from commtrace.theory.activation_forms import TensorPlan, activation_forms, plans_of
+from commtrace.theory.expert_forms import RoutedSteps, Routing, expert_forms
 from commtrace.theory.purpose_forms import PurposeForm, purpose_forms, stage_forms
 
 from .own_calls import EVALUATION, is_activity
@@ -118,24 +119,25 @@ def tables(
         ranks: The processes, and the calls of each by step.
         jobs: Job rows of all ranks in place of the captured ones.
     """
-    equal: Counter[tuple[_TypicalStep, int]] = Counter()  # ranks by typical step and closed forms
+    equal: Counter[tuple[_TypicalStep, int, Routing]] = Counter()  # ranks by typical step and closed forms
     known: list[tuple[_Rows, _Rows]] = []
     activities = [*map(_Activities.of, contents)]
     for process, calls in ranks:
-        step = _typical_step(calls, contents, activities)
+        routed = RoutedSteps(process.tables.experts, process.tables.routing)
+        step = _typical_step(calls, contents, activities, routed.end) or _typical_step(calls, contents, activities)
         if step is None:
             continue
         of_process = jobs or [*process.tables.jobs.values()], [*process.tables.stages.values()]
         if of_process not in known:
             known.append(of_process)
-        equal[step, known.index(of_process)] += 1
+        equal[step, known.index(of_process), routed.at(_number(calls, step))] += 1
     forms = [_forms(*rows) for rows in known]
     by_place: _Volumes = {}
     by_purpose: _Volumes = {}
-    for (step, job), number in equal.items():
-        places, purposes = _compare(contents[step.content], forms[job])
+    for (step, job, routing), number in equal.items():
+        places, purposes = _compare(contents[step.content], forms[job], routing)
         if step.follows_evaluation and any(volume.differs for volume in (*places.values(), *purposes.values())):
-            places, purposes = _compare(contents[step.content], _Forms([], _AFTER_EVALUATION))
+            places, purposes = _compare(contents[step.content], _Forms([], _AFTER_EVALUATION), routing)
         _add(by_place, places, number)
         _add(by_purpose, purposes, number)
     total = equal.total()
@@ -170,15 +172,17 @@ class _Activities(NamedTuple):
 
 
 def _typical_step(
-    calls: RankCalls, contents: Sequence[StepCalls], activities: Sequence[_Activities]
+    calls: RankCalls, contents: Sequence[StepCalls], activities: Sequence[_Activities], end: int | None = None
 ) -> _TypicalStep | None:
-    """Return a rank's most frequent training step; None without any.
+    """Return a rank's most frequent training step, before `end` if there are facts only of these; None without any.
 
     It has no activities, nor has the step before it, if there is such a step. Of several, it is the latest, or if these
     are many, the one with the median payload. A step that was cut off by the end of the process does not count.
     """
+    last = calls.last_step + calls.ended
     begins = np.maximum(calls.first, 0)
-    ends = np.minimum(np.append(begins[1:], calls.last_step + 1), calls.last_step + calls.ended)[: len(begins)]
+    last = last if end is None else min(last, end)
+    ends = np.minimum(np.append(begins[1:], calls.last_step + 1), last)[: len(begins)]
     lengths: dict[tuple[bool, bool, bool], Counter[int]] = defaultdict(Counter)  # by what is against a step
     before = _Activities.of(NO_CALLS)
     for content, length in zip(calls.content.tolist(), (ends - begins).tolist(), strict=True):
@@ -200,6 +204,11 @@ def _typical_step(
     return _TypicalStep(candidates[-1], against[0])
 
 
+def _number(calls: RankCalls, step: _TypicalStep) -> int:
+    """Return the number of the first step of a rank that equals its typical one."""
+    return max(0, int(calls.first[calls.content == step.content][0]))
+
+
 def _add_last(lengths: Counter[int], content: int, length: int) -> None:
     """Add to a content's length, and make it the last one."""
     lengths[content] = lengths.pop(content, 0) + length
@@ -212,10 +221,11 @@ class _Forms(NamedTuple):
     problem: str = ""
     plans: tuple[TensorPlan, ...] = ()
 
-    def of(self, places: _Volumes) -> list[PurposeForm]:
-        """Return the closed forms of a step with these volumes by place."""
+    def of(self, places: _Volumes, routing: Routing) -> list[PurposeForm]:
+        """Return the closed forms of a step with these volumes by place, and these tokens for experts."""
         recorded = {(key.purpose, key.op, key.place): (volume.calls, volume.size) for key, volume in places.items()}
-        return [*self.of_steps, *(form for plan in self.plans for form in activation_forms(plan, recorded))]
+        of_plans = (form for plan in self.plans for form in activation_forms(plan, recorded))
+        return [*self.of_steps, *of_plans, *expert_forms(routing)]
 
 
 def _forms(jobs: _Rows, stages: _Rows) -> _Forms:
@@ -230,7 +240,7 @@ def _forms(jobs: _Rows, stages: _Rows) -> _Forms:
     return _Forms(of_stages, problem, plans)
 
 
-def _compare(step: StepCalls, process_forms: _Forms) -> tuple[_Volumes, _Volumes]:
+def _compare(step: StepCalls, process_forms: _Forms, routing: Routing) -> tuple[_Volumes, _Volumes]:
     """Return the volumes of a step by place and by purpose, beside closed forms."""
     places: _Volumes = defaultdict(_Volume)
     for calls in step.calls:
@@ -238,7 +248,7 @@ def _compare(step: StepCalls, process_forms: _Forms) -> tuple[_Volumes, _Volumes
             volume = places[_Key(calls.purpose, calls.key.role, calls.key.op, calls.place)]
             volume.calls += calls.calls
             volume.size += calls.bytes
-    forms, problem = process_forms.of(places), process_forms.problem
+    forms, problem = process_forms.of(places, routing), process_forms.problem
     purposes: _Volumes = defaultdict(_Volume)
     for key, volume in places.items():
         total = purposes[key._replace(place="")]

@@ -19,7 +19,7 @@ from commtrace import reduce_ops
 from .operators import tensors_in
 from .rank_messages import RankMessages
 from .storage_set import StorageSet, numel, storage_of
-from .untouched_memory import MAX_COMPUTED_ELEMENTS, MMAP_BYTES
+from .untouched_memory import MAX_COMPUTED_ELEMENTS, MAX_DATA_ELEMENTS, MMAP_BYTES
 
 # Names of the argument that holds the results; in operators without these, `tensors`.
 _OUTPUTS: Final = ("output_tensors", "output_tensor", "outputs", "output_lists", "output")
@@ -115,7 +115,7 @@ class SimulatedCollectives:
             for tensor in outputs if call.name not in _REDUCING else ():
                 if storage_of(tensor)._cdata not in own:
                     _clear(tensor)
-            if sum(map(numel, (*outputs, *inputs))) <= MAX_COMPUTED_ELEMENTS:
+            if sum(map(numel, (*outputs, *inputs))) <= self._limit(inputs):
                 self._fill_as_if_equal(call, inputs, outputs)
             self._uncomputed.add(outputs)
 
@@ -177,10 +177,14 @@ class SimulatedCollectives:
             for source, target in zip(inputs, outputs, strict=False):
                 self._copy(source, target)
 
-    @staticmethod
-    def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-        if numel(source) == numel(target) <= MAX_COMPUTED_ELEMENTS and source.dtype == target.dtype:
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if numel(source) == numel(target) <= self._limit([source]) and source.dtype == target.dtype:
             target.copy_(source.reshape(target.shape))
+
+    def _limit(self, inputs: list[torch.Tensor]) -> int:
+        """Return the number of elements up to which results are computed: more of the bytes of pickled objects."""
+        are_data = all(tensor.dtype is torch.uint8 for tensor in inputs) and not self._uncomputed.any(inputs)
+        return MAX_DATA_ELEMENTS if inputs and are_data else MAX_COMPUTED_ELEMENTS
 
     def _key(self, call: CollectiveCall, *address: Any) -> tuple[Any, ...]:
         """Return the key of a message, which is the same on the sender and the receiver."""

@@ -27,7 +27,7 @@ from .notices import add_notice
 from .operators import OperatorKind, OperatorPlan, operator_plan, tensors_in
 from .simulated_cuda import DeviceTensors
 from .storage_set import StorageSet, numel, storage_of
-from .untouched_memory import MAX_COMPUTED_ELEMENTS, empty_tensor
+from .untouched_memory import MAX_COMPUTED_ELEMENTS, MAX_DATA_ELEMENTS, empty_tensor
 
 Tensors: TypeAlias = list[torch.Tensor]
 Arguments: TypeAlias = Sequence[Any]
@@ -35,8 +35,6 @@ Keywords: TypeAlias = dict[str, Any]
 
 _META: Final = torch.device("meta")
 _MAX_COMPUTED_BYTES: Final = 16 * MAX_COMPUTED_ELEMENTS
-_MAX_DATA_ELEMENTS: Final = 1 << 24
-"""Number of elements up to which operators on computed tensors are executed."""
 
 _READ: Final = "reads a number that a dry run does not compute; it continues with the value in memory, usually zero"
 _SHAPED: Final = "makes a shape from numbers that a dry run does not compute; it continues as if all were zero"
@@ -140,7 +138,7 @@ class DryRunMode(TorchDispatchMode):
 
     def _may_write(self, written: Tensors, tensors: Tensors, uncomputed: bool) -> bool:
         if not uncomputed:
-            return max(map(numel, tensors), default=0) <= _MAX_DATA_ELEMENTS
+            return max(map(numel, tensors), default=0) <= MAX_DATA_ELEMENTS
         return max(map(numel, tensors), default=0) <= MAX_COMPUTED_ELEMENTS and all(
             storage_of(tensor).nbytes() <= _MAX_COMPUTED_BYTES for tensor in written
         )
@@ -149,7 +147,7 @@ class DryRunMode(TorchDispatchMode):
 
     def _new(self, func: Any, plan: OperatorPlan, tensors: Tensors, args: Arguments, kwargs: Keywords) -> Any:
         uncomputed = self.uncomputed.any(tensors)
-        limit = MAX_COMPUTED_ELEMENTS if uncomputed else _MAX_DATA_ELEMENTS
+        limit = MAX_COMPUTED_ELEMENTS if uncomputed else MAX_DATA_ELEMENTS
         may_compute = bool(tensors) and max(map(numel, tensors)) <= limit
         if may_compute and plan.pointwise and len({tensor.shape for tensor in tensors}) == 1:
             return self._compute(func, args, kwargs, uncomputed)
@@ -180,7 +178,7 @@ class DryRunMode(TorchDispatchMode):
         if dim not in (0, -1) or {*map(torch.Tensor.dim, pieces)} != {1} or len(dtypes) > 1:
             return self._new(func, plan, tensors, args, kwargs)
         length, uncomputed = sum(map(numel, pieces)), self.uncomputed.any(pieces)
-        if length <= (MAX_COMPUTED_ELEMENTS if uncomputed else _MAX_DATA_ELEMENTS):
+        if length <= (MAX_COMPUTED_ELEMENTS if uncomputed else MAX_DATA_ELEMENTS):
             return self._compute(func, args, kwargs, uncomputed)
         joined = empty_tensor((length,), (1,), dtypes.pop())
         self.uncomputed.add([joined])

@@ -20,6 +20,9 @@ from commtrace.errors import CommtraceError
 MAX_COMPUTED_ELEMENTS: Final = 1 << 14
 """Number of elements up to which a tensor is computed: indices, counters, norms."""
 
+MAX_DATA_ELEMENTS: Final = 1 << 24
+"""The same if its values come from computed tensors alone: data, and pickled objects."""
+
 MMAP_BYTES: Final = 1 << 17
 """Number of bytes from which malloc takes a block from the system by mmap, untouched."""
 

@@ -245,7 +245,8 @@ class _SharedGroups:
             undecided = "world" if group.members == world else UNKNOWN
             self._roles[row] = first_role + ROLES.index(roles.get(group, UNKNOWN))  # no purpose was recorded
             for site, purpose in ((site, row.purpose) for site, row in sites.items() if row.purpose is not None):
-                role = role_from_purpose(purpose.name, dimensions) or undecided
+                name = str(dict(purpose.facts).get("of", purpose.name))
+                role = role_from_purpose(name, dimensions) or undecided
                 self._roles[row, site] = first_role + ROLES.index(role)
 
     def replace(self, ids: Array, records: Fields) -> Array:

@@ -129,6 +129,10 @@ class ProcessTables:
     jobs: dict[int, Row] = field(default_factory=dict)
     stages: dict[int, Row] = field(default_factory=dict)
     """Stages of torch.distributed.pipelining on this rank, by number: rows of `ScheduledStageRow`."""
+    experts: dict[int, Row] = field(default_factory=dict)
+    """Layers with experts, and what their passes do, by id: rows of `ExpertLayerRow`."""
+    routing: list[Row] = field(default_factory=list)
+    """Steps whose tokens for experts differ from those of the step before: rows of `RoutingRow`."""
     clock: list[Row] = field(default_factory=list)
     backends: dict[int, str] = field(default_factory=dict)
     """Backends by group."""
@@ -307,6 +311,10 @@ def _keep_stage(tables: ProcessTables, row: Row) -> None:
     tables.stages[_natural(row["stage"])] = row
 
 
+def _keep_experts(tables: ProcessTables, row: Row) -> None:
+    tables.experts[_id(row["id"])] = row
+
+
 def _keep_topology(tables: ProcessTables, row: Row) -> None:
     tables.topology = tuple(tuple(_rank_list(group)) for group in row["groups"])
 
@@ -385,6 +393,8 @@ _ROW_TYPES: Final[Mapping[str, _RowType]] = {
     "job": _RowType(_keep_job),
     "passes": _RowType(_keep_passes),
     "stages": _RowType(_keep_stage),
+    "experts": _RowType(_keep_experts),
+    "routing": _RowType(partial(_keep_all, "routing")),
     "topology": _RowType(_keep_topology),
     "stands_for": _RowType(_keep_stands_for),
     "flops": _RowType(_keep_flops),

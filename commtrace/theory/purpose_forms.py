@@ -16,7 +16,7 @@ from commtrace.schema import Purpose
 
 from .expected_calls import ExpectedCall
 from .job import Job, NotPredictedError, reading_job
-from .rules.schemes import predict
+from .rules.schemes import predict_parameters
 from .rules.torch import fsdp
 
 _FORWARD: Final = (Purpose.PARAMETERS_FORWARD, Purpose.PARAMETERS_STAGE, Purpose.PARAMETERS_ON_REQUEST)
@@ -160,7 +160,7 @@ _FORMULAS: Final = {
 
 def _of_rules(job: Job) -> Iterator[PurposeForm]:
     """Yield the forms that rules have for the calls of a step."""
-    prediction = predict(job.row)
+    prediction = predict_parameters(job.row)
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for call in prediction.steps[-1]:
         sums[call.cause, call.role, call.op][0] += call.calls

@@ -27,7 +27,7 @@ from commtrace.job_row import PassRow
 from commtrace.patching import Patches, around
 from commtrace.schema import Phase
 
-from . import engine_job, purpose_sources
+from . import engine_job, expert_layers, purpose_sources
 from .pipeline_job import note_dtypes
 from .roles_by_registry import message_roles, roles
 
@@ -67,7 +67,7 @@ def install() -> None:
     _patches.wrap(TorchBackend, "__init__", _backend_init)
     # The engine looks up its instructions in this table, not on the class.
     _patches.replace(PipelineEngine, "_INSTRUCTION_MAP", _traced_instructions)
-    _patches.include(_engines, _passes, purpose_sources)
+    _patches.include(_engines, _passes, purpose_sources, expert_layers)
     _patches.on_undo(torch_training.steps.reset)
 
 

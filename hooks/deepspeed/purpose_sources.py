@@ -46,6 +46,7 @@ _SOURCES: Final = MarkedSources(
         },
     ),
     Source(f"{_RUNTIME}.engine", "", {"clip_grad_norm_": Purpose.GRADIENT_NORM}),
+    Source(f"{_RUNTIME}.utils", "CheckOverflow", {"has_overflow": Purpose.GRADIENT_OVERFLOW}),  # without ZeRO
     Source(f"{_RUNTIME}.pipe.engine", "PipelineEngine", {"_aggregate_total_loss": Purpose.LOSS}),
     *(
         Source(f"{_RUNTIME}.{module}", name, _STEP)
@@ -127,9 +128,6 @@ def _compare_inputs(original: Callable[..., None], self: Any, /, *args: Any, **k
 
 def _autograd_functions() -> Iterator[tuple[Any, Purpose, Purpose]]:
     """Yield the autograd functions that communicate, with the purposes of their forward and backward."""
-    exchange = imported("deepspeed.moe.sharded_moe", "_AllToAll")
-    if exchange is not None:
-        yield exchange, Purpose.EXPERT_TOKENS, Purpose.EXPERT_TOKENS
     layers = imported("deepspeed.module_inject.layers", "")
     for function in [] if layers is None else list(vars(layers).values()):
         if isinstance(function, type) and issubclass(function, torch.autograd.Function):

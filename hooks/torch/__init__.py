@@ -20,6 +20,8 @@ steps, and torch's parallel libraries
     fsdp2, pipelining    FSDP2 and pipelines: phases, micro-batches and purposes
     dtensor              how `parallelize_module` parallelizes a model
     passes               rows of the passes table: what ran in each step
+    expert_routing       rows of the experts and routing tables: tokens that layers with experts sent in each step
+    step_rows            what both have in common: a row for a step that differs from the one before
     scheduled_stages     rows of the stages table: what pipeline stages send
 purposes of other calls
     fsdp1, batch_norm, expert_dispatch, recomputation

@@ -9,17 +9,36 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from commtrace.hooks import purposes
 from commtrace.hooks.recorder_setup import guard
 from commtrace.patching import Patches, Wrapper, around
 from commtrace.schema import Purpose
 
+from .expert_routing import expert_routing, marks, row_bytes, rows
 from .redistribution import calling_module
+
+
+def _chosen_experts(dispatcher: Any, /, *args: Any, **kwargs: Any) -> int | None:
+    """Return the number of a rank's tokens, each once for each of its experts; None if it is not known.
+
+    It is the size of the matrix of the experts' numbers, shape (tokens, experts of a token). With sequence parallelism,
+    `sp_size` ranks have the same tokens, and each dispatches an equal share, after padding.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
+            tokens, experts = value.shape
+            return -(-tokens // int(getattr(dispatcher, "sp_size", 1))) * experts
+    return None
+
+
+def _not_known(*_: Any, **__: Any) -> None:
+    """Return that the number of tokens is not known before they are sent."""
 
 
 class _Dispatchers(NamedTuple):
@@ -29,18 +48,24 @@ class _Dispatchers(NamedTuple):
         classes: Their names; those that a version does not have are left out.
         dispatch: Methods that send tokens to experts.
         combine: Methods that send results back.
-        exchanges: Functions in the module's globals that exchange tokens.
+        exchanges: Functions in the module's globals that exchange tokens; "spmd.all_to_all": of a module there.
+        chosen: Returns, from the arguments of a method that dispatches, how many tokens it is to send; None: not known.
     """
 
     classes: tuple[str, ...]
     dispatch: tuple[str, ...]
     combine: tuple[str, ...]
     exchanges: tuple[str, ...]
+    chosen: Callable[..., int | None] = _not_known
 
 
 MODULES: Final = {
     "torchtitan.models.common.token_dispatcher": _Dispatchers(
-        ("AllToAllTokenDispatcher",), ("dispatch",), ("combine",), ("all_to_all_single", "all_to_all_single_autograd")
+        ("AllToAllTokenDispatcher",),
+        ("dispatch",),
+        ("combine",),
+        ("all_to_all_single", "all_to_all_single_autograd", "spmd.all_to_all"),
+        _chosen_experts,
     ),
     "torchtitan.distributed.expert_parallel": _Dispatchers(  # until version 0.2
         ("ExpertParallel",),
@@ -64,9 +89,10 @@ _patches: Final[dict[str, Patches]] = {name: Patches() for name in MODULES}
 
 
 class _Direction(threading.local):
-    """Whether this thread dispatches tokens or combines results."""
+    """Whether this thread dispatches tokens or combines results, and how many tokens it is to dispatch."""
 
     direction: Purpose | None = None
+    chosen: int | None = None
 
 
 _thread: Final = _Direction()
@@ -79,14 +105,18 @@ def install() -> None:
         if module is None or patches:
             continue
         for cls in [vars(module)[cls] for cls in described.classes if cls in vars(module)]:
-            for methods, purpose in (
-                (described.dispatch, Purpose.EXPERT_DISPATCH),
-                (described.combine, Purpose.EXPERT_COMBINE),
+            for methods, purpose, chosen in (
+                (described.dispatch, Purpose.EXPERT_DISPATCH, described.chosen),
+                (described.combine, Purpose.EXPERT_COMBINE, _not_known),
             ):
                 for method in methods:
-                    patches.wrap(cls, method, _in_direction(purpose))
-        for function in described.exchanges:
-            patches.wrap(module, function, _exchange)
+                    patches.wrap(cls, method, _in_direction(purpose, chosen))
+        for exchange in described.exchanges:
+            owner, _, function = exchange.rpartition(".")
+            within = vars(module).get(owner) if owner else module
+            if within is not None:
+                patches.wrap(within, function, _exchange)
+        patches.include(expert_routing)
 
 
 def uninstall() -> None:
@@ -95,14 +125,17 @@ def uninstall() -> None:
         patches.undo()
 
 
-def _in_direction(purpose: Purpose) -> Wrapper:
+def _in_direction(purpose: Purpose, chosen: Callable[..., int | None]) -> Wrapper:
     @around
     def method(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        before, _thread.direction = _thread.direction, purpose
+        before = _thread.direction, _thread.chosen
+        _thread.direction, _thread.chosen = purpose, None
+        with guard():
+            _thread.chosen = chosen(*args, **kwargs)
         try:
             return original(*args, **kwargs)
         finally:
-            _thread.direction = before
+            _thread.direction, _thread.chosen = before
 
     return method
 
@@ -113,28 +146,51 @@ def _exchange(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any
     direction = _thread.direction
     if direction is None or tokens is None or torch.compiler.is_compiling():
         return original(*args, **kwargs)
-    facts: dict[str, str | int] = {}
+    is_counts = not tokens.is_floating_point()
+    kind = Purpose.EXPERT_COUNTS if is_counts else direction
+    purpose, gradient, facts = purposes.current(), 0, _Facts("", 0)
     with guard():
-        facts = _facts(tokens)
-    if not tokens.is_floating_point():
-        direction = Purpose.EXPERT_COUNTS
-    purpose = Purpose.ACTIVATIONS_RECOMPUTED if purposes.recomputing() else direction
-    with purposes.Marked(purposes.number(purpose, **facts)):
+        facts = _Facts(calling_module(), row_bytes(tokens) if tokens.dim() > 1 and not is_counts else 0)
+        purpose, gradient = marks(kind, facts.known())
+    with purposes.Marked(purpose):
         result = original(*args, **kwargs)
     with guard():
-        gradient = purposes.number(Purpose.EXPERT_GRADIENTS, **facts, of=direction.value)
         for node in _nodes(result, tokens):
             _mark_node(node, gradient)
+        if not any(_is_alone(value) for value in (*args, *kwargs.values())):
+            _note(kind, facts, tokens, [*_tensors(result)])
     return result
 
 
-def _facts(tokens: torch.Tensor) -> dict[str, str | int]:
-    """Return the module, and the bytes of a token if tokens are rows."""
-    module = calling_module()
-    facts: dict[str, str | int] = {"module": module} if module else {}
-    if tokens.is_floating_point() and tokens.dim() > 1:
-        facts["token_bytes"] = tokens.element_size() * tokens[:1].numel() if len(tokens) else 0
-    return facts
+def _is_alone(group: Any) -> bool:
+    """Return whether an argument is a group of one rank, or its mesh: Megatron-Core then makes no call."""
+    return isinstance(group, torch.distributed.ProcessGroup | DeviceMesh) and group.size() == 1
+
+
+def _note(kind: Purpose, facts: _Facts, tokens: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
+    """Note what an exchange sent, and its results, for the tables."""
+    has_gradient = any(result.requires_grad for result in results)
+    if kind is Purpose.EXPERT_COUNTS:
+        expert_routing.note_counts(facts.module, "all_to_all", tokens.nbytes)
+    elif kind is Purpose.EXPERT_COMBINE:
+        expert_routing.note_combine(facts.module, has_gradient=has_gradient)
+    elif tokens.dim() == 1:
+        expert_routing.note_weights(facts.module, tokens.element_size(), has_gradient=has_gradient)
+    else:
+        sent = rows(tokens) if _thread.chosen is None else _thread.chosen
+        received = sum(map(rows, results))
+        expert_routing.note_dispatch(facts.module, facts.token_bytes, sent, received, has_gradient=has_gradient)
+
+
+class _Facts(NamedTuple):
+    """The module that exchanges tokens, and the bytes of a token; "" and 0 where not known."""
+
+    module: str
+    token_bytes: int
+
+    def known(self) -> dict[str, str | int]:
+        """Return those that are known."""
+        return {name: value for name, value in self._asdict().items() if value}
 
 
 def _nodes(result: Any, source: torch.Tensor) -> Iterator[Any]:

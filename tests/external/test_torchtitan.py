@@ -163,6 +163,37 @@ def test_a_program(name: str, tmp_path: Path) -> None:
     assert found == Counter({(*call, purpose.value): number for (*call, purpose), number in program.calls.items()})
 
 
+EXPERTS = "--module deepseek_v3 --config deepseek_v3_debugmodel --parallelism.expert_parallel_degree 2"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "recomputed"),
+    [
+        (2, "--activation_checkpoint.mode selective", 0),  # it keeps what was received
+        (2, "--activation_checkpoint.mode full", 3),  # numbers of tokens, dispatch, combine
+        (4, "--activation_checkpoint.mode full --parallelism.tensor_parallel_degree 2", 3),
+    ],
+)
+def test_tokens_of_experts(ranks: int, arguments: str, recomputed: int, tmp_path: Path) -> None:
+    """Five of six layers have experts. All their calls have the bytes that follow from the routing."""
+    layers, log = LAYERS - 1, tmp_path / "log"
+    program = Program(ranks, f"{EXPERTS} {arguments}", {})
+    assert train(program, tmp_path / "traced", COMMTRACE=log) == train(program, tmp_path / "untraced")
+
+    step = commtrace.open(log).table("step_by_purpose")
+    calls = step.loc[(step["role"] == "expert") & (step["op"] == EXCHANGE)].set_index("purpose")
+    expected = {
+        Purpose.EXPERT_COUNTS: layers,
+        Purpose.EXPERT_DISPATCH: layers,
+        Purpose.EXPERT_COMBINE: layers,
+        Purpose.EXPERT_GRADIENTS: 2 * layers,
+        **({Purpose.ACTIVATIONS_RECOMPUTED: recomputed * layers} if recomputed else {}),
+    }
+    assert calls["calls"].to_dict() == {purpose.value: number for purpose, number in expected.items()}
+    assert (calls["expected_calls"] == calls["calls"]).all()
+    assert (calls["difference_bytes"] == 0).all()
+
+
 def test_a_dry_run_of_llama3_8b_on_256_ranks(tmp_path: Path) -> None:
     """Rank 0 of the program for GPUs as it is: the calls of its second step, and their bytes."""
     model = f"--module llama3 --config llama3_8b --hf_assets_path {CHECKOUT / 'tests/assets/tokenizer'}"

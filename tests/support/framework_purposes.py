@@ -129,7 +129,10 @@ PURPOSES: Final[dict[str, dict[str, str]]] = {
     },
     "deepspeed_loop.py moe": {
         "parameters distributed at start": "broadcast 17",  # those of experts in a group of one rank
-        "tokens of experts": "all_to_all 28",  # two for each forward and backward pass; two evaluations
+        # One in each forward pass of six micro-batches and two evaluations, and both backward.
+        "tokens dispatched to experts": "all_to_all 8",
+        "tokens combined from experts": "all_to_all 8",
+        "gradients of tokens of experts": "all_to_all 12",
         "gradients reduced": "all_reduce 12",  # of experts, and of other parameters
         "gradient norm": "all_reduce 9",
         "parameters gathered after the optimizer": "all_gather 3",

@@ -9,7 +9,7 @@ from commtrace.job_row import JobRow
 from commtrace.theory.expected_calls import Prediction
 from commtrace.theory.job import Job, NotPredictedError, reading_job
 
-from .deepspeed import engine, pipeline, zero3, zero12
+from .deepspeed import engine, experts, pipeline, zero3, zero12
 from .megatron import gpt_neox, sequence_parallel, tensor_parallel
 from .torch import ddp, fsdp
 
@@ -65,7 +65,23 @@ def predict(row: JobRow | Mapping[str, Any]) -> Prediction:
         return _predict(Job(row if isinstance(row, JobRow) else JobRow.read(row)))
 
 
-def _predict(job: Job) -> Prediction:
+def predict_parameters(row: JobRow) -> Prediction:
+    """Predict what one rank of a job sends of parameters and gradients in a step, and of other tensors if it can.
+
+    Unlike `predict`, it predicts jobs whose tokens for experts no rule has. Their prediction has no calls with tokens,
+    and its waterfall is that of data parallelism.
+
+    Raises:
+        NotPredictedError: As `predict`.
+    """
+    with reading_job():
+        job = Job(row)
+        tokens_unknown = extended_dimension(job) == experts.ROLE and experts.ROLE not in EXTENSIONS
+        return experts.extend_parameters(job, _predict_data(job)) if tokens_unknown else _predict(job)
+
+
+def _predict_data(job: Job) -> Prediction:
+    """Predict the calls among data-parallel ranks, and all others that the rules of the engine have."""
     row = job.row
     stage = row.get(JobRow.zero_stage, None)
     if (row.source, row.engine, stage) not in SCHEMES:
@@ -73,7 +89,11 @@ def _predict(job: Job) -> Prediction:
         raise NotPredictedError(f"there are no rules for {row.source} {row.engine}{zero}; {_HINT}")
     if job.is_gpt_neox:
         gpt_neox.check(job)
-    prediction = SCHEMES[row.source, row.engine, stage](job)
+    return SCHEMES[row.source, row.engine, stage](job)
+
+
+def _predict(job: Job) -> Prediction:
+    prediction = _predict_data(job)
     dimension = extended_dimension(job)
     if dimension is not None:
         if dimension not in EXTENSIONS:

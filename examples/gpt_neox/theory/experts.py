@@ -22,15 +22,14 @@ from commtrace.theory.expected_calls import (
     level_bars,
     total_wire_bytes,
 )
-from commtrace.theory.job import Job, NotPredictedError, element_size
-from commtrace.theory.rules.deepspeed.engine import NORM, OVERFLOW
+from commtrace.theory.job import Job, element_size
+from commtrace.theory.rules.deepspeed.experts import ROLE, check, expert_norms, overflow_check
 from commtrace.theory.rules.megatron import tensor_parallel as tensor
 from commtrace.theory.rules.registry import DEEPSPEED, GPT_NEOX, rule
 
 from .closed_forms import expert_layer
 from .recomputation import recomputed_passes
 
-ROLE: Final = "expert"
 TOKENS: Final = "tokens to their experts and back"
 CAPACITY: Final = "capacity for the expert that most tokens chose"
 
@@ -41,8 +40,7 @@ def extend_prediction(job: Job, data: Prediction) -> Prediction:
     Raise NotPredictedError if the job does not have the model's architecture, or experts as DeepSpeed makes them.
     """
     job.require_architecture("a mixture of experts")
-    if job.row.zero_stage and not (job.row.zero.contiguous_gradients and job.row.zero.reduce_scatter):
-        raise NotPredictedError("experts with reduce_scatter or contiguous_gradients off have no rules yet")
+    check(job)
     own = (*exchanges(job), *capacities(job), *overflow_check(job), *expert_norms(job))
     steps, ranks = job.micro_batches, job.expert_parallel_size
     hidden, chosen = job.model.hidden_size, job.model.moe_top_k
@@ -115,20 +113,3 @@ def capacities(job: Job) -> list[ExpectedCall]:
         return []
     calls = (1 + recomputed_passes(job)) * expert_layers(job) * job.micro_batches
     return [ExpectedCall("all_reduce", element_size("int64"), CAPACITY, calls, role=ROLE)]
-
-
-@rule("deepspeed.runtime.utils.CheckOverflow.has_overflow (with experts)", DEEPSPEED)
-def overflow_check(job: Job) -> list[ExpectedCall]:
-    """Return the all_reduce of the overflow check without ZeRO: one byte, in 16-bit precision only."""
-    if job.row.zero_stage or job.row.precision == "fp32":
-        return []
-    return [ExpectedCall("all_reduce", 1, OVERFLOW, role=ROLE).among(job.expert_parallel_size)]
-
-
-@rule("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._average_expert_grad_norms", DEEPSPEED)
-def expert_norms(job: Job) -> list[ExpectedCall]:
-    """Return the all_reduces that average the norm of each expert group among the ranks that have the group."""
-    if not job.row.zero_stage or not job.row.zero.compute_grad_norm:
-        return []
-    groups = [group for group in job.groups if job.parameters[group[0]].expert]
-    return [ExpectedCall("all_reduce", 4, NORM).among(job.copies(job.parameters[group[0]])) for group in groups]

@@ -22,9 +22,9 @@ from commtrace.analyses.compare.two_runs import compare_calls
 from commtrace.run import Run, open_run
 from commtrace.schema import Purpose
 
-RANKS: Final = {"hsdp": 4}
+RANKS: Final = {"hsdp": 4, "experts": 4}
 DRAWS: Final = int(os.environ.get("DRAWS", "20"))
-SCHEMES: Final = ("ddp", "fsdp2", "hsdp", "tensor", "pipeline")
+SCHEMES: Final = ("ddp", "fsdp2", "hsdp", "tensor", "pipeline", "experts")
 
 
 def run_training(nursery: Nursery, log: Path, **settings: Any) -> Run:
@@ -70,6 +70,7 @@ def draw(seed: int) -> dict[str, Any]:
         1,
         2,
         4,
+        5,
         *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(10, 10 + DRAWS)),
     ],
 )
@@ -116,6 +117,7 @@ FORWARD, BACKWARD, GRADIENTS = (
     Purpose.PARAMETERS_BACKWARD,
     Purpose.GRADIENTS,
 )
+DISPATCH, COMBINE, OF_TOKENS = Purpose.EXPERT_DISPATCH, Purpose.EXPERT_COMBINE, Purpose.EXPERT_GRADIENTS
 BLOCK: Final = "blocks.1"
 ROOT: Final = "(root)"
 WIDTH: Final = 8
@@ -123,6 +125,9 @@ BLOCK_BYTES: Final = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH + 2 * WIDTH * WIDTH + WI
 """float32 bytes of a block: two matrices and two biases, whose rows are even, so that no padding is needed."""
 HEAD_BYTES: Final = 4 * WIDTH * WIDTH
 MODEL_BYTES: Final = 3 * BLOCK_BYTES + HEAD_BYTES
+TOKEN_BYTES: Final = 4 * WIDTH
+"""A token of the scheme with experts, whose ranks have six, four of them for the expert of the first of two ranks."""
+COUNTS_BYTES: Final = 2 * 8
 UNITS: Final = ("blocks.0", BLOCK, "blocks.2", ROOT)
 STEPS: Final = 4
 LAST: Final = STEPS - 2
@@ -165,6 +170,19 @@ FAULTS: Final = [
     Fault("tensor", "reduced loss", places((Purpose.PROGRAM, "")), 4),
     Fault("pipeline", "more micro-batches", places((Purpose.PIPELINE_ACTIVATIONS, "stage 0"),
         (Purpose.PIPELINE_GRADIENTS, "stage 0")), 2 * 4 * 2 * WIDTH, {"micro_batches": 1}),
+    Fault("pipeline", "wider activations", places((Purpose.PIPELINE_ACTIVATIONS, "stage 0"),
+        (Purpose.PIPELINE_GRADIENTS, "stage 0")), 2 * 2 * 4 * 2 * WIDTH, {"micro_batches": 1}),
+    Fault("fsdp2", "kept block", places((FORWARD, BLOCK)), -BLOCK_BYTES),
+    Fault("hsdp", "16-bit reduction", places((GRADIENTS, BLOCK)), -(BLOCK_BYTES + BLOCK_BYTES // 2) // 2),
+    Fault("ddp", "smaller buckets", places((GRADIENTS, "")), 0),
+    Fault("ddp", "doubled bucket", places((GRADIENTS, "bucket 0")), MODEL_BYTES),
+    Fault("experts", "dropped token", places((DISPATCH, BLOCK), (OF_TOKENS, BLOCK)), -2 * TOKEN_BYTES),
+    Fault("experts", "tokens sent twice", places((Purpose.EXPERT_COUNTS, BLOCK), (DISPATCH, BLOCK)),
+        COUNTS_BYTES + 6 * TOKEN_BYTES),
+    Fault("experts", "uneven batch", places(*((of, f"blocks.{number}") for of in (DISPATCH, COMBINE, OF_TOKENS)
+        for number in range(3))), 3 * 4 * TOKEN_BYTES),
+    Fault("experts", "whole experts", places(*((of, f"{BLOCK}.experts") for of in (FORWARD, BACKWARD, GRADIENTS))),
+        -3 * BLOCK_BYTES),
 ]  # fmt: skip
 
 
@@ -201,3 +219,25 @@ def _has(row: dict[Hashable, Any], rank: int, step: int) -> bool:
 
     steps = row["steps"].rpartition("step ")[2]
     return rank in parse_ranks(row["ranks"]) and "step " in row["steps"] and step in parse_ranks(steps)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("dropped token", {DISPATCH: (0, -TOKEN_BYTES), OF_TOKENS: (0, -TOKEN_BYTES)}),
+        ("tokens sent twice", {DISPATCH: (1, 6 * TOKEN_BYTES), Purpose.EXPERT_COUNTS: (1, COUNTS_BYTES)}),
+    ],
+)
+def test_a_fault_of_experts_differs_from_its_closed_form(
+    fault: str, expected: dict[Purpose, tuple[int, int]], nursery: Nursery, tmp_path: Path
+) -> None:
+    """The log alone names calls, place and bytes, without another run."""
+    run = run_training(nursery, tmp_path / "log", scheme="experts", width=WIDTH, fault=fault)
+    table = run.table("step_by_place")
+    differing = table.loc[table["difference_bytes"].fillna(0) != 0]
+    assert {*differing["place"]} == {BLOCK}
+    found = {
+        row["purpose"]: (row["calls"] - row["expected_calls"], row["difference_bytes"])
+        for row in differing.to_dict("records")
+    }
+    assert found == {purpose.value: difference for purpose, difference in expected.items()}

@@ -107,6 +107,12 @@ def test_a_loop_like_hugging_faces_trainer(tmp_path: Path) -> None:
     dry_runs.assert_same(expected, dry_here("trainer", tmp_path, f"output={tmp_path / 'out'}"))
 
 
+def test_objects_that_are_larger_than_what_is_computed(tmp_path: Path) -> None:
+    """Their bytes are as if every rank sent the same; without them, the program could not load the objects."""
+    expected = real("objects", tmp_path)
+    dry_runs.assert_same(expected, dry_here("objects", tmp_path))
+
+
 @pytest.mark.parametrize("stage", [None, 2, 3])
 def test_hugging_faces_trainer_itself(stage: int | None, tmp_path: Path) -> None:
     """The Trainer runs on DDP or DeepSpeed with accumulation, clipping and evaluation. The tests do not install it."""

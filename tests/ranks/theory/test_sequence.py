@@ -47,6 +47,17 @@ def test_a_job_told_from_its_configuration_is_the_one_that_was_captured(name: st
     assert_described(sequence_trainings.wanted(name), RUNS_BY_NAME[name]()[name], tmp_path)
 
 
+@pytest.mark.parametrize("name", listed(sequence_trainings.EXPERTS))
+def test_tokens_of_experts_have_their_closed_form(name: str) -> None:
+    """The tokens that the gate chose slots for give the bytes of every call, also where the capacity is agreed."""
+    step = RUNS_BY_NAME[name]()[name].table("step_by_purpose")
+    tokens = step.loc[(step["role"] == "expert") & (step["op"] == "all_to_all")]
+    assert len(tokens) or sequence_trainings.EXPERTS[name]["model"]["moe_expert_parallel_size"] == 1
+    of_experts = step.loc[step["role"] == "expert"]
+    assert (of_experts["difference_bytes"] == 0).all(), of_experts.to_dict("records")
+    assert (of_experts["calls"] == of_experts["expected_calls"]).all(), of_experts.to_dict("records")
+
+
 @pytest.mark.parametrize("name", listed(BOUNDED))
 def test_sizes_that_depend_on_the_data_are_within_their_bounds(name: str) -> None:
     """Every call is as expected except for its size; the bytes below the bound have their own bar."""

@@ -6,17 +6,19 @@ SETTINGS is a JSON object with the fields of `Settings`. Whatever a fault change
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,13 +29,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 BATCH = 2
+EXPERT_BATCH = 6
 
 
 @dataclass
 class Settings:
     """Settings of a training."""
 
-    scheme: str  # "ddp", "fsdp2", "hsdp", "tensor" or "pipeline"
+    scheme: str  # "ddp", "fsdp2", "hsdp", "tensor", "pipeline" or "experts"
     blocks: int = 3
     width: int = 8
     steps: int = 4
@@ -63,13 +66,43 @@ class Block(nn.Module):
         return x + cast(torch.Tensor, self.down(torch.relu(self.up(x))))
 
 
+class ExpertBlock(nn.Module):
+    """A linear layer with a residual connection, and a mixture of experts, one on each of two ranks."""
+
+    def __init__(self, width: int, dispatcher: Any, times: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.experts = Block(width)
+        self.dispatcher, self.times = dispatcher, times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.up(x)
+        chosen = (torch.arange(len(x)) % 3 > 1).long()[:, None]  # each third token has the second expert
+        for _ in range(self.times):
+            dispatched = self.dispatcher.dispatch(x, chosen)
+        return cast(torch.Tensor, self.dispatcher.combine(self.experts(dispatched), x))
+
+
+def expert_block(settings: Settings, number: int, mesh: DeviceMesh) -> ExpertBlock:
+    """Return a block whose tokens travel along the dimension "ep" of a mesh."""
+    # The stand-in for torchtitan's module.
+    sys.path.append(str(Path(__file__).parents[1] / "hook_programs"))
+    dispatchers: Any = importlib.import_module("torchtitan.models.common.token_dispatcher")
+    fault = settings.fault if number == 1 else ""
+    dispatcher = dispatchers.AllToAllTokenDispatcher(mesh["ep"], dropped=int(fault == "dropped token"))
+    return ExpertBlock(settings.width, dispatcher, times=1 + (fault == "tokens sent twice"))
+
+
 class Model(nn.Module):
     """Blocks and a head."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.blocks = nn.ModuleList(Block(settings.width) for _ in range(settings.blocks))
+        self.blocks = nn.ModuleList(
+            Block(settings.width) if mesh is None else expert_block(settings, number, mesh)
+            for number in range(settings.blocks)
+        )
         self.head = nn.Linear(settings.width, settings.width, bias=False)
         self.recomputes = settings.recomputes
 
@@ -81,6 +114,8 @@ class Model(nn.Module):
 
 def parallel(settings: Settings) -> Any:
     """Return the model of a scheme."""
+    if settings.scheme == "experts":
+        return _with_experts(settings)
     model, fault = Model(settings), settings.fault
     if fault == "frozen block":
         model.blocks[1].requires_grad_(False)
@@ -95,13 +130,41 @@ def parallel(settings: Settings) -> Any:
     return _sharded(model, settings)
 
 
+def _with_experts(settings: Settings) -> Model:
+    """Return a model whose experts are sharded among the ranks that have the same ones, and all else among all."""
+    experts = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("efsdp", "ep"))
+    everything = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    model, whole = Model(settings, experts), set[nn.Parameter]()
+    blocks = cast(list[ExpertBlock], [*model.blocks])
+    if settings.fault == "whole experts":  # nobody reduces their gradients
+        whole = {*blocks[1].experts.parameters()}
+    for block in blocks:
+        if not whole & {*block.experts.parameters()}:
+            fully_shard(block.experts, mesh=experts["efsdp"], reshard_after_forward=settings.reshards)
+        fully_shard(block, mesh=everything, reshard_after_forward=settings.reshards, ignored_params=whole)
+    fully_shard(model, mesh=everything, ignored_params=whole)
+    return model
+
+
 def _replicated(model: nn.Module, settings: Settings) -> DistributedDataParallel:
     bucket = 0.0005 if settings.fault == "smaller buckets" else settings.bucket_mb
     unused = settings.fault == "unused parameters"
     replica = DistributedDataParallel(model, bucket_cap_mb=bucket, find_unused_parameters=unused)
     if settings.fault == "16-bit gradients":
         replica.register_comm_hook(None, fp16_compress_hook)
+    if settings.fault == "doubled bucket":
+        replica.register_comm_hook(None, lambda _, bucket: _reduce_twice(bucket))
     return replica
+
+
+def _reduce_twice(bucket: Any) -> Any:
+    """Reduce a bucket of gradients twice."""
+    dist.all_reduce(bucket.buffer())
+    return allreduce_hook(cast(Any, None), bucket)
+
+
+_REDUCED: Final = {"64-bit reduction": "float64", "16-bit reduction": "bfloat16"}
+"""Type in which a fault lets a block's gradients be reduced."""
 
 
 def _sharded(model: Model, settings: Settings) -> Model:
@@ -112,11 +175,13 @@ def _sharded(model: Model, settings: Settings) -> Model:
         if chosen and fault == "unsharded block":
             continue
         dtype = "bfloat16" if chosen and fault == "16-bit block" else settings.dtype
-        reduced = "float64" if chosen and fault == "64-bit reduction" else settings.reduce_dtype
+        reduced = _REDUCED.get(fault, settings.reduce_dtype) if chosen else settings.reduce_dtype
         reshards = settings.reshards and not (chosen and fault == "unresharded block")
         policy = MixedPrecisionPolicy(getattr(torch, dtype), getattr(torch, reduced))
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
     policy = MixedPrecisionPolicy(getattr(torch, settings.dtype), getattr(torch, settings.reduce_dtype))
+    if fault == "kept block":
+        cast(FSDPModule, model.blocks[1]).set_reshard_after_backward(False)
     root = True if fault == "resharded root" else False if not settings.reshards else None
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=root)
     return model
@@ -143,7 +208,9 @@ def synced(model: Any, settings: Settings, number: int) -> Iterator[None]:
 def run_step(model: Any, settings: Settings, optimizer: torch.optim.Optimizer) -> None:
     """Train one step."""
     fault = settings.fault
-    inputs = torch.ones(BATCH, settings.width, requires_grad=True)
+    uneven = fault == "uneven batch" and dist.get_rank() == 0
+    rows = EXPERT_BATCH if settings.scheme == "experts" else BATCH
+    inputs = torch.ones(rows + uneven, settings.width, requires_grad=True)
     loss = torch.zeros(())
     for number in range(settings.micro_batches):
         with synced(model, settings, number):
@@ -158,7 +225,8 @@ def run_step(model: Any, settings: Settings, optimizer: torch.optim.Optimizer) -
     if fault == "gathered block":
         model.blocks[1].unshard()
         model.blocks[1].reshard()
-    if settings.clips and fault != "unclipped" and settings.scheme != "tensor":  # of DTensors and others together
+    # torch does not clip gradients on several meshes, or DTensors and others, together.
+    if settings.clips and fault != "unclipped" and settings.scheme not in ("tensor", "experts"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -175,7 +243,7 @@ def train(settings: Settings) -> None:
         if step in settings.evaluates:
             model.eval()
             with torch.no_grad():
-                model(torch.ones(BATCH, settings.width))
+                model(torch.ones(EXPERT_BATCH if settings.scheme == "experts" else BATCH, settings.width))
             model.train()
         if step in settings.saves:
             save(model, settings)

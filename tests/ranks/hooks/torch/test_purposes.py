@@ -209,6 +209,12 @@ def test_experts(rank: int, ran: list[Ran]) -> None:
     results = 6 if rank == 0 else 2
     made = ran[rank].log.between(*ran[rank].told["experts"])
     assert [call.payload for call in made] == [16, 4 * 32, results * 32, 4 * 32, results * 32]
+    (layer,) = ran[rank].log.tables["experts"]
+    expected = {"token_bytes": 32, "counts_bytes": 16, "passes": 1, "repeated": [0] * 4, "gradients": [1, 1, 0]}
+    assert layer.items() >= expected.items()
+    step = {call.step for call in made}.pop()
+    (routing,) = [row for row in ran[rank].log.tables["routing"] if row["step"] == step]
+    assert routing["layers"] == [[layer["id"], 4, results]]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -248,6 +248,81 @@ def test_a_step_that_was_cut_off_is_not_typical(tmp_path: Path) -> None:
     assert table.loc["send", "difference_bytes"] == 0
 
 
+LAYERS: Final = ("layers.0", "layers.1")
+TOKEN: Final = 32
+
+
+def write_experts(
+    directory: Path, received: Sequence[int], *, sent: int = 6, end: int | None = None, dropped: int = 0
+) -> Run:
+    """Write a log of two ranks whose layers send six tokens in each step, and get so many, or rank 1 all others.
+
+    Args:
+        received: Tokens that come to rank 0 in each step.
+        sent: Tokens that the router has chosen experts for.
+        end: First step of which the tokens are not in the log.
+        dropped: Tokens that the second layer of rank 0 does not send.
+    """
+    exchange = 9  # kind
+    log = LogFactory(directory)
+    for rank in range(RANKS):
+        process = log.process(rank, pid=rank + 1, world_size=RANKS).known({WORLD: [*range(RANKS)]}, {WORLD: "expert"})
+        process.add("kinds", id=exchange, op="all_to_all", variant="a", api="torch", dtype="float32", reduce_op=None)
+        for layer, module in enumerate(LAYERS):
+            for number, purpose in enumerate((Purpose.EXPERT_DISPATCH, Purpose.EXPERT_COMBINE)):
+                facts = {"name": purpose.value, "module": module, "token_bytes": TOKEN}
+                process.add("sites", id=100 + 2 * layer + number, file="/opt/m.py", line=1, function="f", purpose=facts)
+            process.add(
+                "experts", id=layer + 1, module=module, token_bytes=TOKEN, weight_bytes=0, counts_op="", counts_bytes=0,
+                passes=1, repeated=[0, 0, 0, 0], gradients=[0, 0, 0],
+            )  # fmt: skip
+        for step, of_first in enumerate(received):
+            came = of_first if rank == 0 else 2 * sent - of_first
+            if step != end:
+                process.add("routing", id=step + 1, step=step, layers=[[1, sent, came], [2, sent, came]])
+            else:
+                process.add("routing", id=step + 1, step=step, layers=None)
+                break
+        for step, of_first in enumerate(received):
+            came = of_first if rank == 0 else 2 * sent - of_first
+            sizes = (sent, came, sent - dropped * (rank == 0), came)
+            for number, size in enumerate(sizes):
+                call = {"site": 100 + number, "step": step, "seq": 4 * step + number}
+                process.write([record(kind=exchange, payload=TOKEN * size, local=0, **call)])
+        process.end()
+    return open_run(directory)
+
+
+def test_tokens_of_experts_are_as_their_closed_form(tmp_path: Path) -> None:
+    """Each step has other tokens: the typical one has the median of their bytes, and its own form."""
+    table = write_experts(tmp_path, [5, 9, 8]).table("step_by_purpose")
+    assert numbers(table, "purpose", "op") == {
+        (Purpose.EXPERT_DISPATCH.value, "all_to_all"): (2, 2 * 6 * TOKEN, 2, 2 * 6 * TOKEN),
+        (Purpose.EXPERT_COMBINE.value, "all_to_all"): (2, 2 * 6 * TOKEN, 2, 2 * 6 * TOKEN),
+    }
+    assert (table["reason"] == "").all()
+
+
+def test_tokens_that_were_not_sent_are_named(tmp_path: Path) -> None:
+    table = write_experts(tmp_path, [5, 5], dropped=2).table("step_by_purpose").set_index("purpose")
+    assert table.loc[Purpose.EXPERT_DISPATCH.value, "difference_bytes"] == -2 * TOKEN / RANKS
+    assert table.loc[Purpose.EXPERT_DISPATCH.value, "reason"] == f"layers.1: 0 calls, -{2 * TOKEN} B"
+    assert table.loc[Purpose.EXPERT_COMBINE.value, "difference_bytes"] == 0
+
+
+@pytest.mark.parametrize("received", [[5, 9, 10, 11, 12, 12, 12], [5, 5, 11, 12]])
+def test_the_typical_step_is_one_whose_tokens_are_known(received: Sequence[int], tmp_path: Path) -> None:
+    table = write_experts(tmp_path, received, end=2).table("step_by_place")
+    assert len(table) == 4
+    assert (table["difference_bytes"] == 0).all()
+
+
+def test_without_known_tokens_there_is_no_form(tmp_path: Path) -> None:
+    table = write_experts(tmp_path, [5, 6], end=0).table("step_by_purpose")
+    assert table["expected_calls"].isna().all()
+    assert table["reason"].str.contains("the sizes of activations are not in the job|no job was captured").all()
+
+
 def test_models_of_one_process_have_the_forms_of_each(tmp_path: Path) -> None:
     """Two stages of a pipeline: the first model has the root and a layer, the second one the other layer."""
     models = []

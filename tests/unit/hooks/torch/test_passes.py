@@ -22,7 +22,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     tables = SimpleNamespace(new=lambda table, row: written.append((row["step"], row["passes"])))
     tracer = SimpleNamespace(recorder=SimpleNamespace(tables=tables))
     monkeypatch.setattr(torch_tracer, "current", lambda: tracer)
-    monkeypatch.setattr(passes, "MAX_ROWS", 4)
+    monkeypatch.setattr(passes._ModelPasses, "limit", 4)
     return written
 
 
