@@ -17,6 +17,9 @@ OBJECTS: Final = -1
 SUMMED: Final = -2
 """Payload of calls of which only the sum of their payloads is known."""
 
+UNKNOWN: Final = -3
+"""Payload of calls that the source of an imported run does not state."""
+
 ANY: Final = "*"
 """Label of an expected call that matches any label of a recorded one."""
 

@@ -25,7 +25,7 @@ from commtrace.analyses.grouping import (
 from commtrace.analyses.record_blocks import RecordBlock
 from commtrace.reading.labels import RunLabels
 
-from .call_keys import SUMMED, CallKey
+from .call_keys import SUMMED, UNKNOWN, CallKey
 from .own_calls import is_declared, path_in_packages
 from .run_calls import NO_CALLS, EqualCalls, RankCalls, StepCalls
 
@@ -56,9 +56,10 @@ def partial(block: RecordBlock) -> pd.DataFrame:
     ranks = block.labels.group_sizes(distinct["group"])
     ids = {name: block.labels.ids(name, distinct) for name in _LABELS}
     call = {name: block.labels.codes(name, column) for name, column in ids.items()}
-    call |= {"payload": distinct["payload"].astype(np.int64), "ranks": ranks}
+    unknown = block.labels.payload_unknown(distinct["kind"])
+    call |= {"payload": np.where(unknown, UNKNOWN, distinct["payload"].astype(np.int64)), "ranks": ranks}
     # Each call with its payload, then each without; many of these are equal.
-    calls = pd.concat([pd.DataFrame(call), pd.DataFrame({**call, "payload": np.full(len(distinct), SUMMED)})])
+    calls = pd.concat([pd.DataFrame(call), pd.DataFrame({**call, "payload": np.where(unknown, UNKNOWN, SUMMED)})])
     examples, numbers = group_rows([calls[name].to_numpy() for name in _CALL])
     number = numbers[rows.call + np.where(rows["step"] < DETAILED_STEPS, 0, len(distinct))]
     order, begins = sort_rows([rows["process"], number, rows["step"]])

@@ -28,12 +28,13 @@ from commtrace.theory.activation_forms import TensorPlan, activation_forms, plan
 from commtrace.theory.expert_forms import RoutedSteps, Routing, expert_forms
 from commtrace.theory.purpose_forms import PurposeForm, purpose_forms, stage_forms
 
+from .call_keys import UNKNOWN
 from .own_calls import EVALUATION, is_activity
 from .run_calls import NO_CALLS, RankCalls, StepCalls
 
 _NUMBERS: Final = (
     count("calls", "calls", "Calls of a rank in its typical step."),
-    bytes_column("payload_bytes", "payload", "Their payload."),
+    bytes_column("payload_bytes", "payload", "Their payload; missing if that of some is not known."),
     count("expected_calls", "closed form", "Calls by the closed form; missing without one.", optional=True),
     bytes_column("expected_bytes", "payload of the form", "Payload by the closed form; missing without one."),
     column("bytes", lambda value: format_signed(value, format_bytes) if is_known(value) else "-", "difference_bytes",
@@ -88,6 +89,7 @@ class _Volume:
 
     calls: float = 0
     size: float = 0
+    is_size_known: bool = True
     expected_calls: float | None = None
     expected_size: float = 0
     formula: str = ""
@@ -96,7 +98,8 @@ class _Volume:
     @property
     def differs(self) -> bool:
         """Whether the recorded step differs from the closed form."""
-        return self.expected_calls is not None and (self.calls, self.size) != (self.expected_calls, self.expected_size)
+        differs = (self.calls, self.size) != (self.expected_calls, self.expected_size)
+        return self.expected_calls is not None and self.is_size_known and differs
 
     def expect(self, calls: float, size: float, formula: str) -> None:
         """Add calls of a closed form."""
@@ -248,11 +251,13 @@ def _compare(step: StepCalls, process_forms: _Forms, routing: Routing) -> tuple[
             volume = places[_Key(calls.purpose, calls.key.role, calls.key.op, calls.place)]
             volume.calls += calls.calls
             volume.size += calls.bytes
+            volume.is_size_known &= calls.key.payload != UNKNOWN
     forms, problem = process_forms.of(places, routing), process_forms.problem
     purposes: _Volumes = defaultdict(_Volume)
     for key, volume in places.items():
         total = purposes[key._replace(place="")]
         total.calls, total.size = total.calls + volume.calls, total.size + volume.size
+        total.is_size_known &= volume.is_size_known
     for form in forms:
         _expect(places if form.place else purposes, form)
     for key, volume in places.items():
@@ -336,6 +341,7 @@ def _add(sums: _Volumes, volumes: _Volumes, times: int) -> None:
         total = sums.setdefault(key, _Volume())
         total.calls += volume.calls * times
         total.size += volume.size * times
+        total.is_size_known &= volume.is_size_known
         total.reasons |= volume.reasons
         if volume.expected_calls is not None:
             total.expect(volume.expected_calls * times, volume.expected_size * times, volume.formula)
@@ -346,11 +352,13 @@ def _table(spec: TableSpec, volumes: _Volumes, ranks: int) -> pd.DataFrame:
         {
             **key._asdict(),
             "calls": volume.calls / ranks,
-            "payload_bytes": volume.size / ranks,
+            "payload_bytes": volume.size / ranks if volume.is_size_known else None,
             "expected_calls": None if volume.expected_calls is None else volume.expected_calls / ranks,
             "expected_bytes": None if volume.expected_calls is None else volume.expected_size / ranks,
             "difference_bytes": (
-                None if volume.expected_calls is None else (volume.size - volume.expected_size) / ranks
+                (volume.size - volume.expected_size) / ranks
+                if volume.expected_calls is not None and volume.is_size_known
+                else None
             ),
             "formula": volume.formula,
             "reason": "; ".join(volume.reasons),

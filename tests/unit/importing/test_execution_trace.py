@@ -141,3 +141,13 @@ def test_an_execution_trace_of_other_calls_completes_nothing(tmp_path: Path) -> 
     run = imported(files, tmp_path)
     assert {payload for _, _, payload in calls(run)} == {None}
     assert any("et.json states: it has other calls" in text for text in run.table("blind_spots")["blind_spot"])
+
+
+def test_a_size_that_is_not_known_is_missing_in_the_typical_step(tmp_path: Path) -> None:
+    trace = KinetoFactory()
+    for at in range(0, 3000, 1000):
+        trace.step(at // 1000, at, 900).event("cpu_op", "autograd::engine::evaluate_function: AccumulateGrad", at, 200)
+        trace.call(at + 100).event("cpu_op", "c10d::allgather_", at + 300, 10)
+    table = imported({"rank0.json": trace.text()}, tmp_path).table("step_by_purpose").set_index("op")["payload_bytes"]
+    assert table["all_reduce"] == 4000
+    assert pd.isna(table["all_gather"])

@@ -34,7 +34,7 @@ from commtrace.importing.import_run import import_files
 SEED = int(os.environ.get("MUTATION_SEED", "7"))
 MUTATIONS = int(os.environ.get("MUTATIONS", "1000"))
 VALUES = (b"-1", b"1e999", b"null", b"[]", b"{}", b'"x"', b"9" * 30, b"NaN", b"\n")
-_SECONDS = 20.0
+_SECONDS = 120.0
 _LARGEST_GROWTH = 500 << 20
 
 
