@@ -15,7 +15,7 @@ A figure of several runs:
     tables = compare({"ddp": run, "zero3": other})
     figures.operation_shares(tables["runs_by_operation"])
 
-`volumes`, `sizes`, `step_timeline`, `delays_and_paths` and `expected_and_recorded` draw one run,
+`volumes`, `sizes`, `step_timeline`, `step_overlap`, `delays_and_paths` and `expected_and_recorded` draw one run,
 `run_comparison` several; `style` has colours, units and traces.
 
 `FIGURES`, `COMPARISONS` and `SCALING` list all figures, with the table of each and what to look for in it. To
@@ -49,14 +49,15 @@ from .run_comparison import (
     step_parts,
 )
 from .sizes import message_sizes, sizes_over_time
+from .step_overlap import exposed_communication, of_steps
 from .step_timeline import timeline
 from .volumes import steps, volume
 
 __all__ = [
     "COMPARISONS", "FIGURES", "SCALING", "Figure", "critical_path", "delays", "expected_and_measured",
-    "measured_and_predicted", "message_sizes", "operation_shares", "operation_volumes", "predicted_by_role",
-    "role_volumes", "sizes_over_time", "speedup", "step_parts", "steps", "timeline", "volume", "waterfall",
-    "waterfall_by_role",
+    "exposed_communication", "measured_and_predicted", "message_sizes", "operation_shares", "operation_volumes",
+    "predicted_by_role", "role_volumes", "sizes_over_time", "speedup", "step_parts", "steps", "timeline", "volume",
+    "waterfall", "waterfall_by_role",
 ]  # fmt: skip
 
 
@@ -123,6 +124,11 @@ FIGURES: Final[dict[str, Figure]] = {
         "An all_reduce, all_gather or reduce_scatter ends on all ranks together, so the rank with the shortest bar "
         "came last, and the others waited for it. (A bar is too long if the end was observed only by a later wait.) "
         "Drag to zoom in, double-click to zoom out.", _NO_STEP),
+    "exposed_communication": Figure("Communication beside computation", "exposed_communication", exposed_communication,
+        "Exposed communication is time in which a rank does nothing but communicate: what a faster network, or more "
+        "overlap, can gain at most. Hidden communication costs no time of its own.",
+        "The log has no steps of which it is known when ranks compute and communicate.",
+        lambda table: len(of_steps(table)) > 0),
     "delays": Figure("Computation beyond that of the other ranks", "delay_by_rank_and_step", delays,
         "A bright row is a rank that is always late, a bright cell one that was late once, a bright column a step in "
         "which a few ranks had more to do. Waiting does not count, so a delay shows only where it began.",

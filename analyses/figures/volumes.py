@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from commtrace.analyses.grouping import rows_of
-from commtrace.formatting import format_bytes, format_count, format_duration, format_share
+from commtrace.formatting import format_bytes, format_count, format_duration, format_share, is_known
 
 from . import style
 from .style import bytes_scale, finish, horizontal_bars, hover_texts, in_order, label, operation_style
@@ -33,7 +33,7 @@ def volume(table: pd.DataFrame) -> go.Figure:
     """Draw payload, share and wire bytes by operation and by dimension, from `volume_by_role_and_operation`."""
     # What is not known of an imported run is not drawn: neither as 0, nor as a sum that lacks a part.
     unknown = table[table["payload_bytes"].isna()]
-    operations = _by_operation(table[~table["op"].isin(unknown["op"])])
+    operations = _by_operation(table[~table["op"].isin(unknown["op"])], has_all=not len(unknown))
     table = table[~table["role"].isin(unknown["role"])]
     roles = table.groupby("role")["payload_bytes"].sum().sort_values(ascending=False)
     scale = bytes_scale([*operations["payload_bytes"], *operations["wire_bytes"], *roles])
@@ -61,7 +61,8 @@ def volume(table: pd.DataFrame) -> go.Figure:
     return finish(figure, "Volume by operation and parallel dimension", height)
 
 
-def _by_operation(table: pd.DataFrame) -> pd.DataFrame:
+def _by_operation(table: pd.DataFrame, *, has_all: bool) -> pd.DataFrame:
+    """Return payload, wire bytes and share of operations; without shares if the table does not have all payloads."""
     # The wire bytes of an operation are not known if those of any dimension are not.
     sums = table.groupby("op", as_index=False).agg(
         calls=("calls", "sum"),
@@ -69,7 +70,7 @@ def _by_operation(table: pd.DataFrame) -> pd.DataFrame:
         wire_bytes=("wire_bytes", lambda wire: wire.sum(skipna=False)),
     )
     total = sums["payload_bytes"].sum()
-    sums["share"] = sums["payload_bytes"] / total if total else float("nan")
+    sums["share"] = sums["payload_bytes"] / total if total and has_all else float("nan")
     return sums.sort_values(["payload_bytes", "calls"], ascending=False, kind="stable")
 
 
@@ -81,7 +82,7 @@ def _draw_operations(figure: go.Figure, operations: pd.DataFrame, longest: float
             [number - 0.09],
             scale.axis([row.payload_bytes]),
             [f"{label(row.op)}<br>payload {payload}<br>wire (min) {wire}<br>{format_count(row.calls)} calls"],
-            text=[f"{payload} · {format_share(row.share)}"],
+            text=[payload + (f" · {format_share(row.share)}" if is_known(row.share) else "")],
             text_position=position,
             width=0.5,
             **operation_style(row.op),

@@ -191,6 +191,16 @@ def test_a_figure_of_nothing_is_drawn_or_told_from_one_of_something(name: str, t
     assert isinstance(kind.draw(empty), go.Figure)
 
 
+def test_the_parts_of_a_step_beside_communication_add_up_to_it(tables: dict[str, pd.DataFrame]) -> None:
+    table = tables["exposed_communication"]
+    figure = figures.exposed_communication(table)
+    steps = table[table["step"] != "all"]
+    parts = {trace.name: np.array(trace.y, float) for trace in bars(figure)}
+    unit = (steps["duration_ns"] / steps["ranks"]).to_numpy() / sum(parts.values())
+    assert unit == pytest.approx(unit[0])
+    assert parts["exposed communication"] * unit[0] == pytest.approx((steps["exposed_ns"] / steps["ranks"]).to_numpy())
+
+
 def test_run_figure_draws_from_the_run(tmp_path: Path) -> None:
     training(tmp_path)
     run = open_run(tmp_path)
