@@ -141,6 +141,45 @@ def test_an_import_equals_an_independent_count(path: Path, tmp_path: Path) -> No
         assert spans.sum() >= sum(duration for duration, _ in kernels)
 
 
+def merged(spans: list[tuple[float, float]]) -> list[list[float]]:
+    union: list[list[float]] = []
+    for begin, end in sorted(spans):
+        if union and begin <= union[-1][1]:
+            union[-1][1] = max(union[-1][1], end)
+        else:
+            union.append([begin, end])
+    return union
+
+
+def common(first: list[list[float]], second: list[list[float]]) -> float:
+    """Return the time that two unions of spans share."""
+    total = 0.0
+    one, other = iter(first), iter(second)
+    a, b = next(one, None), next(other, None)
+    while a is not None and b is not None:
+        total += max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
+        if a[1] < b[1]:
+            a = next(one, None)
+        else:
+            b = next(other, None)
+    return total
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
+def test_overlap_equals_that_of_the_raw_kernels(path: Path) -> None:
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in raw_events(path):
+        if str(event.get("cat")).lower() == "kernel":
+            known = bool(COMMUNICATION.search(event["name"])) and not NO_COMMUNICATION.search(event["name"])
+            spans[known].append((float(event["ts"]), float(event["ts"]) + float(event["dur"])))
+    if not spans[True] or not spans[False]:
+        pytest.skip("the trace has no kernels of both kinds")
+    communication, computation = merged(spans[True]), merged(spans[False])
+    expected = common(communication, computation) / sum(end - begin for begin, end in communication)
+    table = commtrace.open(path).table("exposed_communication").set_index("step")
+    assert table.loc["all", "overlap"] == pytest.approx(expected, abs=1e-4)
+
+
 def tensor_bytes(value: Any) -> int:
     """Return the bytes of a tensor of an execution trace (elements and their bytes are items 3 and 4), or of a list."""
     if len(value) == 6 and isinstance(value[5], str):
