@@ -129,7 +129,10 @@ def test_check_has_a_status_for_it(nursery: Nursery, tmp_path: Path, capsys: pyt
     log = tmp_path / "log"
     ranks, _ = hang(nursery, log, "absent", 2)
     assert main(["check", str(log)]) == 4
-    assert capsys.readouterr().out.startswith("all_reduce 5 of ranks 0-1 has not completed: rank 0 entered it at ")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Rank 1 ")
+    assert lines[0].endswith("; rank 0 waited for it (confidence: medium).")
+    assert lines[1].startswith("all_reduce 5 of ranks 0-1 has not completed: rank 0 entered it at ")
     assert main(["report", str(log)]) == 0
     assert "still running" in " ".join(capsys.readouterr().out.split())
     ranks.kill(0, 1)

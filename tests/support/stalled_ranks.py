@@ -35,8 +35,9 @@ def places_of(kind: str) -> list[str]:
 
 
 def assert_two_culprits(culprits: Sequence[Any]) -> None:
-    """Assert that two independent hangs are known, "sleep" of rank 1 and, later, "lock" of rank 3."""
-    for culprit, rank, waiting, kind in zip(culprits, (1, 3), (0, 2), ("sleep", "lock"), strict=True):
+    """Assert that two independent hangs are known, "sleep" of rank 1 and "lock" of rank 3, whichever began first."""
+    ordered = sorted(culprits, key=lambda culprit: culprit.ranks)
+    for culprit, rank, waiting, kind in zip(ordered, (1, 3), (0, 2), ("sleep", "lock"), strict=True):
         assert (culprit.ranks, culprit.waiting, culprit.confidence) == ((rank,), (waiting,), "high")
         assert culprit.activity == KINDS[kind][0]
         assert culprit.line in places_of(kind)
