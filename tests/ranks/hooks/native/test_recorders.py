@@ -100,9 +100,11 @@ def test_records_are_equal(both: Both) -> None:
 
 
 def test_tables_are_equal(both: Both) -> None:
+    """A process that makes no progress for seconds, as on a busy machine, has stacks, too: these are left out."""
     for python, native in both[1]:
-        assert set(python.tables) == set(native.tables)
-        for table in python.tables:
+        tables = {*python.tables} - {"stacks"}
+        assert tables == {*native.tables} - {"stacks"}
+        for table in tables:
             assert rows(native, table) == rows(python, table), table
 
 
