@@ -16,6 +16,7 @@ import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -113,8 +114,9 @@ class ExecutionTrace:
         """Why the file was not read to its end, or ""."""
         return self._nodes.problem
 
+    @cached_property
     def stated_rank(self) -> int | None:
-        """Return the rank in the name of the file, else the one that its calls show. Raises ImportFileError."""
+        """The rank in the name of the file, else the one that its calls show. Raises ImportFileError."""
         rank = rank_in_name(self.path)
         if rank is None:
             for _ in self.batches():
@@ -124,7 +126,6 @@ class ExecutionTrace:
     def batches(self) -> Iterator[list[Any]]:
         """Yield the events in a list, when all nodes have been read. Raises ImportFileError."""
         numbers, parents = array("q"), array("q")
-        kept: list[dict[str, Any]] = []
         nodes: list[_Node] = []
         for batch in self._nodes.batches():
             for item in batch:
@@ -133,17 +134,13 @@ class ExecutionTrace:
                 parents.append(node.parent)
                 if _GROUPS in node.name:
                     self._add_groups(node)
-                elif (event := node.event()) is not None:
-                    kept.append(event)
+                elif not node.name.startswith(_OWN):
                     nodes.append(node)
         ends = _last_below(numbers, parents)
-        for event, node in zip(kept, nodes, strict=True):
-            event["dur"] = ends.get(node.number, node.number) - node.number + 0.5
-            if node.name == COMMS:
-                event["args"] = node.comms(self._name_of_backend)
         self.members |= {name: value for name, value in self._nodes.members.items() if name not in self.members}
-        self._find_rank(nodes, kept)
-        yield kept
+        events = [node.event(ends.get(node.number, node.number), self._name_of_backend) for node in nodes]
+        self._find_rank(nodes, events)
+        yield events
 
     def _add_groups(self, node: _Node) -> None:
         """Add the groups that exist when the trace begins. A group of all ranks is stated without its ranks."""
@@ -161,12 +158,13 @@ class ExecutionTrace:
                 group["ranks"] = [*range(ranks)]
         self.members["distributedInfo"] = {"pg_config": groups}
 
-    def _find_rank(self, nodes: Sequence[_Node], kept: Sequence[Mapping[str, Any]]) -> None:
+    def _find_rank(self, nodes: Sequence[_Node], events: Sequence[Mapping[str, Any]]) -> None:
         """Find the rank from this rank's position in groups with a known start and stride."""
         ranks = set()
-        for node, event in zip(nodes, kept, strict=True):
-            args = event["args"]
-            position = node.position if node.name == COMMS else None
+        for node, event in zip(nodes, events, strict=True):
+            if node.name != COMMS:
+                continue
+            args, position = event["args"], node.position
             start, stride, size = (natural(args.get(_ATTRIBUTES[name]), MOST_RANKS) for name in (
                 "global_rank_start", "global_rank_stride", "pg_size",
             ))  # fmt: skip
@@ -207,14 +205,21 @@ class _Node:
         at = self._place_of_name()
         return None if at is None else natural(self.inputs[at - 1], MOST_RANKS)
 
-    def event(self) -> dict[str, Any] | None:
-        """Return the event of a Kineto trace that this node is; None for one of the observer itself."""
-        if self.name.startswith(_OWN):
-            return None
-        arguments = self._operator_arguments() if "::" in self.name else {}
+    def event(self, last: int, name_of_backend: Mapping[int, str]) -> dict[str, Any]:
+        """Return the event of a Kineto trace that this node is.
+
+        Args:
+            last: The largest number of this node and those below it.
+            name_of_backend: Names of groups by the number of their backend.
+        """
+        arguments: dict[str, Any] = {}
+        if self.name == COMMS:
+            arguments = self._comms_arguments(name_of_backend)
+        elif is_operator(self.name):
+            arguments = self._operator_arguments()
         return {
             "cat": ANNOTATION if self.scope == _USER_SCOPE else OPERATOR, "name": self.name,
-            "ts": self.number, "dur": 0, "pid": 0, "tid": self.thread,
+            "ts": self.number, "dur": last - self.number + 0.5, "pid": 0, "tid": self.thread,
             "args": {**arguments, _RECORD_FUNCTION: self.record_function},
         }  # fmt: skip
 
@@ -231,15 +236,12 @@ class _Node:
             "Concrete Inputs": texts,
         }  # fmt: skip
 
-    def comms(self, name_of_backend: Mapping[int, str]) -> dict[str, Any]:
+    def _comms_arguments(self, name_of_backend: Mapping[int, str]) -> dict[str, Any]:
         """Return the arguments of a `record_param_comms` as Kineto has them.
 
         Its inputs are the tensors (none of a barrier or a wait), the number of the call, the group (its name and
         description; the number of its backend until schema 1.0.2), this rank's position in it or the root, the name of
         the operation, the splits of input and output, and since 1.0.3 the group's first rank, stride and size.
-
-        Args:
-            name_of_backend: Names of groups by the number of their backend.
         """
         stated = {
             name: self.attributes[attribute]

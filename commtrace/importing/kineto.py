@@ -66,7 +66,7 @@ class ExecutionTraces:
         """
         found = [known for pid in trace.processes for known in self._of_process.get(pid, ())]
         if len(found) > 1:
-            found = [known for known in found if rank is not None and known.stated_rank() == rank]
+            found = [known for known in found if rank is not None and known.stated_rank == rank]
             if not found:
                 return "what its execution trace states: which one is of its process is not known"
         if len(found) != 1:

@@ -118,6 +118,14 @@ def test_an_execution_trace_completes_the_kineto_trace_of_its_process(numbered: 
     assert run.events()["t_begin_ns"].gt(0).all()
 
 
+def test_a_call_without_operator_is_completed_by_its_number(tmp_path: Path) -> None:
+    sizes = lists(0, 5)
+    trace = json.loads(kineto(sizes, 7, 0))
+    trace["traceEvents"] = [event for event in trace["traceEvents"] if not event["name"].startswith("c10d::")]
+    run = imported({"rank0.json": json.dumps(trace), "et.json": sizes.text()}, tmp_path)
+    assert [payload for _, _, payload in calls(run)] == [40, 20]
+
+
 def test_processes_with_equal_ids_are_told_apart_by_their_ranks(tmp_path: Path) -> None:
     files: dict[str, str] = {}
     for rank in range(2):
