@@ -160,7 +160,7 @@ class Watcher:
         self._involved.update(*(own.involved for own in culprits))
         if not is_new:
             return
-        surest = {rank for own in culprits if own.confidence == culprits[0].confidence for rank in own.ranks}
+        surest = {rank for own in _surest(culprits) for rank in own.ranks}
         absent = {rank for call in rows_of(calls) for rank in parse_ranks(call.absent_ranks)}
         text = " ".join(diagnosis(tables))
         rows = {"culprits": [asdict(own) for own in culprits], **_rows(tables)}
@@ -220,9 +220,13 @@ def _may_go_on(culprits: Sequence[Culprit], calls: pd.DataFrame, seconds: float)
 
     One rank may evaluate, compile or write a checkpoint while the others wait for it.
     """
-    surest = [own for own in culprits if own.confidence == culprits[0].confidence]
     is_short = bool(len(calls)) and bool((calls["waited_ns"] < seconds * 1e9).all())
-    return is_short and bool(surest) and all(own.activity in _MAY_GO_ON for own in surest)
+    return is_short and bool(culprits) and all(own.activity in _MAY_GO_ON for own in _surest(culprits))
+
+
+def _surest(culprits: Sequence[Culprit]) -> list[Culprit]:
+    """Return the culprits with the highest confidence, which are the first."""
+    return [own for own in culprits if own.confidence == culprits[0].confidence]
 
 
 def _rows(tables: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

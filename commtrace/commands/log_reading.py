@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -18,22 +19,19 @@ class LogReading:
 
     def __init__(self, followed: FollowedRun) -> None:
         self._followed, self._began = followed, time.monotonic()
-        self._done = threading.Event()
-        self._live: LiveRun | None = None
-        self._error: BaseException | None = None
+        self._live: Future[LiveRun] = Future()
+        # Not of a pool: those are awaited at exit.
         threading.Thread(target=self._read, name="commtrace-reading", daemon=True).start()
 
     def _read(self) -> None:
         try:
-            self._live = self._followed.read()
+            self._live.set_result(self._followed.read())
         except BaseException as error:
-            self._error = error
-        finally:
-            self._done.set()
+            self._live.set_exception(error)
 
     def is_done(self, seconds: float = 0.0) -> bool:
         """Return whether it has ended, after at most some seconds."""
-        return self._done.wait(seconds)
+        return bool(wait([self._live], seconds).done)
 
     @property
     def seconds(self) -> float:
@@ -47,7 +45,4 @@ class LogReading:
 
     def result(self) -> LiveRun:
         """Return the state of the run, or raise what the reading has raised. It must have ended."""
-        if self._error is not None:
-            raise self._error
-        assert self._live is not None
-        return self._live
+        return self._live.result(0)
