@@ -17,7 +17,7 @@ from typing import Any
 
 from measuring import Row
 
-from commtrace.launchers import usable_cores
+from commtrace.process_setup.processor_limits import usable_cores
 
 FILE = Path(__file__).with_name("results.json")
 QUICK_PAIRS = 2

@@ -1,4 +1,4 @@
-"""Variables that torchrun, deepspeed, mpirun and srun set for each rank; usable cores and free ports of a host."""
+"""Variables that torchrun, deepspeed, mpirun and srun set for each rank; free ports of a host."""
 
 from __future__ import annotations
 
@@ -70,11 +70,6 @@ def launcher_value(
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether a launcher started this process as a rank. In a batch script, Slurm sets the rank, too."""
     return any(environ.get(launcher.world_size if launcher is SLURM else launcher.rank) for launcher in LAUNCHERS)
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def find_process(environ: MutableMapping[str, str]) -> LaunchedProcess:

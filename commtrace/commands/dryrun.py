@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.dryrun.dry_run import dry_run
     from commtrace.dryrun.isolation.policy import Writes
     from commtrace.dryrun.rank_processes import DryRunRequest
-    from commtrace.launchers import usable_cores
+    from commtrace.process_setup.processor_limits import usable_cores
 
     from .run import traced
 
@@ -111,7 +111,7 @@ def repeat(command: Sequence[str], run: RecordedRun, out: Path) -> None:
     from commtrace.dryrun.dry_run import ALL_DISTINCT, dry_run
     from commtrace.dryrun.isolation.policy import Writes
     from commtrace.dryrun.rank_processes import DryRunRequest
-    from commtrace.launchers import usable_cores
+    from commtrace.process_setup.processor_limits import usable_cores
 
     from .run import traced
 

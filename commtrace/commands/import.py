@@ -5,6 +5,8 @@ from the contents; --format names it where it cannot be told, or chooses one of
 several in a directory:
 
   kineto            traces of torch.profiler: .json, .json.gz
+  execution-trace   execution traces of torch.profiler; beside its traces, they
+                    add what those do not state
   flight-recorder   dumps of PyTorch's NCCL flight recorder: pickle or JSON
   nccl-inspector    JSON lines of the NCCL or RCCL Inspector: .log, .jsonl, .gz
   deepspeed-comms   DeepSpeed's CommsLogger: the output of log_summary(), or its

@@ -4,6 +4,7 @@
 - `events`: what importers yield: processes, calls, other work of the device, what is not known
 - `imported_log`: writes the events as an ordinary log, marked with its source; `imported_summary` writes calls that the
   source only counts
+- `events_of_files`: reads the events of many files in worker processes
 - `import_run`: imports files and directories
 - `json_stream`: reads large JSON files in pieces; `json_lines`: reads files of lines
 - `enclosing`: spans of time that nest, and unions of spans

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +40,7 @@ from .events import (
     Problem,
     StepSpans,
 )
+from .events_of_files import EventReader, events_of_files
 from .formats import Format
 from .imported_summary import ImportedSummary
 
@@ -264,7 +265,7 @@ def _sizes(call: ImportedCall) -> str:
     return "payload" if call.payload is None else "own share" if call.local is None else ""
 
 
-def _readers(files: Sequence[tuple[Path, Format]]) -> dict[str, Callable[[Path], Iterator[Event]]]:
+def _readers(files: Sequence[tuple[Path, Format]]) -> dict[str, EventReader]:
     """Return what yields the events of a file, by the name of its format; without formats that complete another."""
     paths: dict[str, list[Path]] = defaultdict(list)
     for path, known in files:
@@ -298,11 +299,10 @@ def write_imported_log(files: Sequence[tuple[Path, Format]], folder: Path, run: 
     result = ImportedRun()
     logs: dict[tuple[Any, ...], _ProcessLog] = {}
     origin, readers = None, _readers(files)
-    for path, known in files:
-        if known.name not in readers:
-            continue
+    read = [(path, readers[known.name]) for path, known in files if known.name in readers]
+    for path, events in events_of_files(read, folder):
         log: _ProcessLog | None = None
-        for event in readers[known.name](path):
+        for event in events:
             if isinstance(event, ImportedProcess):
                 rank = event.rank if event.rank is not None else _free_rank(logs.values())
                 key = rank, event.host, event.pid

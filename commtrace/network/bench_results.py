@@ -31,8 +31,8 @@ from typing import Any
 
 from commtrace import identity
 from commtrace.formatting import format_plural
-from commtrace.launchers import usable_cores
 from commtrace.output_files import atomic_write
+from commtrace.process_setup.processor_limits import usable_cores
 from commtrace.process_setup.variables import read_transport_variables
 
 from . import NetworkError

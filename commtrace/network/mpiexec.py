@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commtrace.errors import LaunchError
-from commtrace.launchers import usable_cores
+from commtrace.process_setup.processor_limits import usable_cores
 
 
 def find_mpiexec() -> str:

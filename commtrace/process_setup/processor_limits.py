@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +14,12 @@ _NODES: Final = "/sys/devices/system/node"
 _CGROUPS: Final = "/sys/fs/cgroup"
 _NO_MEMORY_LIMIT: Final = 1 << 60
 """Bytes from which a limit of version 1, whose largest number stands for none, limits nothing."""
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may keep busy, at least 1: a container may have a part of a host."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, math.ceil(read_limits().get("cpus") or cores))
 
 
 def core_list() -> str:

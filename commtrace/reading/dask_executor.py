@@ -28,7 +28,7 @@ from uuid import uuid4
 import commtrace
 from commtrace.errors import ClusterError, LogError, MissingLibraryError
 from commtrace.formatting import format_plural
-from commtrace.launchers import usable_cores
+from commtrace.process_setup.processor_limits import usable_cores
 
 from .run_parts import Executor, Facts, Merge, ReadPart, Result, RunPart, batches, read_part, set_facts
 

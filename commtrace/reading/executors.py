@@ -9,13 +9,14 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, Union
 
 from commtrace.errors import CommtraceError
-from commtrace.launchers import usable_cores
+from commtrace.process_setup.processor_limits import usable_cores
 
 from .run_parts import Executor, ReadPart, Result, RunPart, read_part, set_facts
 
@@ -51,19 +52,38 @@ class WorkerProcesses(Executor):
     def map(self, name: str, function: ReadPart[Result], parts: Sequence[RunPart]) -> Iterator[Result]:
         """Yield the results of the parts."""
         records = sum(segment.count for part in parts for segment in part.segments)
-        workers = min(usable_cores(), MAX_WORKERS, len(parts))
-        context = _process_context() if records >= MIN_PARALLEL_RECORDS and workers > 1 else None
-        if context is None:
-            yield from super().map(name, function, parts)
-            return
-        pool = futures.ProcessPoolExecutor(workers, context)
-        try:
-            yield from PoolExecutor(pool).map(name, function, parts)
-        except BrokenProcessPool:
-            folder = os.path.commonpath([segment.path.parent for part in parts for segment in part.segments])
-            raise CommtraceError(f"{folder}: a worker process was killed, probably because memory ran out") from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+        is_large = records >= MIN_PARALLEL_RECORDS
+        with worker_pool(len(parts) if is_large else 0, (s.path for part in parts for s in part.segments)) as pool:
+            results = (
+                super().map(name, function, parts) if pool is None else PoolExecutor(pool).map(name, function, parts)
+            )
+            yield from results
+
+
+@contextlib.contextmanager
+def worker_pool(tasks: int, files: Iterable[Path]) -> Iterator[futures.ProcessPoolExecutor | None]:
+    """Yield a pool of worker processes for a number of tasks; None if it would have only one, or none can be started.
+
+    Args:
+        tasks: The number.
+        files: Files that the tasks read, for the error.
+
+    Raises:
+        CommtraceError: A worker process was killed.
+    """
+    workers = min(usable_cores(), MAX_WORKERS, tasks)
+    context = _process_context() if workers > 1 else None
+    if context is None:
+        yield None
+        return
+    pool = futures.ProcessPoolExecutor(workers, context)
+    try:
+        yield pool
+    except BrokenProcessPool:
+        folder = os.path.commonpath([file.parent for file in files])
+        raise CommtraceError(f"{folder}: a worker process was killed, probably because memory ran out") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _process_context() -> multiprocessing.context.BaseContext | None:

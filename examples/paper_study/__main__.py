@@ -13,7 +13,7 @@ from typing import Final
 
 from commtrace.commands.option_types import positive_integer
 from commtrace.errors import CommtraceError
-from commtrace.launchers import usable_cores
+from commtrace.process_setup.processor_limits import usable_cores
 
 from .experiments import exclusive_lock, find_done, run_missing
 from .page import DATA, PAGE, Study, write

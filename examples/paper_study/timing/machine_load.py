@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from commtrace.launchers import usable_cores
+from commtrace.process_setup.processor_limits import usable_cores
 from examples.paper_study.experiments import execute
 
 FILE: Final = "machine.json"

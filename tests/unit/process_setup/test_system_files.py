@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from commtrace.process_setup import processor_limits
 from commtrace.process_setup.devices import read_devices
 from commtrace.process_setup.network_interfaces import Link, read_interfaces, read_links
 from commtrace.process_setup.processor_limits import core_list, read_limits, read_processors
@@ -35,6 +37,15 @@ def test_limits_of_version_1(tmp_path: Path) -> None:
     write(groups / "memory/job", memory_DOT_limit_in_bytes="1073741824")
     membership.write_text("5:memory:/job\n3:cpu,cpuacct:/job\n1:name=systemd:/x\n")
     assert read_limits(str(groups), str(membership)) == {"cpus": 4.0, "memory_bytes": 1 << 30}
+
+
+@pytest.mark.parametrize(("limits", "cores"), [({}, 8), ({"cpus": 2.5}, 3), ({"cpus": 0.1}, 1), ({"cpus": 64.0}, 8)])
+def test_a_part_of_a_host_has_fewer_usable_cores(
+    limits: dict[str, float], cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor_limits, "read_limits", lambda: limits)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)}, raising=False)
+    assert processor_limits.usable_cores() == cores
 
 
 @pytest.mark.parametrize("text", ["", "garbage\n", "0::\n", "1:cpu:/a\n2:memory:/../..\n"])
