@@ -8,7 +8,7 @@ launches the kernel of a group of calls after them, at the end of the group.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -332,15 +332,24 @@ def _timed(events: Sequence[Any], clock: TraceClock) -> tuple[list[Any], Times, 
 
 
 def _outermost(events: Sequence[HostEvent], begin: Times, end: Times) -> list[HostCall]:
-    """Return the events as calls: those within an event of the same thread belong to its call. In order of begin."""
+    """Return the events as calls: those within an event of the same thread belong to its call. In order of begin.
+
+    Operators of `c10d` call no other ones: where an execution trace has one below another, it lost the end of that.
+    """
     calls: list[HostCall] = []
-    last: dict[int, HostCall] = {}
+    around: dict[int, list[HostCall]] = defaultdict(list)
     for row in np.lexsort((-end, begin)).tolist():
-        event = events[row]
-        outer = last.get(event.thread)
-        if outer is not None and begin[row] < outer.end:
+        event, open_calls = events[row], around[events[row].thread]
+        while open_calls and begin[row] >= open_calls[-1].end:
+            open_calls.pop()
+        outer = open_calls[-1] if open_calls else None
+        if outer is not None and not (_is_c10d(event) and any(map(_is_c10d, outer.events))):
             outer.events.append(event)
         else:
-            last[event.thread] = HostCall([event], int(begin[row]), int(end[row]))
-            calls.append(last[event.thread])
+            calls.append(HostCall([event], int(begin[row]), int(end[row])))
+            open_calls.append(calls[-1])
     return calls
+
+
+def _is_c10d(event: HostEvent) -> bool:
+    return event.name.startswith("c10d::")

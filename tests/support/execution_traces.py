@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 FLAT, PLAIN, ATTRIBUTED = "1.0.1", "1.0.2-chakra.0.0.4", "1.1.1-chakra.0.0.4"
@@ -60,10 +61,12 @@ class ExecutionTraceFactory:
         self._open[tid].append(self._next())
         return self
 
-    def end(self, name: str, scope: int = _USER_SCOPE, tid: int = 1) -> ExecutionTraceFactory:
-        """Write the node that began last: an annotation, or with scope 0 a function."""
+    def end(
+        self, name: str, scope: int = _USER_SCOPE, tid: int = 1, inputs: Sequence[Any] = (), types: Sequence[str] = ()
+    ) -> ExecutionTraceFactory:
+        """Write the node that began last: an annotation, or with scope 0 a function with its arguments."""
         number = self._open[tid].pop()
-        self._write(name, number, self._open[tid][-1], [], [], scope, tid)
+        self._write(name, number, self._open[tid][-1], [*inputs], [*types], scope, tid)
         return self
 
     def call(

@@ -69,6 +69,20 @@ def test_steps_phases_and_purposes_come_from_what_encloses_a_call(tmp_path: Path
     assert run.table("step_by_place")["place"].tolist()[0] == "layer"
 
 
+def test_a_call_below_one_whose_end_is_lost_is_a_call_of_its_own(tmp_path: Path) -> None:
+    """An asynchronous send over gloo ends after its operator: the next node is recorded below it."""
+    trace = ExecutionTraceFactory(rank=1)
+    sent, received = trace.tensor(8), trace.tensor(6)
+    types = ["GenericList[Tensor(float)]", "Object", "Int", "Int"]
+    trace.begin().call(
+        "c10d::recv_", "recv", [[received], "<Object>", 0, 3], types, sent=[received], received=[received]
+    )
+    trace.end("c10d::send", 0, inputs=[[sent], "<Object>", 0, 3], types=types)
+    table = imported({"rank1.json": trace.text()}, tmp_path).events()
+    assert table["op"].tolist() == ["send", "recv"]
+    assert table["payload_bytes"].tolist() == [32, 24]
+
+
 def test_an_execution_trace_has_no_times(tmp_path: Path) -> None:
     run = imported({"rank0.json": ExecutionTraceFactory(ranks=1).all_reduce(1).text()}, tmp_path)
     events = run.events()
