@@ -30,9 +30,9 @@ sys.path.insert(0, str(ROOT))
 
 from torch_releases import LIBRARIES, Release, TorchFiles, internals, releases, undefined  # noqa: E402
 
-from commtrace import launchers  # noqa: E402
 from commtrace.hooks.native import libraries  # noqa: E402
 from commtrace.hooks.native.libraries import Flags, Library  # noqa: E402
+from commtrace.process_setup.processor_limits import usable_cores  # noqa: E402
 
 POLICY: Final = "manylinux_2_28"
 _FACTS: Final = (
@@ -97,7 +97,7 @@ def build_libraries(python: Python, available: Sequence[TorchFiles], folder: Pat
     """
     stubs = _stubs(folder)
     yield _compile(libraries.MPI, python, Flags(), folder, "")
-    with ThreadPoolExecutor(launchers.usable_cores()) as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         torches = [torch for torch in available if python.tag in torch.release.urls]
         yield from pool.map(lambda torch: _build_for(torch, python, stubs, folder), torches)
 

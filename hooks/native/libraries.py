@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from commtrace import launchers
 from commtrace.errors import CommtraceError
+from commtrace.process_setup.processor_limits import usable_cores
 from commtrace.process_setup.setup_reader import slower_recorder
 from commtrace.schema import RECORD
 
@@ -270,7 +270,7 @@ class Library:
                 [compiler, *_FLAGS, f"-I{python}", *flags.compile, "-c", str(_FOLDER / source), "-o", output]
                 for source, output in zip(self.sources, objects, strict=True)
             ]
-            with ThreadPoolExecutor(launchers.usable_cores()) as pool:
+            with ThreadPoolExecutor(usable_cores()) as pool:
                 list(pool.map(self._run, commands))
             self._run([compiler, "-shared", *objects, *flags.link, "-o", str(to)])
 
