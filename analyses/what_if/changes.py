@@ -4,6 +4,8 @@
                             relative to the second one, on which the run was recorded
     scale-network=2x        transfers take half; of one dimension, operation or purpose: scale-network=data:2x
     free=WHAT               transfers of a dimension, operation or purpose take no time
+    overlap                 gradients and parameters run in the background as long as dependencies allow (`overlap`); of
+                            one dimension, operation or purpose: overlap=data
     compute=0.5x            computation takes half
     without-straggler=RANK  a rank computes no longer than the median of the others in the same part of a step;
                             "worst": the rank with which the step becomes shortest
@@ -41,6 +43,7 @@ from .changed_run import (
     worst_straggler,
 )
 from .message_dtype import DTYPES, with_message_dtype
+from .overlap import with_overlap
 from .recorded_graph import Part
 
 WORST: Final = "worst"
@@ -100,6 +103,12 @@ def _free(text: str, value: str) -> NamedChange:
     if not value:
         raise CommtraceError(f"{text!r}: the dimension, operation or purpose is missing, such as free=data")
     return _of_delays(text, lambda run, delays: _scaled(delays, run.selected(value), 0.0))
+
+
+def _overlap(text: str, value: str) -> NamedChange:
+    if text.endswith("="):
+        raise CommtraceError(f"{text!r}: the dimension, operation or purpose is missing, such as overlap=data")
+    return NamedChange(text, lambda run: with_overlap(run, value))
 
 
 def _compute(text: str, value: str) -> NamedChange:
@@ -266,6 +275,7 @@ _CHANGES: Final[dict[str, Callable[[str, str], NamedChange]]] = {
     "network": _network,
     "scale-network": _scale_network,
     "free": _free,
+    "overlap": _overlap,
     "compute": _compute,
     "without-straggler": _without_straggler,
     "balance": _balance,
@@ -279,6 +289,7 @@ def all_changes(run: ReplayedRun) -> Sequence[NamedChange]:
     """Return the changes of the catalogue that apply to any run, and those of its dimensions and largest purposes."""
     texts = ["without-straggler=worst", "balance", "no-wait", "compute=0.5x", "scale-network=2x", "scale-network=0.5x"]
     calls, replay = run.replay.paths.calls, run.replay
+    texts.append("overlap")
     for column, most in (("role", MAX_STRAGGLERS), ("op", MAX_STRAGGLERS), ("purpose", 3)):
         is_transfer = replay.part == Part.TRANSFER
         codes = calls[column][replay.call[is_transfer]]

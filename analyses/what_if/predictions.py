@@ -47,6 +47,7 @@ from .buckets import BucketsError
 from .changed_run import ChangedRun, ReplayedRun, worst_straggler
 from .changes import all_changes, changed_run
 from .critical_parts import critical_parts, largest_parts
+from .overlap import OverlapError
 from .recorded_graph import Part, Replay, read_replay
 
 AS_RECORDED: Final = "as recorded"
@@ -142,7 +143,7 @@ def what_if(changed: ChangedRun, *, catalogue: bool = False, variation: float = 
         for change in all_changes(changed.recorded):
             try:
                 run = changed.with_change(change)
-            except BucketsError:  # the run does not show what other buckets would change
+            except (BucketsError, OverlapError):  # it does not apply to the run
                 continue
             more.append(predicted(prefix + change.text, run))
             remarks += run.remarks

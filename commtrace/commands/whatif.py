@@ -7,6 +7,7 @@ on all ranks. Options of changes compose, in the order in which they are given:
     commtrace whatif logs/run1 --scale-network 2x --without-straggler worst
     commtrace whatif logs/run1 --network new.json,old.json
     commtrace whatif logs/run1 --bucket 50MB
+    commtrace whatif logs/run1 --overlap
     commtrace whatif logs/run1 --required-bandwidth
     commtrace whatif logs/dryrun --required-bandwidth --computation 250ms
 
@@ -46,6 +47,8 @@ _VALUES: Final = {
     "--scale-network": ("[WHAT:]FACTOR", "transfers are so many times as fast, such as 2x; of one dimension, operation "
         "or purpose: data:2x"),
     "--free": ("WHAT", "transfers of a dimension, operation or purpose take no time"),
+    "--overlap": ("[WHAT]", "gradients and parameters, or those of a dimension, operation or purpose, run in the "
+        "background as long as dependencies allow: the shortest step that overlap allows"),
     "--compute": ("FACTOR", "computation takes so many times as long, such as 0.5x"),
     "--without-straggler": ("RANK", "a rank computes no longer than the median of the others; worst: the one with "
         "which the step becomes shortest"),
@@ -66,7 +69,7 @@ class _Change(argparse.Action):
         self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
     ) -> None:
         name = str(option).removeprefix("--")
-        namespace.changes = [*namespace.changes, f"{name}={values}" if self.nargs is None else name]
+        namespace.changes = [*namespace.changes, f"{name}={values}" if isinstance(values, str) else name]
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +78,9 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         help="log directory, as in COMMTRACE, or one run's directory in it; several: dry runs")  # fmt: skip
     changes = parser.add_argument_group("changes")
     for option, (metavar, text) in _VALUES.items():
-        changes.add_argument(option, metavar=metavar, action=_Change, dest="changes", default=[], help=text)
+        optional = metavar.strip("[]") if metavar.startswith("[") and metavar.endswith("]") else ""
+        changes.add_argument(option, metavar=optional or metavar, nargs="?" if optional else None, action=_Change,
+            dest="changes", default=[], help=text)  # fmt: skip
     for option, text in _FLAGS.items():
         changes.add_argument(option, nargs=0, action=_Change, dest="changes", default=[], help=text)
     parser.add_argument(
