@@ -30,8 +30,9 @@ from commtrace.analyses.what_if.predictions import median_step_ns, replayed_run,
 from commtrace.run import open_run
 
 TRAINING: Final = Path(__file__).with_name("what_if_training.py")
+OVERLAPPING: Final = Path(__file__).with_name("what_if_overlap.py")
 RATES: Final = ("300mbit", "1gbit", "2gbit", "4gbit", "8gbit")
-STEPS: Final = 40
+STEPS: Final = ("steps=40",)
 SCHEMES: Final = ("ddp", "zero1", "fsdp2")
 RANKS: Final = 2
 LATE: Final = (10.0, 30.0, 80.0)
@@ -44,6 +45,16 @@ DTYPE_RATES: Final = ("300mbit", "1gbit")
 DTYPE_BACKWARD_MS: Final = (0.0, 15.0)
 DTYPE_SCHEMES: Final = ("ddp", "fsdp2")
 DTYPE_RUNS: Final = 2
+OVERLAP_JOBS: Final = (
+    ("buckets", 2, "200mbit", (), "overlap"),
+    ("buckets", 2, "800mbit", (), "overlap"),
+    ("fsdp2", 2, "200mbit", (), "overlap=all_gather"),
+    ("fsdp2", 2, "200mbit", ("forward_ms=90",), "overlap=all_gather"),
+    ("buckets", 4, "400mbit", (), "overlap"),
+    ("fsdp2", 4, "400mbit", (), "overlap=all_gather"),
+)
+"""Scheme, ranks, network, options and change of the program that overlaps its communication, or does not. FSDP2 over
+gloo gathers parameters in the background, but does not reduce gradients there."""
 WIDTHS: Final = "widths=512,512,1024,512,256,1024,512,512,256,512"
 """Layers of 0.5 to 2 MiB, 10.5 MiB together."""
 
@@ -87,14 +98,16 @@ def link(rate: str) -> Iterator[list[str]]:
         subprocess.run(["ip", "netns", "del", name], check=True)
 
 
-def train(inside: Sequence[str], log: Path, scheme: str, *options: str) -> None:
+def train(
+    inside: Sequence[str], log: Path, scheme: str, *options: str, program: Path = TRAINING, ranks: int = RANKS
+) -> None:
     """Record a training, unless that was done before."""
     if log.exists():
         return
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--master-port=29611"]
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=29611"]
     environment = {**os.environ, "COMMTRACE": str(log), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [*inside, "timeout", "300", *launch, str(TRAINING), scheme, f"steps={STEPS}", *options]
+    command = [*inside, "timeout", "300", *launch, str(program), scheme, *options]
     subprocess.run(command, check=True, env=environment, capture_output=True)
 
 
@@ -139,7 +152,7 @@ def networks(folder: Path) -> Iterator[Case]:
         with link(rate) as inside:
             bench(inside, folder / f"{rate}.json")
             for scheme in SCHEMES:
-                train(inside, folder / rate / scheme, scheme)
+                train(inside, folder / rate / scheme, scheme, *STEPS)
     for before, after in itertools.permutations(RATES, 2):
         for scheme in SCHEMES:
             change = f"network={folder / after}.json,{folder / before}.json"
@@ -155,8 +168,8 @@ def stragglers(folder: Path) -> Iterator[Case]:
         for scheme in SCHEMES:
             equal = equal_runs(folder, scheme)
             for late_ms, after in zip(LATE, equal, strict=True):
-                train(inside, folder / f"{scheme}-late-{late_ms:g}", scheme, "late=1", f"late_ms={late_ms}")
-                train(inside, after, scheme)
+                train(inside, folder / f"{scheme}-late-{late_ms:g}", scheme, *STEPS, "late=1", f"late_ms={late_ms}")
+                train(inside, after, scheme, *STEPS)
             for late_ms, after in zip(LATE, equal, strict=True):
                 log, others = folder / f"{scheme}-late-{late_ms:g}", [path for path in equal if path != after]
                 yield predicted("straggler", f"{scheme}, {late_ms:g} ms", log, "without-straggler=worst", after, others)
@@ -170,7 +183,7 @@ def stragglers(folder: Path) -> Iterator[Case]:
 def buckets(folder: Path) -> Iterator[Case]:
     """Yield cases for each ordered pair of sizes of buckets: transfers fitted to the run, or to a measured network."""
     for rate, backward_ms in BUCKET_JOBS:
-        options = ["samples=128", WIDTHS, f"backward_ms={backward_ms}"]
+        options = [*STEPS, "samples=128", WIDTHS, f"backward_ms={backward_ms}"]
         with link(rate) as inside:
             bench(inside, folder / f"{rate}.json")
             for number, size in itertools.product(range(REPETITIONS), BUCKETS_MB):
@@ -211,6 +224,21 @@ def dtypes(folder: Path) -> Iterator[Case]:
         yield predicted("dtype, control", name, first, "compute=1x", second, runs["float32"])
 
 
+def overlaps(folder: Path) -> Iterator[Case]:
+    """Yield a case for each job: synchronous, then in the background. Predictions are printed before the second run."""
+    for scheme, ranks, rate, options, change in OVERLAP_JOBS:
+        name = ", ".join([scheme, f"{ranks} ranks", rate, *options])
+        logs = [folder / f"overlap-{name.replace(', ', '-')}-{background}" for background in (0, 1)]
+        with link(rate) as inside:
+            for background, log in enumerate(logs):
+                own = [f"background={background}", *options]
+                train(inside, log, scheme, *own, program=OVERLAPPING, ranks=ranks)
+                if not background:
+                    ns = what_if(changed_run(replayed_run(open_run(log)), [change]))["step_ns"].iloc[-1]
+                    print(f"predicted: {name}: {ns / 1e6:.1f} ms", file=sys.stderr, flush=True)
+        yield predicted("overlap", name, logs[0], change, logs[1])
+
+
 def _bucket_job(rate: str, backward_ms: float) -> str:
     return f"{rate}, backward {'long' if backward_ms else 'short'}"
 
@@ -223,7 +251,7 @@ def main() -> None:
     """Run all pairs, print them, misses first, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("pairs.json"))
-    parser.add_argument("--kind", choices=("straggler", "network", "bucket", "dtype"), action="append")
+    parser.add_argument("--kind", choices=("straggler", "network", "bucket", "dtype", "overlap"), action="append")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--show", type=Path, help="print the results in a file again, and measure nothing")
     options = parser.parse_args()
@@ -231,7 +259,7 @@ def main() -> None:
         print(*tables([Case(**case) for case in json.loads(options.show.read_text())]), sep="\n")
         return
     # The first has the equal runs.
-    makers = {"straggler": stragglers, "network": networks, "bucket": buckets, "dtype": dtypes}
+    makers = {"straggler": stragglers, "network": networks, "bucket": buckets, "dtype": dtypes, "overlap": overlaps}
     folder = options.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     cases = [case for kind in options.kind or makers for case in makers[kind](folder)]

@@ -22,7 +22,7 @@ from commtrace.analyses.grouping import Array
 from commtrace.errors import CommtraceError
 from commtrace.formatting import format_count
 
-from .changed_run import ChangedRun, ReplayedRun
+from .changed_run import ChangedRun
 from .event_graph import CircularEventsError
 from .overlap_rules import END_OF_STEP, OverlapRules, Spans
 from .recorded_graph import Part, Replay
@@ -70,7 +70,7 @@ def with_overlap(run: ChangedRun, what: str) -> ChangedRun:
         raise OverlapError(f"{path}: its ranks would wait for each other in a circle: {error}") from None
     moved = call[changes]
     return replace(
-        run, replayed=ReplayedRun(run.recorded.run, changed), delays=delays,
+        run, replayed=replace(run.replayed, replay=changed), delays=delays,
         remarks=(*run.remarks, *_remarks(replay, moved, rules)),
     )  # fmt: skip
 

@@ -281,7 +281,9 @@ def _wire_and_bandwidth(replayed: ReplayedRun, delays: Array, edges: Array) -> t
     replay, calls = replayed.replay, replayed.replay.paths.calls
     transfers, _ = replay.transfers(np.flatnonzero(edges))
     call, payload = replay.call[transfers], replay.payload(transfers)
-    size = calls.per_call(calls.expected)
+    size, local = calls.per_call(calls.expected), calls["local"]
+    if (ranks := replayed.new_world_size) is not None:
+        size, local = np.full(len(size), ranks), local * (replayed.run.world_size or 1) / ranks
     rank = np.array([process.rank for process in replayed.run.processes])[calls["process"]]
     total = 0.0
     for code in np.unique(calls["op"][call]):
@@ -289,7 +291,7 @@ def _wire_and_bandwidth(replayed: ReplayedRun, delays: Array, edges: Array) -> t
         of = call[at]
         try:
             sent = wire_bytes(
-                str(calls.categories["op"][code]), payload[at], calls["local"][of], size[of],
+                str(calls.categories["op"][code]), payload[at], local[of], size[of],
                 peer_is_self=(calls["peer"][of] == rank[of]).astype(np.int64),
             )  # fmt: skip
         except ValueError:

@@ -8,6 +8,7 @@ on all ranks. Options of changes compose, in the order in which they are given:
     commtrace whatif logs/run1 --network new.json,old.json
     commtrace whatif logs/run1 --bucket 50MB
     commtrace whatif logs/run1 --overlap
+    commtrace whatif logs/run1 --network net.json,net.json --world-size 64
     commtrace whatif logs/run1 --required-bandwidth
     commtrace whatif logs/dryrun --required-bandwidth --computation 250ms
 
@@ -54,6 +55,7 @@ _VALUES: Final = {
         "which the step becomes shortest"),
     "--bucket": ("SIZE", "DistributedDataParallel closes buckets of gradients at this size, such as 50MB (of 2**20 "
         "bytes, as bucket_cap_mb)"),
+    "--world-size": ("N", "a data-parallel job runs on so many ranks, each of which computes as long (weak scaling)"),
     "--dtype": ("TYPE", "gradients and parameters that are sent as float32 are sent as bf16 or fp16"),
 }  # fmt: skip
 _FLAGS: Final = {
