@@ -23,6 +23,8 @@ _REACH = 9.0
 def expected_maximum(ranks: int) -> float:
     """Return the expected maximum of so many independent values, in standard deviations from their mean."""
     x, width = np.linspace(-_REACH, _REACH, 20_001, retstep=True)
+    if ranks < 2:
+        return 0.0
     density = np.exp(-x * x / 2) / np.sqrt(2 * np.pi)
     below = np.cumsum(density) * width
     below = np.clip(below - density * width / 2, 0, 1)  # the trapezoidal rule

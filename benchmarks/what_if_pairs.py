@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from layout_pairs import links, run
+
 from commtrace.analyses.what_if.changes import changed_run
 from commtrace.analyses.what_if.predictions import median_step_ns, replayed_run, variation_of_runs, what_if
 from commtrace.run import open_run
@@ -55,6 +57,10 @@ OVERLAP_JOBS: Final = (
 )
 """Scheme, ranks, network, options and change of the program that overlaps its communication, or does not. FSDP2 over
 gloo gathers parameters in the background, but does not reduce gradients there."""
+WORLD_SIZES: Final = {"buckets": (2, 4, 8), "fsdp2": (2, 4)}
+WORLD_SIZE_RATE: Final = "200mbit"
+WORLD_SIZE_NETWORK: Final = "25MB/s+200us"
+"""Description of links of that rate; the latency is a guess."""
 WIDTHS: Final = "widths=512,512,1024,512,256,1024,512,512,256,512"
 """Layers of 0.5 to 2 MiB, 10.5 MiB together."""
 
@@ -239,6 +245,33 @@ def overlaps(folder: Path) -> Iterator[Case]:
         yield predicted("overlap", name, logs[0], change, logs[1])
 
 
+def world_sizes(folder: Path) -> Iterator[Case]:
+    """Yield cases for other numbers of ranks, each behind a link of its own. Predictions precede the runs they are of.
+
+    Transfers follow from the run alone, or from a described network with the bandwidth of the links.
+    """
+    for scheme, sizes in WORLD_SIZES.items():
+        logs = {ranks: folder / f"ranks-{scheme}-{ranks}" for ranks in sizes}
+        for ranks, log in logs.items():
+            if not log.exists():
+                with links(WORLD_SIZE_RATE, ranks) as inside:
+                    run(inside, [sys.executable, str(OVERLAPPING), scheme, "steps=8"], log)
+            for more in sizes:
+                if more > ranks:
+                    for change in _world_size_changes(more).values():
+                        ns = what_if(changed_run(replayed_run(open_run(log)), change.split()))["step_ns"].iloc[-1]
+                        print(f"predicted: {scheme}, {ranks} to {more}, {change}: {ns / 1e6:.1f} ms", file=sys.stderr,
+                            flush=True)  # fmt: skip
+        for before, after in itertools.permutations(sizes, 2):
+            for kind, change in _world_size_changes(after).items():
+                yield predicted(kind, f"{scheme}, {before} to {after} ranks", logs[before], change, logs[after])
+
+
+def _world_size_changes(ranks: int) -> dict[str, str]:
+    network = WORLD_SIZE_NETWORK
+    return {"ranks": f"world-size={ranks}", "ranks, network": f"network={network},{network} world-size={ranks}"}
+
+
 def _bucket_job(rate: str, backward_ms: float) -> str:
     return f"{rate}, backward {'long' if backward_ms else 'short'}"
 
@@ -247,22 +280,30 @@ def _bucket_run(folder: Path, rate: str, backward_ms: float, size: int, number: 
     return folder / f"buckets-{rate}{'-long' * bool(backward_ms)}" / f"{size}mb-{number}"
 
 
+_KINDS: Final = {
+    "straggler": stragglers,  # has the equal runs of the next one
+    "network": networks,
+    "bucket": buckets,
+    "dtype": dtypes,
+    "overlap": overlaps,
+    "ranks": world_sizes,
+}
+
+
 def main() -> None:
     """Run all pairs, print them, misses first, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("pairs.json"))
-    parser.add_argument("--kind", choices=("straggler", "network", "bucket", "dtype", "overlap"), action="append")
+    parser.add_argument("--kind", choices=[*_KINDS], action="append")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--show", type=Path, help="print the results in a file again, and measure nothing")
     options = parser.parse_args()
     if options.show is not None:
         print(*tables([Case(**case) for case in json.loads(options.show.read_text())]), sep="\n")
         return
-    # The first has the equal runs.
-    makers = {"straggler": stragglers, "network": networks, "bucket": buckets, "dtype": dtypes, "overlap": overlaps}
     folder = options.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    cases = [case for kind in options.kind or makers for case in makers[kind](folder)]
+    cases = [case for kind in options.kind or _KINDS for case in _KINDS[kind](folder)]
     options.out.write_text(json.dumps([asdict(case) for case in cases], indent=1))
     print(*tables(cases), sep="\n")
 

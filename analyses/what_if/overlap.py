@@ -139,7 +139,8 @@ def _begin_earlier(rewiring: Rewiring, call: Array, first: Array) -> None:
         edges = edges[replay.part[edges] == Part.COMPUTATION]
         # Without computation before it, the pass begins with the call.
         sources = replay.graph.source[edges] if len(edges) else replay.begun[[own]]
-        rewiring.add(np.unique(sources), np.int64(event), 0.0, Part.ORDER, np.int64(own))
+        for source in np.unique(sources).tolist():
+            rewiring.add_edge(source, event, np.zeros(len(rewiring.delays)), Part.ORDER, own)
     begins = np.full(len(replay.graph.start), -1)
     begins[replay.begun[call]] = passes[number]
     edges = np.flatnonzero((begins[replay.graph.source] >= 0) & np.isin(replay.part, (Part.ORDER, Part.TRANSFER)))

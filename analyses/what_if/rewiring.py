@@ -61,7 +61,7 @@ class Rewiring:
 
     def add(
         self, source: Array, target: Array, delay: Array | float, part: Array | Part, call: Array, *,
-        waits: bool = False, before: Array | int = -1, message: Array | int = -1,
+        waits: Array | bool = False, before: Array | int = -1, message: Array | int = -1,
     ) -> None:  # fmt: skip
         """Add edges with columns of any one shape; `delay` has one more axis, the rows of delays, as its first one."""
         source, target, call = np.broadcast_arrays(source, target, call)

@@ -99,7 +99,7 @@ def _data_parallel_ranks(run: ReplayedRun) -> int:
     hint = "predict it from dry runs of that world size: commtrace dryrun --world-size, then whatif with its logs"
     if others:
         raise CommtraceError(
-            f"{path}: --world-size changes data parallelism alone, and its steps have calls of {', '.join(others)}, too, "
+            f"{path}: --world-size changes data parallelism alone; its steps have calls of {', '.join(others)}, too, "
             f"whose ranks and sizes depend on the layout; {hint}"
         )
     ops = sorted({str(op) for op in calls.text("op", call)} - {*COLLECTIVES, BARRIER})

@@ -135,7 +135,7 @@ def test_other_dimensions_are_refused(tmp_path: Path) -> None:
                 )  # fmt: skip
             files.write(rows).end()
     replayed = replayed_run(open_run(tmp_path / "tensor"))
-    with pytest.raises(CommtraceError, match="have calls of tensor, too.*commtrace dryrun --world-size"):
+    with pytest.raises(CommtraceError, match=r"have calls of tensor, too.*commtrace dryrun --world-size"):
         changed_run(replayed, ["world-size=8"])
     with pytest.raises(CommtraceError, match="calls among 2 of 4 ranks"):
         changed_run(replayed_run(open_run(tmp_path / "part")), ["world-size=8"])
