@@ -54,14 +54,15 @@ def with_overlap(run: ChangedRun, what: str) -> ChangedRun:
     selected = rules.is_gradient | rules.is_parameters
     call, spans, until = _spans(replay, rules)
     rewiring = Rewiring(replay, run.delays)
-    changes = selected[call] & (rules.is_parameters[call] | _waits_later(rewiring, selected, call, until))
+    early = np.flatnonzero(rules.is_parameters[call] & (replay.ended[call] >= 0))
+    begins_early = _begin_earlier(rewiring, call[early], call[spans.begin[early]])
+    changes = _waits_later(rewiring, selected, call, until)
+    changes[early] |= begins_early
     if not changes.any():
         raise OverlapError(
             f"{path}: {f'no call of {what!r}' if what else 'no call'} can overlap more than recorded: only gradients "
             "and parameters gathered for a pass can, unless they are already waited for as late as dependencies allow"
         )
-    early = np.flatnonzero(rules.is_parameters[call] & (replay.ended[call] >= 0))
-    _begin_earlier(rewiring, call[early], call[spans.begin[early]])
     _queue(rewiring, selected, call[spans.order])
     changed, delays = rewiring.build()
     try:
@@ -123,8 +124,8 @@ def _waits_later(rewiring: Rewiring, selected: Array, call: Array, until: Array)
     return np.isin(call, moved)
 
 
-def _begin_earlier(rewiring: Rewiring, call: Array, first: Array) -> None:
-    """Let operations begin with their pass.
+def _begin_earlier(rewiring: Rewiring, call: Array, first: Array) -> Array:
+    """Let operations begin with their pass. Return which of them began with their call before.
 
     Args:
         rewiring: The graph.
@@ -149,6 +150,7 @@ def _begin_earlier(rewiring: Rewiring, call: Array, first: Array) -> None:
         begins[replay.graph.source[edges]], replay.graph.target[edges], rewiring.delays[:, edges],
         replay.part[edges], replay.call[edges], waits=replay.waits[edges], message=replay.message[edges],
     )  # fmt: skip
+    return np.isin(replay.begun[call], replay.graph.source[edges])
 
 
 def _queue(rewiring: Rewiring, selected: Array, call: Array) -> None:

@@ -151,6 +151,14 @@ def test_changes_compose_with_overlap(tmp_path: Path) -> None:
     assert overlapped_us(tmp_path / "c", calls, "overlap", "free=data")[1] == 230
 
 
+def test_overlap_after_overlap_changes_nothing(tmp_path: Path) -> None:
+    gather = Call(10, 40, PARAMETERS_SITE, FORWARD, ALL_GATHER)
+    program = program_of([gather, gather, Call(100, 50), END])
+    write(program, run(program), tmp_path)
+    once = changed_run(replayed_run(open_run(tmp_path)), ["overlap"])
+    assert "... overlap" not in what_if(once, catalogue=True)["change"].tolist()
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = program_of([Call(100, 50), Call(100, 80), END])
     write(program, run(program), tmp_path)
