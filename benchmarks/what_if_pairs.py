@@ -315,13 +315,13 @@ def tables(cases: Sequence[Case]) -> Iterator[str]:
         own = [case for case in cases if case.kind == kind]
         errors = sorted(abs(case.error) for case in own)
         ninth = errors[math.ceil(0.9 * len(errors)) - 1]
-        inside = sum(case.is_inside for case in own)
+        inside = sum(case.is_inside for case in own) if not any(math.isnan(case.low_ns) for case in own) else "-"
         yield f"| {kind} | {len(own)} | {statistics.median(errors):.1%} | {ninth:.1%} | {inside} |"
     yield from ("", "| kind | case | before | predicted | interval | measured | error |", "| --- " * 7 + "|")
     for case in sorted(cases, key=lambda case: -abs(case.error)):
         ns = case.before_ns, case.predicted_ns, case.low_ns, case.high_ns, case.measured_ns
         before, step, low, high, measured = (f"{time / 1e6:.1f}" for time in ns)
-        interval = f"{low} to {high}{'' if case.is_inside else ', outside'}"
+        interval = f"{low} to {high}{'' if case.is_inside else ', outside'}" if not math.isnan(case.low_ns) else "-"
         yield f"| {case.kind} | {case.name} | {before} | {step} | {interval} | {measured} | {case.error:+.1%} |"
 
 

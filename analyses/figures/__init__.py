@@ -21,7 +21,7 @@ A figure of predictions:
     figures.step_timelines(run.step_timelines("compute=0.5x"))
 
 `volumes`, `sizes`, `step_timeline`, `step_overlap`, `delays_and_paths` and `expected_and_recorded` draw one run,
-`run_comparison` several, `predictions` changed runs and layouts; `style` has colours, units and traces.
+`run_comparison` several, `predicted_steps` changed runs and layouts; `style` has colours, units and traces.
 
 `FIGURES`, `COMPARISONS`, `SCALING` and `WHAT_IF` list all figures, with the table of each and what to look for in it.
 To add a figure, add a function to a module of this package and an entry to `FIGURES`.
@@ -44,7 +44,7 @@ except ImportError:
 
 from .delays_and_paths import critical_path, delays
 from .expected_and_recorded import differences, expected_and_measured, waterfall, waterfall_by_role
-from .predictions import exposed_by_speed, gains, layout_bounds, projection, step_timelines
+from .predicted_steps import exposed_by_speed, gains, layout_bounds, projection, step_timelines
 from .run_comparison import (
     measured_and_predicted,
     operation_shares,

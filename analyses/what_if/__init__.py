@@ -7,7 +7,7 @@ changes         options such as `--scale-network 2x`: their values, and the dela
 bucket_size     the change of the size of gradient buckets, with what it assumes
 message_dtype   the change of the type in which gradients and parameters are sent
 overlap_rules   which operations may overlap with computation, and until when
-overlap         the change in which they do
+overlapped_step the change in which they do
 world_size      the change of the number of data-parallel ranks
 rewiring        a graph that is being changed
 buckets         the graph with other buckets, and times of their messages

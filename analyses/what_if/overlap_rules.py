@@ -5,7 +5,7 @@
                    before its first call after the pass
     others         until the pass ends; messages also until the next message
 
-Everything else is waited for when it is called: the next computation uses what it returns. Recorded runs (`overlap`)
+Everything else is waited for when it is called: the next computation uses what it returns. Recorded runs (`overlapped_step`)
 and dry runs (`layout_graph`) share these rules. All of a group run one after the other, in the order in which they may
 begin: whatever the order, they are over at the same time, and none is needed before its pass is over.
 """
@@ -30,7 +30,7 @@ _REDUCTIONS: Final = ("all_reduce", "reduce_scatter", "reduce")
 _ROLES_OF_GRADIENTS: Final = ("data", "world")
 
 
-class Spans(NamedTuple):
+class OverlapSpans(NamedTuple):
     """When operations may run: positions in the order of calls, each of shape (n,).
 
     Attributes:
@@ -71,7 +71,7 @@ class OverlapRules(NamedTuple):
             self.is_gradient & selected, self.is_parameters & selected, self.is_message, self.is_assumed & selected
         )  # fmt: skip
 
-    def spans(self, call: Array, step: Array, phase: Array) -> Spans:
+    def spans(self, call: Array, step: Array, phase: Array) -> OverlapSpans:
         """Return when operations may begin, and until when their rank does not wait for them.
 
         Args:
@@ -91,7 +91,7 @@ class OverlapRules(NamedTuple):
         is_early = self.is_parameters[call]
         begin = np.where(is_early, pass_begin, own)
         until = np.where(until < _next(first_of_step), until, END_OF_STEP)
-        return Spans(begin, until, np.lexsort((own, ~is_early, begin)))
+        return OverlapSpans(begin, until, np.lexsort((own, ~is_early, begin)))
 
 
 def _next(is_stop: Array) -> Array:

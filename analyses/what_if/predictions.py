@@ -47,7 +47,7 @@ from .buckets import BucketsError
 from .changed_run import ChangedRun, ReplayedRun, worst_straggler
 from .changes import all_changes, changed_run
 from .critical_parts import critical_parts, largest_parts
-from .overlap import OverlapError
+from .overlapped_step import OverlapError
 from .recorded_graph import Part, Replay, read_replay
 from .timelines import STEP_TIMELINES
 

@@ -24,7 +24,7 @@ from commtrace.formatting import format_count
 
 from .changed_run import ChangedRun
 from .event_graph import CircularEventsError
-from .overlap_rules import END_OF_STEP, OverlapRules, Spans
+from .overlap_rules import END_OF_STEP, OverlapRules, OverlapSpans
 from .recorded_graph import Part, Replay
 from .rewiring import Rewiring
 
@@ -76,7 +76,7 @@ def with_overlap(run: ChangedRun, what: str) -> ChangedRun:
     )  # fmt: skip
 
 
-def _spans(replay: Replay, rules: OverlapRules) -> tuple[Array, Spans, Array]:
+def _spans(replay: Replay, rules: OverlapRules) -> tuple[Array, OverlapSpans, Array]:
     """Return when operations of the replayed steps may run.
 
     Returns:
