@@ -4,8 +4,8 @@
                             relative to the second one, on which the run was recorded
     scale-network=2x        transfers take half; of one dimension, operation or purpose: scale-network=data:2x
     free=WHAT               transfers of a dimension, operation or purpose take no time
-    overlap                 gradients and parameters run in the background as long as dependencies allow (`overlapped_step`);
-                            of one dimension, operation or purpose: overlap=data
+    overlap                 gradients and parameters run in the background as long as dependencies allow
+                            (`overlapped_step`); of one dimension, operation or purpose: overlap=data
     world-size=8            a data-parallel job runs on so many ranks, each of which computes as long (`world_size`)
     compute=0.5x            computation takes half
     without-straggler=RANK  a rank computes no longer than the median of the others in the same part of a step;

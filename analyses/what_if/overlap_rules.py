@@ -5,9 +5,10 @@
                    before its first call after the pass
     others         until the pass ends; messages also until the next message
 
-Everything else is waited for when it is called: the next computation uses what it returns. Recorded runs (`overlapped_step`)
-and dry runs (`layout_graph`) share these rules. All of a group run one after the other, in the order in which they may
-begin: whatever the order, they are over at the same time, and none is needed before its pass is over.
+Everything else is waited for when it is called: the next computation uses what it returns. Recorded runs
+(`overlapped_step`) and dry runs (`layout_graph`) share these rules. All of a group run one after the other, in the
+order in which they may begin: whatever the order, they are over at the same time, and none is needed before its pass is
+over.
 """
 
 from __future__ import annotations
