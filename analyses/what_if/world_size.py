@@ -33,7 +33,7 @@ from .changed_run import ChangedRun, ReplayedRun, kinds_of_calls, with_error
 from .message_dtype import latencies
 from .recorded_graph import Part
 
-VALIDATED_RANKS: Final = 8
+VALIDATED_RANKS: Final = 4
 """Ranks up to which predictions were held to real runs over gloo."""
 _ROLES: Final = ("data", "world", "self")
 _SHARDED: Final = (

@@ -110,7 +110,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["whatif", str(log), "--world-size", "16", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [row["change"] for row in document["tables"]["what_if"]] == ["as recorded", "world-size=16"]
-    assert any("compared with real runs of up to 8 ranks" in sentence for sentence in document["sentences"])
+    assert any("compared with real runs of up to 4 ranks" in sentence for sentence in document["sentences"])
     for value in ("1", "0", "many", "-4", "2000000"):
         assert main(["whatif", str(log), f"--world-size={value}"]) == 2
         assert f"{value!r} is not a number of ranks from 2 to 1,048,576" in capsys.readouterr().err
