@@ -9,6 +9,7 @@ processes or a cluster can share the work. To add an analysis, write a module wi
     analysed_run            a run, and the results that several analyses use
     fold_engine, record_blocks, grouping    one pass over the records; sums of integer columns
     robust_deviation        the deviation of values of which a few lie far away
+    more_ranks              how times change with the number of ranks
     sections                what a section shows: blocks, findings, warnings, and how many rows of a table
     volume_tables, volume_by_purpose        bytes and calls by operation, dimension, phase, site, rank; by purpose
     steps, message_sizes    training steps; sizes of messages

@@ -121,7 +121,7 @@ def run(inside: Sequence[Sequence[str]], command: Sequence[str], log: Path | Non
             "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(inside)), "LOCAL_WORLD_SIZE": str(len(inside)),
             "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29655", **({"COMMTRACE": str(log)} if log else {}),
         }  # fmt: skip
-        arguments = [*prefix, "timeout", "300", *command]
+        arguments = [*prefix, "timeout", "600", *command]
         quiet = subprocess.DEVNULL
         started.append(subprocess.Popen(arguments, env=environment, cwd=ROOT, stdout=quiet, stderr=quiet))
     statuses = [process.wait() for process in started]

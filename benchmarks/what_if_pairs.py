@@ -25,13 +25,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from layout_pairs import links, run
+
 from commtrace.analyses.what_if.changes import changed_run
 from commtrace.analyses.what_if.predictions import median_step_ns, replayed_run, variation_of_runs, what_if
 from commtrace.run import open_run
 
 TRAINING: Final = Path(__file__).with_name("what_if_training.py")
+OVERLAPPING: Final = Path(__file__).with_name("what_if_overlap.py")
 RATES: Final = ("300mbit", "1gbit", "2gbit", "4gbit", "8gbit")
-STEPS: Final = 40
+STEPS: Final = ("steps=40",)
 SCHEMES: Final = ("ddp", "zero1", "fsdp2")
 RANKS: Final = 2
 LATE: Final = (10.0, 30.0, 80.0)
@@ -44,6 +47,20 @@ DTYPE_RATES: Final = ("300mbit", "1gbit")
 DTYPE_BACKWARD_MS: Final = (0.0, 15.0)
 DTYPE_SCHEMES: Final = ("ddp", "fsdp2")
 DTYPE_RUNS: Final = 2
+OVERLAP_JOBS: Final = (
+    ("buckets", 2, "200mbit", (), "overlap"),
+    ("buckets", 2, "800mbit", (), "overlap"),
+    ("fsdp2", 2, "200mbit", (), "overlap=all_gather"),
+    ("fsdp2", 2, "200mbit", ("forward_ms=90",), "overlap=all_gather"),
+    ("buckets", 4, "400mbit", (), "overlap"),
+    ("fsdp2", 4, "400mbit", (), "overlap=all_gather"),
+)
+"""Scheme, ranks, network, options and change of the program that overlaps its communication, or does not. FSDP2 over
+gloo gathers parameters in the background, but does not reduce gradients there."""
+WORLD_SIZES: Final = {"buckets": (2, 4, 8), "fsdp2": (2, 4)}
+WORLD_SIZE_RATE: Final = "200mbit"
+WORLD_SIZE_NETWORK: Final = "25MB/s+200us"
+"""Description of links of that rate; the latency is a guess."""
 WIDTHS: Final = "widths=512,512,1024,512,256,1024,512,512,256,512"
 """Layers of 0.5 to 2 MiB, 10.5 MiB together."""
 
@@ -87,14 +104,16 @@ def link(rate: str) -> Iterator[list[str]]:
         subprocess.run(["ip", "netns", "del", name], check=True)
 
 
-def train(inside: Sequence[str], log: Path, scheme: str, *options: str) -> None:
+def train(
+    inside: Sequence[str], log: Path, scheme: str, *options: str, program: Path = TRAINING, ranks: int = RANKS
+) -> None:
     """Record a training, unless that was done before."""
     if log.exists():
         return
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--master-port=29611"]
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=29611"]
     environment = {**os.environ, "COMMTRACE": str(log), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [*inside, "timeout", "300", *launch, str(TRAINING), scheme, f"steps={STEPS}", *options]
+    command = [*inside, "timeout", "300", *launch, str(program), scheme, *options]
     subprocess.run(command, check=True, env=environment, capture_output=True)
 
 
@@ -139,7 +158,7 @@ def networks(folder: Path) -> Iterator[Case]:
         with link(rate) as inside:
             bench(inside, folder / f"{rate}.json")
             for scheme in SCHEMES:
-                train(inside, folder / rate / scheme, scheme)
+                train(inside, folder / rate / scheme, scheme, *STEPS)
     for before, after in itertools.permutations(RATES, 2):
         for scheme in SCHEMES:
             change = f"network={folder / after}.json,{folder / before}.json"
@@ -155,8 +174,8 @@ def stragglers(folder: Path) -> Iterator[Case]:
         for scheme in SCHEMES:
             equal = equal_runs(folder, scheme)
             for late_ms, after in zip(LATE, equal, strict=True):
-                train(inside, folder / f"{scheme}-late-{late_ms:g}", scheme, "late=1", f"late_ms={late_ms}")
-                train(inside, after, scheme)
+                train(inside, folder / f"{scheme}-late-{late_ms:g}", scheme, *STEPS, "late=1", f"late_ms={late_ms}")
+                train(inside, after, scheme, *STEPS)
             for late_ms, after in zip(LATE, equal, strict=True):
                 log, others = folder / f"{scheme}-late-{late_ms:g}", [path for path in equal if path != after]
                 yield predicted("straggler", f"{scheme}, {late_ms:g} ms", log, "without-straggler=worst", after, others)
@@ -170,7 +189,7 @@ def stragglers(folder: Path) -> Iterator[Case]:
 def buckets(folder: Path) -> Iterator[Case]:
     """Yield cases for each ordered pair of sizes of buckets: transfers fitted to the run, or to a measured network."""
     for rate, backward_ms in BUCKET_JOBS:
-        options = ["samples=128", WIDTHS, f"backward_ms={backward_ms}"]
+        options = [*STEPS, "samples=128", WIDTHS, f"backward_ms={backward_ms}"]
         with link(rate) as inside:
             bench(inside, folder / f"{rate}.json")
             for number, size in itertools.product(range(REPETITIONS), BUCKETS_MB):
@@ -211,6 +230,48 @@ def dtypes(folder: Path) -> Iterator[Case]:
         yield predicted("dtype, control", name, first, "compute=1x", second, runs["float32"])
 
 
+def overlaps(folder: Path) -> Iterator[Case]:
+    """Yield a case for each job: synchronous, then in the background. Predictions are printed before the second run."""
+    for scheme, ranks, rate, options, change in OVERLAP_JOBS:
+        name = ", ".join([scheme, f"{ranks} ranks", rate, *options])
+        logs = [folder / f"overlap-{name.replace(', ', '-')}-{background}" for background in (0, 1)]
+        with link(rate) as inside:
+            for background, log in enumerate(logs):
+                own = [f"background={background}", *options]
+                train(inside, log, scheme, *own, program=OVERLAPPING, ranks=ranks)
+                if not background:
+                    ns = what_if(changed_run(replayed_run(open_run(log)), [change]))["step_ns"].iloc[-1]
+                    print(f"predicted: {name}: {ns / 1e6:.1f} ms", file=sys.stderr, flush=True)
+        yield predicted("overlap", name, logs[0], change, logs[1])
+
+
+def world_sizes(folder: Path) -> Iterator[Case]:
+    """Yield cases for other numbers of ranks, each behind a link of its own. Predictions precede the runs they are of.
+
+    Transfers follow from the run alone, or from a described network with the bandwidth of the links.
+    """
+    for scheme, sizes in WORLD_SIZES.items():
+        logs = {ranks: folder / f"ranks-{scheme}-{ranks}" for ranks in sizes}
+        for ranks, log in logs.items():
+            if not log.exists():
+                with links(WORLD_SIZE_RATE, ranks) as inside:
+                    run(inside, [sys.executable, str(OVERLAPPING), scheme, "steps=8"], log)
+            for more in sizes:
+                if more > ranks:
+                    for change in _world_size_changes(more).values():
+                        ns = what_if(changed_run(replayed_run(open_run(log)), change.split()))["step_ns"].iloc[-1]
+                        print(f"predicted: {scheme}, {ranks} to {more}, {change}: {ns / 1e6:.1f} ms", file=sys.stderr,
+                            flush=True)  # fmt: skip
+        for before, after in itertools.permutations(sizes, 2):
+            for kind, change in _world_size_changes(after).items():
+                yield predicted(kind, f"{scheme}, {before} to {after} ranks", logs[before], change, logs[after])
+
+
+def _world_size_changes(ranks: int) -> dict[str, str]:
+    network = WORLD_SIZE_NETWORK
+    return {"ranks": f"world-size={ranks}", "ranks, network": f"network={network},{network} world-size={ranks}"}
+
+
 def _bucket_job(rate: str, backward_ms: float) -> str:
     return f"{rate}, backward {'long' if backward_ms else 'short'}"
 
@@ -219,22 +280,30 @@ def _bucket_run(folder: Path, rate: str, backward_ms: float, size: int, number: 
     return folder / f"buckets-{rate}{'-long' * bool(backward_ms)}" / f"{size}mb-{number}"
 
 
+_KINDS: Final = {
+    "straggler": stragglers,  # has the equal runs of the next one
+    "network": networks,
+    "bucket": buckets,
+    "dtype": dtypes,
+    "overlap": overlaps,
+    "ranks": world_sizes,
+}
+
+
 def main() -> None:
     """Run all pairs, print them, misses first, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("pairs.json"))
-    parser.add_argument("--kind", choices=("straggler", "network", "bucket", "dtype"), action="append")
+    parser.add_argument("--kind", choices=[*_KINDS], action="append")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--show", type=Path, help="print the results in a file again, and measure nothing")
     options = parser.parse_args()
     if options.show is not None:
         print(*tables([Case(**case) for case in json.loads(options.show.read_text())]), sep="\n")
         return
-    # The first has the equal runs.
-    makers = {"straggler": stragglers, "network": networks, "bucket": buckets, "dtype": dtypes}
     folder = options.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    cases = [case for kind in options.kind or makers for case in makers[kind](folder)]
+    cases = [case for kind in options.kind or _KINDS for case in _KINDS[kind](folder)]
     options.out.write_text(json.dumps([asdict(case) for case in cases], indent=1))
     print(*tables(cases), sep="\n")
 
@@ -246,13 +315,13 @@ def tables(cases: Sequence[Case]) -> Iterator[str]:
         own = [case for case in cases if case.kind == kind]
         errors = sorted(abs(case.error) for case in own)
         ninth = errors[math.ceil(0.9 * len(errors)) - 1]
-        inside = sum(case.is_inside for case in own)
+        inside = sum(case.is_inside for case in own) if not any(math.isnan(case.low_ns) for case in own) else "-"
         yield f"| {kind} | {len(own)} | {statistics.median(errors):.1%} | {ninth:.1%} | {inside} |"
     yield from ("", "| kind | case | before | predicted | interval | measured | error |", "| --- " * 7 + "|")
     for case in sorted(cases, key=lambda case: -abs(case.error)):
         ns = case.before_ns, case.predicted_ns, case.low_ns, case.high_ns, case.measured_ns
         before, step, low, high, measured = (f"{time / 1e6:.1f}" for time in ns)
-        interval = f"{low} to {high}{'' if case.is_inside else ', outside'}"
+        interval = f"{low} to {high}{'' if case.is_inside else ', outside'}" if not math.isnan(case.low_ns) else "-"
         yield f"| {case.kind} | {case.name} | {before} | {step} | {interval} | {measured} | {case.error:+.1%} |"
 
 

@@ -38,17 +38,21 @@ TYPE_CHECKING = False  # importing typing takes a millisecond or two in every pr
 if TYPE_CHECKING:
     from commtrace.analyses.scaling import scaling
     from commtrace.analyses.side_by_side import compare
+    from commtrace.analyses.what_if.layout_comparison import compare_layouts
     from commtrace.current_step import phase, step
     from commtrace.run import Run
     from commtrace.run import open_run as open
     from commtrace.startup import start, stop
 
 __version__ = "0.1.0"
-__all__ = ["CommtraceError", "Run", "compare", "open", "phase", "scaling", "start", "step", "stop"]
+__all__ = [
+    "CommtraceError", "Run", "compare", "compare_layouts", "open", "phase", "scaling", "start", "step", "stop",
+]  # fmt: skip
 
 # Name -> module and attribute to import on first use, so that training processes do not import pandas.
 _ON_FIRST_USE = {
     "Run": ("run", "Run"), "open": ("run", "open_run"), "compare": ("analyses.side_by_side", "compare"),
+    "compare_layouts": ("analyses.what_if.layout_comparison", "compare_layouts"),
     "scaling": ("analyses.scaling", "scaling"), "start": ("startup", "start"), "stop": ("startup", "stop"),
     "step": ("current_step", "step"), "phase": ("current_step", "phase"),
 }  # fmt: skip

@@ -22,7 +22,11 @@ from commtrace.reading.packed_log import PROCESSES
 from commtrace.reading.recorded_run import RecordedRun
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from plotly.graph_objects import Figure
+
+    from commtrace.analyses.what_if.changed_run import ChangedRun
 
 
 class Run(AnalysedRun):
@@ -126,10 +130,63 @@ class Run(AnalysedRun):
         Raises:
             CommtraceError: The steps of the run cannot be replayed, or a change does not apply to it.
         """
-        from commtrace.analyses.what_if.changes import changed_run
-        from commtrace.analyses.what_if.predictions import replayed_run, what_if
+        from commtrace.analyses.what_if.predictions import what_if
 
-        return what_if(changed_run(replayed_run(self), changes), catalogue=not changes)
+        return what_if(self._changed(changes), catalogue=not changes)
+
+    def required_bandwidth(self, *changes: str) -> pd.DataFrame:
+        """Return how much faster transfers must be to be hidden, as `commtrace whatif --required-bandwidth` does.
+
+        Args:
+            changes: Changes that are made before, such as "compute=0.1x" (`what_if`).
+
+        Returns:
+            The table `required_bandwidth`, a row per parallel dimension.
+
+        Raises:
+            CommtraceError: The steps of the run cannot be replayed, or a change does not apply to it.
+        """
+        from commtrace.analyses.what_if.predictions import required_bandwidth
+
+        return required_bandwidth(self._changed(changes))
+
+    def exposed_by_speed(self, *changes: str) -> pd.DataFrame:
+        """Return the exposed part of a step for many speeds of transfers, for the figure of that name.
+
+        Args:
+            changes: Changes that are made before (`what_if`).
+
+        Returns:
+            The table `exposed_by_speed`, rows for each parallel dimension.
+
+        Raises:
+            CommtraceError: The steps of the run cannot be replayed, or a change does not apply to it.
+        """
+        from commtrace.analyses.what_if.predictions import exposed_shares
+
+        return exposed_shares(self._changed(changes))
+
+    def step_timelines(self, *changes: str) -> pd.DataFrame:
+        """Return a step before and after changes, for the figure of that name.
+
+        Args:
+            changes: Changes that are made together (`what_if`).
+
+        Returns:
+            The table `step_timelines`, a row per computation and transfer.
+
+        Raises:
+            CommtraceError: The steps of the run cannot be replayed, or a change does not apply to it.
+        """
+        from commtrace.analyses.what_if.timelines import step_timelines
+
+        return step_timelines(self._changed(changes))
+
+    def _changed(self, changes: Sequence[str]) -> ChangedRun:
+        from commtrace.analyses.what_if.changes import changed_run
+        from commtrace.analyses.what_if.predictions import replayed_run
+
+        return changed_run(replayed_run(self), changes)
 
     def diff(self, other: RecordedRun) -> pd.DataFrame:
         """Return the differences between the calls of this run and another run, as `commtrace diff` does.

@@ -186,7 +186,9 @@ _TABLE_SECTIONS: Final = (
     ),
     (
         "Tables of predicted changes",
-        "`commtrace whatif DIR ... --json`; `commtrace.open(DIR).what_if(...)` returns the first.",
+        "`commtrace whatif DIR ... --json`; methods of `commtrace.open(DIR)` return those of changes, "
+        "`commtrace.compare_layouts` those of layouts. `step_timelines` and `exposed_by_speed` are only in pages and "
+        "Python.",
         TABLE_GROUPS["what_if"],
     ),
 )

@@ -15,11 +15,16 @@ A figure of several runs:
     tables = compare({"ddp": run, "zero3": other})
     figures.operation_shares(tables["runs_by_operation"])
 
-`volumes`, `sizes`, `step_timeline`, `step_overlap`, `delays_and_paths` and `expected_and_recorded` draw one run,
-`run_comparison` several; `style` has colours, units and traces.
+A figure of predictions:
 
-`FIGURES`, `COMPARISONS` and `SCALING` list all figures, with the table of each and what to look for in it. To
-add a figure, add a function to a module of this package and an entry to `FIGURES`.
+    figures.gains(run.what_if())
+    figures.step_timelines(run.step_timelines("compute=0.5x"))
+
+`volumes`, `sizes`, `step_timeline`, `step_overlap`, `delays_and_paths` and `expected_and_recorded` draw one run,
+`run_comparison` several, `predicted_steps` changed runs and layouts; `style` has colours, units and traces.
+
+`FIGURES`, `COMPARISONS`, `SCALING` and `WHAT_IF` list all figures, with the table of each and what to look for in it.
+To add a figure, add a function to a module of this package and an entry to `FIGURES`.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ except ImportError:
 
 from .delays_and_paths import critical_path, delays
 from .expected_and_recorded import differences, expected_and_measured, waterfall, waterfall_by_role
+from .predicted_steps import exposed_by_speed, gains, layout_bounds, projection, step_timelines
 from .run_comparison import (
     measured_and_predicted,
     operation_shares,
@@ -54,10 +60,10 @@ from .step_timeline import timeline
 from .volumes import steps, volume
 
 __all__ = [
-    "COMPARISONS", "FIGURES", "SCALING", "Figure", "critical_path", "delays", "expected_and_measured",
-    "exposed_communication", "measured_and_predicted", "message_sizes", "operation_shares", "operation_volumes",
-    "predicted_by_role", "role_volumes", "sizes_over_time", "speedup", "step_parts", "steps", "timeline", "volume",
-    "waterfall", "waterfall_by_role",
+    "COMPARISONS", "FIGURES", "SCALING", "WHAT_IF", "Figure", "critical_path", "delays", "expected_and_measured",
+    "exposed_by_speed", "exposed_communication", "gains", "layout_bounds", "measured_and_predicted", "message_sizes",
+    "operation_shares", "operation_volumes", "predicted_by_role", "projection", "role_volumes", "sizes_over_time",
+    "speedup", "step_parts", "step_timelines", "steps", "timeline", "volume", "waterfall", "waterfall_by_role",
 ]  # fmt: skip
 
 
@@ -172,5 +178,23 @@ SCALING: Final[dict[str, Figure]] = {
     "step_parts": Figure("Where the time of a step goes", "scaling", step_parts,
         "With a fixed global batch, computation should shrink as ranks are added. What stays or grows limits the "
         "scaling.", view="step_parts"),
+    "projection": Figure("The model, and more ranks", "scaling_projection", projection,
+        "Points are measured. Where they lie on the top of the stack, the model holds; the colour that grows to the "
+        "right limits the scaling.", view="model"),
 }  # fmt: skip
 """Figures of runs on increasing numbers of ranks (`commtrace scaling`)."""
+
+WHAT_IF: Final[dict[str, Figure]] = {
+    "gains": Figure("What each change gains", "what_if", gains,
+        "The longest bar is the change worth most. Thin lines are 90 % intervals: changes whose lines overlap may be "
+        "worth the same.", has_data=lambda table: len(table) > 1),
+    "step_timelines": Figure("A step before and after", "step_timelines", step_timelines,
+        "Of each rank, computation above and transfers below. What lies above each other overlaps; gaps in the upper "
+        "row are waits. The dotted line ends the step."),
+    "exposed_by_speed": Figure("Exposed communication by the speed of transfers", "exposed_by_speed", exposed_by_speed,
+        "The share of a step that would be saved if transfers took no time, by how much faster they are. Points are "
+        "the recorded speed; dotted lines are 20, 10 and 5 %."),
+    "layout_bounds": Figure("Steps of layouts", "layouts", layout_bounds,
+        "Bars that do not overlap have a certain order. A long bar says that it matters what the library hides."),
+}  # fmt: skip
+"""Figures of predictions (`commtrace whatif`)."""

@@ -8,7 +8,8 @@ arrival of its last rank; bytes are the wire bytes of the rank. The model is fit
 the most ranks.
 
 The projection is the sum of computation, c + d / n; communication, from the fitted latency and bandwidth and from the
-law of growth with the smallest error for calls and bytes; and waiting for late ranks, proportional to communication.
+law of growth with the smallest error for calls and bytes; and waiting for late ranks, which grows as the expected
+maximum of so many values, and with the computation that varies (`more_ranks`, as in `commtrace whatif --world-size`).
 
 Each fit has at most two non-negative parameters and needs only numpy, so that it works in a bare installation.
 """
@@ -22,6 +23,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.grouping import Array, rows_of
+from commtrace.analyses.more_ranks import expected_maximum
 
 from .scaling_specs import SCALING_FITS, SCALING_PROJECTION
 
@@ -164,8 +166,8 @@ def _project(table: pd.DataFrame, work: Array, hockney: HockneyFit, growth: dict
     grows = work[-1] / work[0] * ranks[0] / ranks[-1] > 0.5 and work[-1] != work[0]  # weak scaling
     compute = fit_amdahl(ranks, table["compute_ns"].to_numpy(float) / work)
     last = table.iloc[-1]
-    transfer = last["calls"] * hockney.alpha + last["wire_bytes"] * hockney.beta
-    late = float(last["late_ns"] / transfer) if transfer else 0.0
+    variation = expected_maximum(int(ranks[-1])) * compute(ranks[-1]) * work[-1]
+    late = float(last["late_ns"] / variation) if variation else 0.0
     measured = {
         float(row.ranks): (float(load), row.step_ns) for row, load in zip(rows_of(table[::-1]), work[::-1], strict=True)
     }
@@ -177,7 +179,7 @@ def _project(table: pd.DataFrame, work: Array, hockney: HockneyFit, growth: dict
             "compute_ns": compute(n) * load,
             "latency_ns": latency,
             "bandwidth_ns": bandwidth,
-            "late_ns": late * (latency + bandwidth),
+            "late_ns": late * expected_maximum(int(n)) * compute(n) * load,
         }
         rows.append(
             {"ranks": int(n), "load": load, "step_ns": sum(parts.values()), "measured_ns": measured_ns, **parts}

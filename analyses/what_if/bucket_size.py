@@ -29,7 +29,7 @@ from .buckets import (
     new_buckets,
     with_buckets,
 )
-from .changed_run import ChangedRun, ReplayedRun, kinds_of_calls, with_error
+from .changed_run import ChangedRun, kinds_of_calls, with_error
 from .recorded_graph import Replay
 
 MOST_EXTRAPOLATED: Final = 4.25
@@ -77,7 +77,7 @@ def with_bucket_size(run: ChangedRun, limit: int) -> ChangedRun:
     if error:
         delays = with_error(delays, changed.message >= 0, error)
     return replace(
-        run, replayed=ReplayedRun(run.recorded.run, changed), delays=delays,
+        run, replayed=replace(run.replayed, replay=changed), delays=delays,
         is_error_known=run.is_error_known and error is not None, is_one_sided=run.network is None,
         remarks=(*run.remarks, *_remarks(pairs, gradients)),
     )  # fmt: skip

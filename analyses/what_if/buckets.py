@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -30,8 +30,8 @@ from commtrace.formatting import format_bytes
 from commtrace.schema import Flag, Purpose
 from commtrace.theory.rules.gradients import buckets_reaching_limit
 
-from .event_graph import EventGraph
 from .recorded_graph import Part, Replay
+from .rewiring import Rewiring
 
 OPERATION: Final = "all_reduce"
 _SHARES: Final = np.linspace(0, 1, 1001)
@@ -267,90 +267,6 @@ def _equal_parts(size: int, parts: int) -> Iterator[int]:
     yield from (high - low for low, high in itertools.pairwise(bounds))
 
 
-class _Rewiring:
-    """A graph that is being changed: some edges are removed, others change, and events and edges are added.
-
-    Attributes:
-        replay: The graph before.
-        delays: Delays of its edges, ns, shape (n, edges); these change.
-        target: The event that each of its edges goes to, shape (edges,); these change.
-        kept: Whether each of its edges remains, bool, shape (edges,).
-        events: Number of events, with the new ones.
-    """
-
-    def __init__(self, replay: Replay, delays: Array) -> None:
-        self.replay, self.delays = replay, delays.copy()
-        self.target = replay.graph.target.copy()
-        self.kept = np.ones(len(self.target), bool)
-        self.events = len(replay.graph.start)
-        self._source: list[Array] = []
-        self._target: list[Array] = []
-        self._delays: list[Array] = []
-        self._columns: dict[str, list[Array]] = {
-            name: [] for name in ("part", "call", "process", "step", "waits", "before", "message")
-        }
-        self._single: list[tuple[int, int, Part, int, int, int]] = []
-        self._single_delays: list[Array] = []
-        self._row_of_process = np.zeros(int(replay.paths.calls["process"].max()) + 1, np.int64)
-        self._row_of_process[replay.paths.processes] = np.arange(len(replay.paths.processes))
-        order = np.argsort(replay.graph.target, kind="stable")
-        self._to = order, np.searchsorted(replay.graph.target[order], np.arange(self.events + 1))
-
-    def new_events(self, *shape: int) -> Array:
-        """Return the numbers of new events, in an array of this shape."""
-        first, self.events = self.events, self.events + int(np.prod(shape))
-        return np.arange(first, self.events).reshape(shape)
-
-    def edges_to(self, event: int) -> Array:
-        """Return the recorded edges to a recorded event."""
-        order, first = self._to
-        return order[first[event] : first[event + 1]]
-
-    def add_edge(
-        self, source: int, target: int, delay: Array, part: Part, call: int, *, before: int = -1, message: int = -1
-    ) -> None:
-        """Add one edge with its delays, shape (n,)."""
-        self._single.append((source, target, part, call, before, message))
-        self._single_delays.append(delay)
-
-    def add(
-        self, source: Array, target: Array, delay: Array | float, part: Array | Part, call: Array, *,
-        waits: bool = False, before: Array | int = -1, message: Array | int = -1,
-    ) -> None:  # fmt: skip
-        """Add edges with columns of any one shape; `delay` has one more axis, the rows of delays, as its first one."""
-        source, target, call = np.broadcast_arrays(source, target, call)
-        n, shape = len(self.delays), source.shape
-        calls, steps = self.replay.paths.calls, self.replay.paths.steps
-        own: dict[str, Array | int] = {
-            "part": part, "call": call, "process": self._row_of_process[calls["process"][call]], "waits": waits,
-            "step": np.minimum(np.searchsorted(steps, calls["step"][call]), len(steps) - 1), "before": before,
-            "message": message,
-        }  # fmt: skip
-        self._source.append(source.ravel())
-        self._target.append(target.ravel())
-        self._delays.append(np.broadcast_to(delay, (n, *shape)).reshape(n, -1))
-        for name, values in own.items():
-            self._columns[name].append(np.broadcast_to(values, shape).ravel())
-
-    def build(self) -> tuple[Replay, Array]:
-        """Return the changed graph, and its delays, shape (n, edges)."""
-        if self._single:
-            source, target, part, call, before, message = np.array(self._single, np.int64).T
-            self.add(source, target, np.stack(self._single_delays, axis=1), part, call, before=before, message=message)
-        old, kept = self.replay, self.kept
-        columns: dict[str, Any] = {
-            name: np.concatenate([getattr(old, name)[kept], *values]).astype(getattr(old, name).dtype)
-            for name, values in self._columns.items()
-        }
-        start = np.concatenate([old.graph.start, np.full(self.events - len(old.graph.start), -np.inf)])
-        source = np.concatenate([old.graph.source[kept], *self._source])
-        target = np.concatenate([self.target[kept], *self._target])
-        delays = np.concatenate([self.delays[:, kept], *self._delays], axis=1)
-        recorded = np.full(len(start), np.nan)
-        graph = EventGraph(start, source, target)
-        return replace(old, graph=graph, delays=delays[0], recorded=recorded, **columns), delays
-
-
 def with_buckets(
     replay: Replay,
     delays: Array,
@@ -366,13 +282,13 @@ def with_buckets(
     Returns:
         The graph, and its delays, shape (n, edges).
     """
-    rewiring = _Rewiring(replay, delays)
+    rewiring = Rewiring(replay, delays)
     for recorded, new, times in buckets:
         _rewire(rewiring, recorded, new, times)
     return rewiring.build()
 
 
-def _rewire(rewiring: _Rewiring, buckets: GradientBuckets, cuts: Sequence[Bucket], times: MessageTimes) -> None:
+def _rewire(rewiring: Rewiring, buckets: GradientBuckets, cuts: Sequence[Bucket], times: MessageTimes) -> None:
     replay, calls = rewiring.replay, buckets.calls
     passes, ranks, count = calls.shape
     begun, ended = replay.begun[calls], replay.ended[calls]
@@ -423,7 +339,7 @@ def _rewire(rewiring: _Rewiring, buckets: GradientBuckets, cuts: Sequence[Bucket
             rewiring.add(over[:, :, number], ended[:, :, bucket], 0, Part.ORDER, calls[:, :, bucket])
 
 
-def _recorded_edges(rewiring: _Rewiring, calls: Array) -> tuple[Array, Array]:
+def _recorded_edges(rewiring: Rewiring, calls: Array) -> tuple[Array, Array]:
     """Remove the recorded transfers of buckets. Return their launches, and which edges wait for an earlier operation.
 
     Returns:
@@ -444,7 +360,7 @@ def _recorded_edges(rewiring: _Rewiring, calls: Array) -> tuple[Array, Array]:
 
 
 def _moments(
-    rewiring: _Rewiring, begun: Array, payload: Array, bucket: int, parts: Sequence[float]
+    rewiring: Rewiring, begun: Array, payload: Array, bucket: int, parts: Sequence[float]
 ) -> list[tuple[int, float]]:
     """Return when parts of a bucket's gradients are ready on a rank in one pass.
 
@@ -468,7 +384,7 @@ def _moments(
     return [*zip(events[at].tolist(), inside.clip(0, 1).tolist(), strict=True)]
 
 
-def _gap(rewiring: _Rewiring, event: int) -> float:
+def _gap(rewiring: Rewiring, event: int) -> float:
     """Return the computation before a recorded event, ns, in the first row of delays."""
     edges = rewiring.edges_to(event)
     own = edges[rewiring.replay.part[edges] == Part.COMPUTATION]
@@ -476,7 +392,7 @@ def _gap(rewiring: _Rewiring, event: int) -> float:
 
 
 def _launch_within(
-    rewiring: _Rewiring, begun: int, moments: Sequence[tuple[int, float]], launch_ns: Array, call: int
+    rewiring: Rewiring, begun: int, moments: Sequence[tuple[int, float]], launch_ns: Array, call: int
 ) -> list[int]:
     """Divide computation by launches. Return the event of each one.
 

@@ -25,10 +25,17 @@ SELECTORS: Final = {"role": "dimension", "op": "operation", "purpose": "purpose"
 
 @dataclass(frozen=True, eq=False)
 class ReplayedRun:
-    """A run whose steps are replayed."""
+    """A run whose steps are replayed.
+
+    Attributes:
+        run: The run.
+        replay: Its steps.
+        new_world_size: Its number of ranks after changes; None: as recorded.
+    """
 
     run: AnalysedRun
     replay: Replay
+    new_world_size: int | None = None
 
     @cached_property
     def gaps(self) -> _Gaps:
@@ -44,6 +51,11 @@ class ReplayedRun:
     def hosts(self) -> Mapping[int, str]:
         """Host of each rank."""
         return {process.rank: process.host for process in self.run.processes}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.new_world_size or self.run.world_size or len(self.run.ranks)
 
     def ranks(self) -> list[int]:
         """Return the rank of each process of the replay."""

@@ -4,6 +4,9 @@
                             relative to the second one, on which the run was recorded
     scale-network=2x        transfers take half; of one dimension, operation or purpose: scale-network=data:2x
     free=WHAT               transfers of a dimension, operation or purpose take no time
+    overlap                 gradients and parameters run in the background as long as dependencies allow
+                            (`overlapped_step`); of one dimension, operation or purpose: overlap=data
+    world-size=8            a data-parallel job runs on so many ranks, each of which computes as long (`world_size`)
     compute=0.5x            computation takes half
     without-straggler=RANK  a rank computes no longer than the median of the others in the same part of a step;
                             "worst": the rank with which the step becomes shortest
@@ -28,6 +31,7 @@ from commtrace.analyses.grouping import Array
 from commtrace.errors import CommtraceError
 from commtrace.network import NetworkError
 from commtrace.network.networks import Network, open_network
+from commtrace.rank_ranges import MAX_RANKS
 
 from .bucket_size import other_sizes, with_bucket_size
 from .changed_run import (
@@ -41,7 +45,9 @@ from .changed_run import (
     worst_straggler,
 )
 from .message_dtype import DTYPES, with_message_dtype
+from .overlapped_step import with_overlap
 from .recorded_graph import Part
+from .world_size import with_world_size
 
 WORST: Final = "worst"
 _MAX_OVERLAPPING: Final = 64
@@ -100,6 +106,12 @@ def _free(text: str, value: str) -> NamedChange:
     if not value:
         raise CommtraceError(f"{text!r}: the dimension, operation or purpose is missing, such as free=data")
     return _of_delays(text, lambda run, delays: _scaled(delays, run.selected(value), 0.0))
+
+
+def _overlap(text: str, value: str) -> NamedChange:
+    if text.endswith("="):
+        raise CommtraceError(f"{text!r}: the dimension, operation or purpose is missing, such as overlap=data")
+    return NamedChange(text, lambda run: with_overlap(run, value))
 
 
 def _compute(text: str, value: str) -> NamedChange:
@@ -169,7 +181,13 @@ def _network(text: str, value: str) -> NamedChange:
 
     errors = [network.held_out_error for network in (new, *recorded)]
     change = _of_delays(text, delays_on_network, None if None in errors else max(filter(None, errors), default=0.0))
-    return NamedChange(text, lambda run: replace(change.apply(run), network=new))
+
+    def apply(run: ChangedRun) -> ChangedRun:
+        if run.replayed.new_world_size is not None:
+            raise CommtraceError(f"{text!r}: put the network before world-size")
+        return replace(change.apply(run), network=new)
+
+    return NamedChange(text, apply)
 
 
 def _on_network(run: ReplayedRun, delays: Array, new: Network, recorded: Network | None) -> Array:
@@ -262,16 +280,25 @@ def _dtype(text: str, value: str) -> NamedChange:
     return NamedChange(text, lambda run: with_message_dtype(run, value))
 
 
+def _world_size(text: str, value: str) -> NamedChange:
+    ranks = int(value) if value.isdecimal() else 0
+    if not 2 <= ranks <= MAX_RANKS:
+        raise CommtraceError(f"{text!r}: {value!r} is not a number of ranks from 2 to {MAX_RANKS:,}")
+    return NamedChange(text, lambda run: with_world_size(run, ranks))
+
+
 _CHANGES: Final[dict[str, Callable[[str, str], NamedChange]]] = {
     "network": _network,
     "scale-network": _scale_network,
     "free": _free,
+    "overlap": _overlap,
     "compute": _compute,
     "without-straggler": _without_straggler,
     "balance": _balance,
     "no-wait": _no_wait,
     "bucket": _bucket,
     "dtype": _dtype,
+    "world-size": _world_size,
 }
 
 
@@ -279,6 +306,7 @@ def all_changes(run: ReplayedRun) -> Sequence[NamedChange]:
     """Return the changes of the catalogue that apply to any run, and those of its dimensions and largest purposes."""
     texts = ["without-straggler=worst", "balance", "no-wait", "compute=0.5x", "scale-network=2x", "scale-network=0.5x"]
     calls, replay = run.replay.paths.calls, run.replay
+    texts.append("overlap")
     for column, most in (("role", MAX_STRAGGLERS), ("op", MAX_STRAGGLERS), ("purpose", 3)):
         is_transfer = replay.part == Part.TRANSFER
         codes = calls[column][replay.call[is_transfer]]

@@ -6,14 +6,10 @@ without computation between them begin together. The two graphs differ in what a
 
     nothing hidden   each operation, from its call to its end. A send waits for its receive (if ranks would then wait in
                      a circle, none does)
-    most hidden      each operation whose result the next computation uses: activations, what a stage of a pipeline
-                     receives, whatever else the program calls synchronously. Not sends, and not
-                     gradients: the rank waits for them before its first call after backward, or at the end of the step
-                     parameters gathered for a pass: they may begin with the pass (prefetched without limit); the rank
-                     waits for them before its first call after the pass
-                     other asynchronous operations, not of pipelines: until the pass ends, messages also until the next
-                     message
-                     Those of one group run one after the other.
+    most hidden      each operation that cannot overlap by `overlap_rules`: activations, what a stage of a pipeline
+                     receives, whatever else the program calls synchronously. Not sends, and neither gradients,
+                     parameters gathered for a pass, nor other asynchronous operations, not of pipelines: those run in
+                     the background, those of one group one after the other
 
 A real step is between the two as far as the times of operations and of computation hold: a library that overlaps what
 computation needs next (tensor parallelism by parts), or operations of several steps, is faster than the second.
@@ -26,40 +22,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from commtrace.analyses.across_ranks.call_times import receives, sends
 from commtrace.analyses.across_ranks.dependencies import SOURCE, TARGET, UNCERTAIN
 from commtrace.analyses.grouping import Array
-from commtrace.schema import Flag, Phase, Purpose
+from commtrace.schema import Flag
 
 from .event_graph import CircularEventsError, EventGraph
+from .overlap_rules import OverlapRules
 from .recorded_graph import Part
 from .simulated_step import SimulatedStep
 
 COPIES: Final = 3
-
-_PARAMETERS: Final = (
-    Purpose.PARAMETERS_FORWARD, Purpose.PARAMETERS_BACKWARD, Purpose.PARAMETERS_RECOMPUTATION, Purpose.PARAMETERS_STAGE,
-)  # fmt: skip
-_PASSES: Final = (int(Phase.FORWARD), int(Phase.BACKWARD))
-
-
-class _Background(NamedTuple):
-    """An operation that the rank does not wait for yet: its end, and until when."""
-
-    event: int
-    phase: int
-    is_gradient: bool
-    is_message: bool
-
-    def is_due(self, phase: int, is_message: bool) -> bool:
-        """Return whether the rank waits for it before a call."""
-        if self.is_gradient:
-            return phase not in _PASSES
-        return phase != self.phase or (self.is_message and is_message)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,11 +104,10 @@ class _GraphBuilder:
         # Without hiding, a rank also waits for those that an algorithm may let it leave behind.
         self._waits = matched & (waits if hides else np.ones(len(calls), bool))
         self._arrives = matched & (((calls["depends"] & (SOURCE | UNCERTAIN)) > 0) | (not hides))
-        self._is_parameters = calls.has_label("purpose", *(purpose.value for purpose in _PARAMETERS))
-        self._is_gradient = calls.has_label("purpose", Purpose.GRADIENTS.value)
+        self._rules = rules = OverlapRules.of(calls)
         # What a stage receives, it computes with, however it waits for it.
         others = is_async & ~calls.has_label("role", "pipeline")
-        self._is_background = hides & matched & (self._is_parameters | self._is_gradient | others)
+        self._is_background = hides & matched & (rules.is_parameters | rules.is_gradient | others)
         self._channel = np.where(matched, calls.channel[np.maximum(calls["instance"], 0)], -1)
 
     def build(self) -> LayoutGraph:
@@ -169,37 +145,31 @@ class _GraphBuilder:
 
     def _rank(self, process: int) -> Iterator[int]:
         """Add the events of a process. Yield the end of each copy of the step."""
-        phases, blocks = self._calls["phase"], [*self._blocks(process)]
+        blocks = [*self._blocks(process)]
+        first = np.array([block[0] for block in blocks])
+        spans = self._rules.spans(first, np.zeros(len(first), np.int64), self._calls["phase"][first])
+        order = spans.order if self._hides else np.arange(len(blocks))
         position = self._event()
         last_of_channel: dict[int, int] = {}
         for copy in range(COPIES):
-            background: list[_Background] = []
-            phase, pass_begin = -1, position
+            before, begun = [position], list[int]()
             for block in blocks:
-                first, is_message = block[0], bool(self._step.is_message[block[0]])
-                begun, after = self._event(), self._event()
-                if phases[first] != phase:
-                    phase, pass_begin = int(phases[first]), position
-                due = [own for own in background if own.is_due(phase, is_message)]
-                background = [own for own in background if own not in due]
-                self._edge(position, begun, Part.COMPUTATION, first)
-                for own in due:
-                    self._edge(own.event, begun)
-                self._edge(begun, after)
-                for call in block:
-                    released = pass_begin if self._hides and self._is_parameters[call] else begun
+                begun.append(self._event())
+                self._edge(before[-1], begun[-1], Part.COMPUTATION, block[0])
+                before.append(self._event())
+                self._edge(begun[-1], before[-1])
+            position = self._event()
+            self._edge(before[-1], position)
+            begun.append(position)  # END_OF_STEP
+            for at in order.tolist():
+                for call in blocks[at]:
+                    is_early = self._hides and self._rules.is_parameters[call]
+                    released = before[spans.begin[at]] if is_early else begun[at]
                     end = self._operation(copy, call, released, last_of_channel)
                     if self._is_background[call]:
-                        gradient = bool(self._is_gradient[call])
-                        background.append(_Background(end, phase, gradient, is_message))
+                        self._edge(end, begun[spans.until[at]])
                     elif not (self._hides and self._buffered[call]):
-                        self._edge(end, after)
-                position = after
-            end_of_step = self._event()
-            self._edge(position, end_of_step)
-            for own in background:
-                self._edge(own.event, end_of_step)
-            position = end_of_step
+                        self._edge(end, before[at + 1])
             yield position
 
     def _operation(self, copy: int, call: int, released: int, last_of_channel: dict[int, int]) -> int:
@@ -220,7 +190,7 @@ class _GraphBuilder:
         is_late_receive = self._hides and self._receives[call]
         self._edge(released, end, *((Part.ORDER,) if is_late_receive else (Part.TRANSFER, call)))
         channel = int(self._channel[call])
-        if self._is_background[call] and channel in last_of_channel:
+        if self._hides and channel in last_of_channel:
             self._edge(last_of_channel[channel], end, Part.TRANSFER, call)
         last_of_channel[channel] = end
         return end

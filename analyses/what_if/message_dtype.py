@@ -66,7 +66,7 @@ def with_message_dtype(run: ChangedRun, dtype: str) -> ChangedRun:
         rows[:, edges] *= np.where(rows[:, edges] > 0, factor[number], 1)
     else:
         before = rows[:, transfers]
-        latency = _latencies(run.replayed, transfers, payload, before[0])
+        latency = latencies(run.replayed, transfers, payload, before[0])
         after = before * _RATIO + np.minimum(latency, before) * (1 - _RATIO)
         own = rows[:, edges]
         rows[:, edges] = np.where(own > 0, own * (after / np.maximum(before, 1e-9))[:, number], own)
@@ -75,7 +75,7 @@ def with_message_dtype(run: ChangedRun, dtype: str) -> ChangedRun:
         rows = with_error(rows, changed, error)
     message = np.where(changed, np.round(replay.payload(np.arange(len(changed))) * _RATIO), replay.message)
     return replace(
-        run, replayed=ReplayedRun(run.recorded.run, replace(replay, message=message.astype(np.int64))), delays=rows,
+        run, replayed=replace(run.replayed, replay=replace(replay, message=message.astype(np.int64))), delays=rows,
         is_error_known=run.is_error_known and error is not None, is_one_sided=run.network is None,
         remarks=(*run.remarks, *_remarks(run, dtype, transfers, payload)),
     )  # fmt: skip
@@ -94,7 +94,7 @@ def _by_network(run: ChangedRun, network: Network, transfers: Array, payload: Ar
     return factor
 
 
-def _latencies(run: ReplayedRun, transfers: Array, payload: Array, transfer_ns: Array) -> Array:
+def latencies(run: ReplayedRun, transfers: Array, payload: Array, transfer_ns: Array) -> Array:
     """Return the latency of each transfer, ns, shape (3, transfers): as predicted, the least, the largest possible."""
     calls = run.replay.paths.calls
     result = np.zeros((3, len(transfers)))

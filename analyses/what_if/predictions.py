@@ -47,7 +47,9 @@ from .buckets import BucketsError
 from .changed_run import ChangedRun, ReplayedRun, worst_straggler
 from .changes import all_changes, changed_run
 from .critical_parts import critical_parts, largest_parts
+from .overlapped_step import OverlapError
 from .recorded_graph import Part, Replay, read_replay
+from .timelines import STEP_TIMELINES
 
 AS_RECORDED: Final = "as recorded"
 REMARKS: Final = "remarks"
@@ -89,6 +91,13 @@ REQUIRED_BANDWIDTH: Final = TableSpec("required_bandwidth", "Bandwidth that hide
         for target in EXPOSED_TARGETS
     ),
 ))  # fmt: skip
+EXPOSED_BY_SPEED: Final = TableSpec("exposed_by_speed", "Exposed share by speed",
+    "Rows for each dimension, and for all of them.", (
+    word_column("dimension", "dimension", 'Parallel dimension; "all": of all dimensions at once.'),
+    column("ratio", lambda value: f"{value:.3g}x", "speed", "speed", "Speed of these transfers, times that of now."),
+    share("exposed", "exposed", "Part of the step that would then be saved if they took no time."),
+    word_column("is_recorded", "recorded", "Whether this is the speed of now."),
+))  # fmt: skip
 WHAT_IF_RUN: Final = TableSpec("what_if_run", "What was replayed", "One row.", (
     count("steps", "steps", "Replayed steps."),
     count("ranks", "ranks", "Ranks."),
@@ -98,15 +107,19 @@ WHAT_IF_RUN: Final = TableSpec("what_if_run", "What was replayed", "One row.", (
         "Rank without whose additional computation the step becomes shortest; missing without several ranks."),
     duration("error_ns", "replay error", "Largest difference between a replayed and the recorded time of an event."),
 ))  # fmt: skip
-TABLES: Final = (WHAT_IF, REQUIRED_BANDWIDTH, WHAT_IF_RUN, BANDWIDTH_BOUNDS, *layouts.TABLES)
+TABLES: Final = (
+    WHAT_IF, REQUIRED_BANDWIDTH, WHAT_IF_RUN, BANDWIDTH_BOUNDS, *layouts.TABLES, STEP_TIMELINES, EXPOSED_BY_SPEED,
+)  # fmt: skip
 SECTIONS: Final = (
     Section("what-if", "Steps with changes", (WHAT_IF,)),
+    Section("step-timelines", STEP_TIMELINES.title, (STEP_TIMELINES,), blocks=lambda _: iter(())),
     Section("required-bandwidth", REQUIRED_BANDWIDTH.title, (REQUIRED_BANDWIDTH,)),
+    Section("exposed-by-speed", EXPOSED_BY_SPEED.title, (EXPOSED_BY_SPEED,), blocks=lambda _: iter(())),
     Section("bandwidth-bounds", BANDWIDTH_BOUNDS.title, (BANDWIDTH_BOUNDS,)),
     Section("layouts", layouts.LAYOUTS.title, (layouts.LAYOUTS,)),
     Section("layout-transfers", layouts.LAYOUT_TRANSFERS.title, (layouts.LAYOUT_TRANSFERS,)),
 )
-"""The sections of the text, in its order."""
+"""The sections of text and page, in their order."""
 
 
 def replayed_run(run: AnalysedRun) -> ReplayedRun:
@@ -142,7 +155,7 @@ def what_if(changed: ChangedRun, *, catalogue: bool = False, variation: float = 
         for change in all_changes(changed.recorded):
             try:
                 run = changed.with_change(change)
-            except BucketsError:  # the run does not show what other buckets would change
+            except (BucketsError, OverlapError):  # it does not apply to the run
                 continue
             more.append(predicted(prefix + change.text, run))
             remarks += run.remarks
@@ -228,13 +241,32 @@ def _limits(replayed: ReplayedRun, delays: Array, times: Array) -> str:
 def required_bandwidth(changed: ChangedRun) -> pd.DataFrame:
     """Return the table `required_bandwidth` of a run after some changes."""
     replayed, delays = changed.replayed, changed.delays[0]
-    replay, calls = replayed.replay, replayed.replay.paths.calls
-    roles = calls.categories["role"][np.unique(calls["role"][replay.call[replayed.selected("")]])]
-    rows = [_required(replayed, delays, str(role), replayed.selected(str(role))) for role in roles]
+    rows = [_required(replayed, delays, role, replayed.selected(role)) for role in _roles(replayed)]
     rows.sort(key=lambda row: -float(row["exposed"] or 0))
     if len(rows) > 1:
         rows.insert(0, _required(replayed, delays, "all", replayed.selected("")))
     return pd.DataFrame(rows, columns=REQUIRED_BANDWIDTH.column_names)
+
+
+def _roles(replayed: ReplayedRun) -> list[str]:
+    """Return the parallel dimensions of the transfers."""
+    replay, calls = replayed.replay, replayed.replay.paths.calls
+    return [*map(str, calls.categories["role"][np.unique(calls["role"][replay.call[replayed.selected("")]])])]
+
+
+def exposed_shares(changed: ChangedRun) -> pd.DataFrame:
+    """Return the table `exposed_by_speed` of a run after some changes."""
+    replayed, delays = changed.replayed, changed.delays[0]
+    roles = _roles(replayed)
+    selected = {**({"all": ""} if len(roles) > 1 else {}), **{role: role for role in roles}}
+    rows = []
+    for dimension, what in selected.items():
+        step_ns = exposed_by_speed(replayed, delays, replayed.selected(what) & (delays > 0))
+        shares = 1 - step_ns[-1] / np.append(step_ns[:-1], median_step_ns(replayed.replay, delays))
+        is_now = [False] * len(_SPEEDS) + [True]
+        speeds = np.append(_SPEEDS, 1.0)
+        rows.append(pd.DataFrame({"dimension": dimension, "speed": speeds, "exposed": shares, "is_recorded": is_now}))
+    return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame([], columns=EXPOSED_BY_SPEED.column_names)
 
 
 def _required(replayed: ReplayedRun, delays: Array, dimension: str, edges: Array) -> dict[str, float | str | None]:
@@ -280,7 +312,9 @@ def _wire_and_bandwidth(replayed: ReplayedRun, delays: Array, edges: Array) -> t
     replay, calls = replayed.replay, replayed.replay.paths.calls
     transfers, _ = replay.transfers(np.flatnonzero(edges))
     call, payload = replay.call[transfers], replay.payload(transfers)
-    size = calls.per_call(calls.expected)
+    size, local = calls.per_call(calls.expected), calls["local"]
+    if (ranks := replayed.new_world_size) is not None:
+        size, local = np.full(len(size), ranks), local * (replayed.run.world_size or 1) / ranks
     rank = np.array([process.rank for process in replayed.run.processes])[calls["process"]]
     total = 0.0
     for code in np.unique(calls["op"][call]):
@@ -288,7 +322,7 @@ def _wire_and_bandwidth(replayed: ReplayedRun, delays: Array, edges: Array) -> t
         of = call[at]
         try:
             sent = wire_bytes(
-                str(calls.categories["op"][code]), payload[at], calls["local"][of], size[of],
+                str(calls.categories["op"][code]), payload[at], local[of], size[of],
                 peer_is_self=(calls["peer"][of] == rank[of]).astype(np.int64),
             )  # fmt: skip
         except ValueError:

@@ -7,7 +7,9 @@ on all ranks. Options of changes compose, in the order in which they are given:
     commtrace whatif logs/run1 --scale-network 2x --without-straggler worst
     commtrace whatif logs/run1 --network new.json,old.json
     commtrace whatif logs/run1 --bucket 50MB
-    commtrace whatif logs/run1 --required-bandwidth
+    commtrace whatif logs/run1 --overlap
+    commtrace whatif logs/run1 --network net.json,net.json --world-size 64
+    commtrace whatif logs/run1 --required-bandwidth --html bandwidth.html
     commtrace whatif logs/dryrun --required-bandwidth --computation 250ms
 
 Dry runs of several layouts are compared on a network; their ranks compute at
@@ -31,8 +33,8 @@ from typing import TYPE_CHECKING, Final
 from commtrace.errors import CommtraceError
 
 from .exit_status import AS_EXPECTED
-from .option_types import add_shared, duration_seconds, flops_per_second
-from .report import print_text
+from .option_types import add_formats, add_shared, duration_seconds, flops_per_second
+from .report import print_text, write_page
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,11 +48,14 @@ _VALUES: Final = {
     "--scale-network": ("[WHAT:]FACTOR", "transfers are so many times as fast, such as 2x; of one dimension, operation "
         "or purpose: data:2x"),
     "--free": ("WHAT", "transfers of a dimension, operation or purpose take no time"),
+    "--overlap": ("[WHAT]", "gradients and parameters, or those of a dimension, operation or purpose, run in the "
+        "background as long as dependencies allow: the shortest step that overlap allows"),
     "--compute": ("FACTOR", "computation takes so many times as long, such as 0.5x"),
     "--without-straggler": ("RANK", "a rank computes no longer than the median of the others; worst: the one with "
         "which the step becomes shortest"),
     "--bucket": ("SIZE", "DistributedDataParallel closes buckets of gradients at this size, such as 50MB (of 2**20 "
         "bytes, as bucket_cap_mb)"),
+    "--world-size": ("N", "a data-parallel job runs on so many ranks, each of which computes as long (weak scaling)"),
     "--dtype": ("TYPE", "gradients and parameters that are sent as float32 are sent as bf16 or fp16"),
 }  # fmt: skip
 _FLAGS: Final = {
@@ -66,7 +71,7 @@ class _Change(argparse.Action):
         self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
     ) -> None:
         name = str(option).removeprefix("--")
-        namespace.changes = [*namespace.changes, f"{name}={values}" if self.nargs is None else name]
+        namespace.changes = [*namespace.changes, f"{name}={values}" if isinstance(values, str) else name]
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +80,9 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         help="log directory, as in COMMTRACE, or one run's directory in it; several: dry runs")  # fmt: skip
     changes = parser.add_argument_group("changes")
     for option, (metavar, text) in _VALUES.items():
-        changes.add_argument(option, metavar=metavar, action=_Change, dest="changes", default=[], help=text)
+        optional = metavar.strip("[]") if metavar.startswith("[") and metavar.endswith("]") else ""
+        changes.add_argument(option, metavar=optional or metavar, nargs="?" if optional else None, action=_Change,
+            dest="changes", default=[], help=text)  # fmt: skip
     for option, text in _FLAGS.items():
         changes.add_argument(option, nargs=0, action=_Change, dest="changes", default=[], help=text)
     parser.add_argument(
@@ -103,7 +110,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
         help="a recorded run of the layout of one of the dry runs, whose rate is measured")  # fmt: skip
     parser.add_argument("--latency", metavar="TIME", type=duration_seconds, default=0.0,
         help="latency of a call beside --required-bandwidth --computation, such as 5us (default: 0)")  # fmt: skip
-    add_shared(parser, "--json", "--width")
+    add_formats(parser)
+    add_shared(parser, "--width")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -124,28 +132,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _layouts(arguments: argparse.Namespace) -> int:
     from commtrace.analyses.side_by_side import short_names
-    from commtrace.analyses.what_if import layouts
-    from commtrace.analyses.what_if.predictions import replayed_run
-    from commtrace.analyses.what_if.simulated_step import simulated_step
+    from commtrace.analyses.what_if.layout_comparison import compare_layouts
+    from commtrace.analyses.what_if.predictions import REMARKS
     from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
-    names = [change.partition("=")[2] for change in arguments.changes if change.startswith("network=")]
-    if len(names) < len(arguments.changes) or arguments.all or arguments.equal:
+    changes = [change.partition("=") for change in arguments.changes]
+    if any(name == "world-size" for name, _, _ in changes):
+        raise CommtraceError(
+            "--world-size: a dry run has the world size that it was made with; make one of each (commtrace dryrun "
+            "--world-size N), and give all of them"
+        )
+    if any(name != "network" for name, _, _ in changes) or arguments.all or arguments.equal:
         raise CommtraceError("dry runs are compared on networks: of the changes, only --network is possible")
-    networks = layouts.networks_of(names)
     runs = {name: open_run(path) for name, path in short_names(arguments.directories).items()}
-    steps = {name: simulated_step(opened) for name, opened in runs.items()}
-    if arguments.calibrate is not None:
-        rate = layouts.rate_of_run(replayed_run(open_run(arguments.calibrate)), [*steps.values()])
-    elif arguments.rate is not None:
-        rate = layouts.Rate(arguments.rate, "as stated")
-    else:
-        rate = layouts.rate_of_computation(next(iter(steps.values())), arguments.computation)
-    tables = layouts.predicted_layouts(steps, networks, rate)
+    tables = compare_layouts(
+        runs,
+        [value for _, _, value in changes],
+        rate=arguments.rate,
+        computation_s=arguments.computation,
+        calibrate=None if arguments.calibrate is None else open_run(arguments.calibrate),
+    )
     for opened in runs.values():
         print_notes(opened.notes)
-    return _show(next(iter(runs.values())), tables, [*layouts.sentences(tables, networks, rate)], arguments)
+    return _show(runs, tables, tables["layouts"].attrs[REMARKS], arguments)
 
 
 def _bandwidth_bounds(path: Path, arguments: argparse.Namespace) -> int:
@@ -160,12 +170,13 @@ def _bandwidth_bounds(path: Path, arguments: argparse.Namespace) -> int:
         tables = {"bandwidth_bounds": bandwidth_bounds.bandwidth_bounds(opened, *stated)}
     finally:
         print_notes(opened.notes)
-    return _show(opened, tables, [bandwidth_bounds.sentence(*stated)], arguments)
+    return _show({path.name: opened}, tables, [bandwidth_bounds.sentence(*stated)], arguments)
 
 
 def _changes(path: Path, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.what_if import predictions
     from commtrace.analyses.what_if.changes import changed_run
+    from commtrace.analyses.what_if.timelines import step_timelines
     from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
@@ -180,17 +191,29 @@ def _changes(path: Path, arguments: argparse.Namespace) -> int:
         if arguments.required_bandwidth:
             tables["required_bandwidth"] = predictions.required_bandwidth(changed)
         tables["what_if_run"] = predictions.run_facts(replayed, len(equal))
+        if arguments.html is not None:  # tables of figures
+            if changed.texts:
+                tables["step_timelines"] = step_timelines(changed)
+            if arguments.required_bandwidth:
+                tables["exposed_by_speed"] = predictions.exposed_shares(changed)
     finally:  # damaged records are known only after reading
         print_notes(opened.notes)
-    return _show(opened, tables, [*predictions.sentences(tables)], arguments)
+    return _show({path.name: opened}, tables, [*predictions.sentences(tables)], arguments)
 
 
-def _show(opened: Run, tables: Mapping[str, pd.DataFrame], texts: Sequence[str], arguments: argparse.Namespace) -> int:
-    from commtrace.analyses.report.document import what_if_to_json
-    from commtrace.analyses.report.several_runs_text import render_what_if
+def _show(
+    runs: Mapping[str, Run], tables: Mapping[str, pd.DataFrame], texts: Sequence[str], arguments: argparse.Namespace
+) -> int:
+    if arguments.html is not None:
+        from commtrace.analyses.report.html.page_contents import page_of_what_if
 
-    if arguments.json:
-        print(what_if_to_json(opened, tables, texts))
+        write_page(arguments, page_of_what_if(runs, tables, texts), f"predictions for {', '.join(runs)}")
+    elif arguments.json:
+        from commtrace.analyses.report.document import what_if_to_json
+
+        print(what_if_to_json(next(iter(runs.values())), tables, texts))
     else:
+        from commtrace.analyses.report.several_runs_text import render_what_if
+
         print_text(render_what_if(tables, texts, arguments.width), arguments.width)
     return AS_EXPECTED

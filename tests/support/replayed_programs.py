@@ -20,6 +20,8 @@ from commtrace.schema import Clock, Flag, Phase, Purpose
 US: Final = 1_000
 BROADCAST: Final = 7
 GRADIENTS_SITE: Final = 9
+PARAMETERS_SITE: Final = 8
+PURPOSES: Final = {GRADIENTS_SITE: Purpose.GRADIENTS, PARAMETERS_SITE: Purpose.PARAMETERS_FORWARD}
 KIND_ROWS: Final = ({"id": BROADCAST, "op": "broadcast", "variant": "broadcast_", "api": "torch", "dtype": "float32"},)
 BACKWARD, OPTIMIZER = Phase.BACKWARD, Phase.OPTIMIZER
 
@@ -38,7 +40,7 @@ class Operation:
     """Whether a send ends before its receive arrives."""
     payload: int = 1 << 20
     site: int = 2
-    """Row of the sites table; GRADIENTS_SITE: a bucket of gradients."""
+    """Row of the sites table; one of PURPOSES: a call with that purpose."""
 
 
 class Instruction(NamedTuple):
@@ -213,14 +215,10 @@ def write(program: Program, ran: Ran, folder: Path, clock: Clock = Clock.FUTURE)
         files.known({1: everyone}, {1: "data"})
         for row in KIND_ROWS:
             files.add("kinds", **row)
-        files.add(
-            "sites",
-            id=GRADIENTS_SITE,
-            file="train.py",
-            line=1,
-            function="main",
-            purpose={"name": Purpose.GRADIENTS.value},
-        )
+        for site, purpose in PURPOSES.items():
+            files.add(
+                "sites", id=site, file="train.py", line=1, function="main", purpose={"name": purpose.value}
+            )  # fmt: skip
         rows = [
             _record(program, ran, rank, instruction, clock)
             for instruction in program.instructions[rank]

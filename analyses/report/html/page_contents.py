@@ -1,4 +1,4 @@
-"""Pages of one run, of runs side by side, and of runs by number of ranks: sections of figures and tables."""
+"""Pages of one run, of runs side by side, by number of ranks, and of predictions: sections of figures and tables."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from commtrace.analyses.steps import ALL
 from commtrace.analyses.table_specs.equivalent_ranks import text_rows
 from commtrace.analyses.table_specs.spec import TableSpec
 from commtrace.analyses.tracing_cost import cost_per_call
+from commtrace.analyses.what_if.predictions import SECTIONS as WHAT_IF_SECTIONS
 from commtrace.formatting import format_bytes, format_count, format_plural, format_share, format_small_share, is_known
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.run import Run
@@ -186,6 +187,22 @@ def page_of_scaling(runs: Mapping[str, Run], tables: Tables, sentences: Sequence
         Page(
             title=", ".join(runs),
             subtitle=f"scaling from {ranks.min():,} to {ranks.max():,} ranks",
+            findings=sentences,
+            sections=[*sections, PageSection("log", "The logs", "", facts=facts)],
+        )
+    )
+
+
+def page_of_what_if(runs: Mapping[str, Run], tables: Tables, sentences: Sequence[str]) -> str:
+    """Return the page of predictions, from the tables of `commtrace.analyses.what_if` and what they assume."""
+    report = Report(tables, max_rows=MAX_ROWS)
+    shown = [section for section in WHAT_IF_SECTIONS if section.tables[0].name in tables]
+    sections = [part for section in shown for part in _page_sections(section, report, figures.WHAT_IF)]
+    facts = [(name, f"{run.log.path}, run {run.id}") for name, run in runs.items()]
+    return render(
+        Page(
+            title=", ".join(runs),
+            subtitle="predicted steps",
             findings=sentences,
             sections=[*sections, PageSection("log", "The logs", "", facts=facts)],
         )

@@ -25,8 +25,15 @@ from commtrace.analyses.table_specs.spec import formatted_rows
 from commtrace.analyses.what_if.bandwidth_bounds import bandwidth_bounds
 from commtrace.analyses.what_if.changes import changed_run
 from commtrace.analyses.what_if.layouts import Rate, networks_of, predicted_layouts
-from commtrace.analyses.what_if.predictions import replayed_run, required_bandwidth, run_facts, what_if
+from commtrace.analyses.what_if.predictions import (
+    exposed_shares,
+    replayed_run,
+    required_bandwidth,
+    run_facts,
+    what_if,
+)
 from commtrace.analyses.what_if.simulated_step import simulated_step
+from commtrace.analyses.what_if.timelines import step_timelines
 from commtrace.errors import NoSuchTableError
 from commtrace.network.networks import MeasuredNetwork
 from commtrace.run import open_run
@@ -57,6 +64,8 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
         "what_if": what_if(changed := changed_run(replayed_run(zeros["zero3"])), catalogue=True),
         "required_bandwidth": required_bandwidth(changed),
         "what_if_run": run_facts(changed.recorded),
+        "step_timelines": step_timelines(changed),
+        "exposed_by_speed": exposed_shares(changed),
         "bandwidth_bounds": bandwidth_bounds(zeros["zero3"], computation_s=0.1),
         **predicted_layouts({"it": simulated}, networks_of(["1GB/s"]), Rate(1e12, "as stated")),
     }
