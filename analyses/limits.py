@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 from commtrace.formatting import format_duration, format_share, is_known
 
-from .overlapped_step import ALL, EXPOSED_COMMUNICATION, OVERLAP_BY
+from .overlap import ALL, EXPOSED_COMMUNICATION, OVERLAP_BY
 from .sections import Tables
 
 

@@ -29,7 +29,7 @@ from commtrace.formatting import format_share
 from .analysed_run import AnalysedRun
 from .grouping import Array
 from .limits import LimitVerdict
-from .overlapped_step import overlap_by_step
+from .overlap import overlap_by_step
 from .robust_deviation import robust_deviation
 
 PARTS: Final = 8
