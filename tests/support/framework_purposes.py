@@ -301,7 +301,19 @@ PROGRAMS: Final[dict[str, Program]] = {
             "used parameters exchanged": "all_reduce 2",
         },
     ),
-    "trainer.py fsdp resume": Program("Trainer, FSDP2, resumed", 2, {}),
+    "trainer.py fsdp resume": Program(
+        "Trainer, FSDP2, resumed",
+        2,
+        {
+            **_TRAINER_RESUMED,
+            "parameters gathered for forward": "all_gather 23",
+            "parameters gathered for backward": "all_gather 12",  # no step follows the evaluation
+            "gradients reduced": "reduce_scatter 8",
+            "gradient norm": "all_reduce 2",
+            "checkpoint loaded": "all_gather 6, barrier 4, broadcast 2, gather 2, scatter 4",
+            "checkpoint saved": "all_gather 4, broadcast 6, gather 4, scatter 4",
+        },
+    ),
     "trainer.py zero1 resume": Program(
         "Trainer, ZeRO-1, resumed",
         2,
@@ -331,7 +343,6 @@ PROGRAMS: Final[dict[str, Program]] = {
         3,
         {**_ACCELERATE_FSDP, "checkpoint loaded": "all_gather 6, barrier 4, broadcast 2, gather 2, scatter 4"},
     ),
-    "accelerate_loop.py zero2 resume": Program("accelerate, ZeRO-2, resumed", 3, {}),
     "fabric_loop.py fsdp resume": Program(
         "Fabric, FSDP2, resumed",
         4,
@@ -347,7 +358,6 @@ PROGRAMS: Final[dict[str, Program]] = {
         rules=3,
         miss=_MOE_MISS,
     ),
-    "trl_sft.py ddp resume": Program("TRL, SFT with DDP, resumed", 2, {}),
     "megatron_core.py 1 1 1 2": Program(
         "Megatron-Core with experts",
         3,
