@@ -41,6 +41,16 @@ HOOKS = {
     "megatron.core.parallel_state": "commtrace.hooks.megatron.core_groups",
     "megatron.core.optimizer.optimizer": "commtrace.hooks.megatron.core_optimizer",
     "megatron.core.pipeline_parallel.schedules": "commtrace.hooks.megatron.core_schedules",
+    **dict.fromkeys(
+        (
+            *(f"megatron.core.tensor_parallel.{module}" for module in ("mappings", "layers", "cross_entropy")),
+            "megatron.core.distributed.param_and_grad_buffer",
+            "megatron.core.distributed.distributed_data_parallel",
+            "megatron.core.distributed.finalize_model_grads",
+            "megatron.core.transformer.moe.moe_layer",  # has imported the dispatchers
+        ),
+        "commtrace.hooks.megatron.core_purposes",
+    ),
     "megatron.mpu.initialize": "commtrace.hooks.megatron.gpt_neox_groups",
     "megatron.training": "commtrace.hooks.megatron.gpt_neox_training",
 }

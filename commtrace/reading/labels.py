@@ -31,6 +31,9 @@ ROOT: Final = "(root)"
 NOT_RECORDED: Final = "not recorded"
 """Purpose of calls of which none was recorded."""
 
+_UNDECIDED: Final = ("world", UNKNOWN)
+"""Roles of groups that no dimension uses alone."""
+
 _UNKNOWN_SIZES: Final = (("payload",), ("payload", "own share"))
 """Values of `Kind.sizes` of calls whose payload, and whose own share, is not known."""
 
@@ -235,7 +238,7 @@ class _SharedGroups:
         sites: Mapping[int, Site],
         first_role: int,
     ) -> None:
-        world, shared = _world(log), shared_groups(log)
+        world, shared = _world(log), shared_groups(log, roles)
         self._row = np.full(len(numbers) + 2, -1)
         """Row of each group in `_roles`; -1: the group is not shared."""
         self._row[[numbers[group] for group in shared]] = np.arange(len(shared))
@@ -320,7 +323,7 @@ def roles_of(log: Log) -> dict[RecordedGroup, str]:
     """Return the role of each group: as a rank recorded it, else from its description, else from its ranks.
 
     A group that a program makes for itself has the role of a group with the same ranks, if there is exactly one.
-    A group with all ranks is the world, unless a rank recorded more.
+    A group with all ranks is the world, unless a rank recorded more, or the job has only one dimension.
     """
     roles: dict[RecordedGroup, str] = {}
     world = _world(log)
@@ -333,7 +336,9 @@ def roles_of(log: Log) -> dict[RecordedGroup, str]:
 
     def from_equal_ranks(_: ProcessTables, __: int, group: RecordedGroup) -> str:
         known = {roles[other] for other in by_members[group.members] if other in roles}
-        return known.pop() if len(known) == 1 else UNKNOWN
+        # With several dimensions, a group with all ranks may serve only part of the job, as the ranks that load data.
+        is_undecided = len(known) != 1 or (group.members == world and len({*roles.values()} - {"self"}) > 1)
+        return ("world" if group.members == world else UNKNOWN) if is_undecided else known.pop()
 
     by_members: dict[str, set[RecordedGroup]] = {}  # sets: each rank records the same groups
     for _, _, group in groups:
@@ -342,7 +347,6 @@ def roles_of(log: Log) -> dict[RecordedGroup, str]:
         lambda tables, number, group: "self" if len(group.ranks) == 1 else tables.roles.get(number),
         lambda tables, number, group: role_from_description(tables.descriptions.get(number, "")),
         from_dimension,
-        lambda tables, number, group: "world" if group.members == world else None,
         from_equal_ranks,
     )
     for source in sources:
@@ -355,15 +359,30 @@ def roles_of(log: Log) -> dict[RecordedGroup, str]:
     return roles
 
 
-def shared_groups(log: Log) -> dict[RecordedGroup, tuple[str, ...]]:
-    """Return the roles of each group that several dimensions of meshes use."""
-    return {
+def shared_groups(log: Log, roles: Mapping[RecordedGroup, str]) -> dict[RecordedGroup, tuple[str, ...]]:
+    """Return the roles of each group that several dimensions use: those of meshes, or of groups with its ranks.
+
+    Args:
+        log: A log.
+        roles: The result of `roles_of`.
+    """
+    by_members: dict[str, set[str]] = {}
+    for group, role in roles.items():
+        if role not in _UNDECIDED:
+            by_members.setdefault(group.members, set()).add(role)
+    with_equal_ranks = {
+        group: tuple(sorted(known))
+        for group, role in roles.items()
+        if role in _UNDECIDED and len(known := by_members.get(group.members, set())) > 1
+    }
+    of_meshes = {
         process.tables.groups[number]: known
         for process in log.processes
         for number, dimensions in process.tables.dimensions.items()
         for known in [tuple(role for role in dimensions if role in ROLES)]
         if number in process.tables.groups and len(known) > 1
     }
+    return {**with_equal_ranks, **of_meshes}
 
 
 def _world(log: Log) -> str | None:

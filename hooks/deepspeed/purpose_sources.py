@@ -5,8 +5,7 @@ Those that another version of DeepSpeed does not have are left out.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from commtrace.hooks import purposes
 from commtrace.hooks.marked_sources import MarkedSources, Source, imported
 from commtrace.hooks.recorder_setup import guard
+from commtrace.hooks.torch.autograd_functions import MarkedFunctions
 from commtrace.hooks.torch.recomputation import reentrant_forward
 from commtrace.patching import Patches, around
 from commtrace.schema import Purpose
@@ -90,13 +90,15 @@ _SOURCES: Final = MarkedSources(
     ),
 )
 
+_LAYERS: Final = MarkedFunctions("deepspeed.module_inject.layers", Purpose.ACTIVATIONS, Purpose.ACTIVATION_GRADIENTS)
+
 _patches = Patches()
 
 
 @_patches.installer
 def install() -> None:
     """Mark the calls of DeepSpeed's methods and functions."""
-    _patches.include(_SOURCES)
+    _patches.include(_SOURCES, _LAYERS)
     engine = imported(f"{_RUNTIME}.engine", "DeepSpeedEngine")
     if engine is not None:
         _patches.wrap(engine, "_configure_tensor_parallel_states", _compare_inputs)
@@ -107,9 +109,6 @@ def install() -> None:
     checkpoint = imported(f"{_RUNTIME}.activation_checkpointing.checkpointing", "CheckpointFunction")
     if checkpoint is not None:
         _patches.replace(checkpoint, "forward", reentrant_forward)
-    for function, forward, backward in _autograd_functions():
-        _patches.replace(function, "forward", functools.partial(_marked, forward))
-        _patches.replace(function, "backward", functools.partial(_marked, backward))
 
 
 uninstall = _patches.undo
@@ -124,27 +123,6 @@ def _compare_inputs(original: Callable[..., None], self: Any, /, *args: Any, **k
         for number, hook in hooks.items():
             if getattr(hook, "__module__", "") == f"{_RUNTIME}.engine":
                 hooks[number] = purposes.marking(Purpose.DATA)(hook)
-
-
-def _autograd_functions() -> Iterator[tuple[Any, Purpose, Purpose]]:
-    """Yield the autograd functions that communicate, with the purposes of their forward and backward."""
-    layers = imported("deepspeed.module_inject.layers", "")
-    for function in [] if layers is None else list(vars(layers).values()):
-        if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-            yield function, Purpose.ACTIVATIONS, Purpose.ACTIVATION_GRADIENTS
-
-
-def _marked(purpose: Purpose, original: Any) -> Any:
-    """Return a replacement of the `forward` or `backward` of an autograd function."""
-    recomputed = Purpose.ACTIVATIONS_RECOMPUTED if purpose is Purpose.ACTIVATIONS else purpose
-    function = original.__func__ if isinstance(original, staticmethod) else original
-
-    @functools.wraps(function)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        with purposes.Marked(purposes.number(recomputed if purposes.recomputing() else purpose)):
-            return function(*args, **kwargs)
-
-    return staticmethod(marked) if isinstance(original, staticmethod) else marked
 
 
 def _purpose_of_gathering(_: Any, params: Any, forward: bool) -> int:

@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from commtrace.current_step import progress
+from commtrace.hooks import purposes
 from commtrace.hooks.recorder_setup import guard
 from commtrace.hooks.torch import captured_jobs
 from commtrace.hooks.torch.captured_jobs import Jobs
 from commtrace.hooks.torch.model_facts import architecture, available, buffers, parameters
 from commtrace.job_row import JobRow
 from commtrace.patching import Patches, around
-from commtrace.schema import Phase
+from commtrace.schema import Phase, Purpose
 
 _PACKAGE: Final = "megatron.core.pipeline_parallel"
 _SCHEDULES: Final = (
@@ -32,6 +33,11 @@ _SCHEDULES: Final = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
+
+_PURPOSES: Final = {
+    Phase.FORWARD: purposes.number(Purpose.PIPELINE_ACTIVATIONS),
+    Phase.BACKWARD: purposes.number(Purpose.PIPELINE_GRADIENTS),
+}
 
 _patches = Patches()
 _rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
@@ -108,7 +114,10 @@ def _communicate(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     _batch = phases if both_directions else ()
     try:
         # Messages in both directions that are not sent as a batch cannot be distinguished.
-        with progress.marked(Phase.OTHER if both_directions else phases[0]):
+        if both_directions:
+            with progress.marked(Phase.OTHER):
+                return original(*args, **kwargs)
+        with progress.marked(phases[0]), purposes.Marked(_PURPOSES[phases[0]]):
             return original(*args, **kwargs)
     finally:
         _batch = ()
@@ -127,7 +136,7 @@ def _phases(exchange: Any) -> Iterator[Phase]:
 
 
 class _MarkedOperations(list[Any]):
-    """The operations of a batch. Iteration marks the phase of each while torch starts it."""
+    """The operations of a batch. Iteration marks phase and purpose of each while torch starts it."""
 
     def __init__(self, operations: Sequence[Any], phases: Sequence[Phase]) -> None:
         super().__init__(operations)
@@ -135,7 +144,7 @@ class _MarkedOperations(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for operation, phase in zip(super().__iter__(), self._phases, strict=True):
-            with progress.marked(phase):
+            with progress.marked(phase), purposes.Marked(_PURPOSES[phase]):
                 yield operation
 
 

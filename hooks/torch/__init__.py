@@ -25,6 +25,7 @@ steps, and torch's parallel libraries
     scheduled_stages     rows of the stages table: what pipeline stages send
 purposes of other calls
     fsdp1, batch_norm, expert_dispatch, recomputation
+    autograd_functions   tensor-parallel layers of libraries
     redistribution       DTensor, with placements and the module
     entry_points         functions with one purpose, whatever they call: gradient norms, checkpoints, the loss
 rows of the job table: settings that determine communication

@@ -6,16 +6,17 @@ Installed, module by module, when one of MODULES is imported.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from commtrace.current_step import progress
 from commtrace.hooks import purposes
 from commtrace.hooks.marked_sources import unclaimed
-from commtrace.patching import Patches
+from commtrace.patching import Patches, around
 from commtrace.schema import Phase, Purpose
 
 _CHECKPOINT: Final = "torch.distributed.checkpoint"
+_STATE_DICT: Final = f"{_CHECKPOINT}.state_dict"
 _CONTEXT: Final = "torch.distributed.tensor.experimental"
 _RING: Final = {
     "_templated_ring_attention": Purpose.ATTENTION,
@@ -26,7 +27,7 @@ _NORMS: Final = ("clip_grad_norm_", "clip_grad_norm", "get_total_norm", "clip_gr
 MODULES: Final[Mapping[str, Mapping[str, Purpose]]] = {
     "torch.distributed.distributed_c10d": dict.fromkeys(("barrier", "monitored_barrier"), Purpose.BARRIER),
     "torch.nn.utils.clip_grad": dict.fromkeys((*_NORMS, "_get_total_norm"), Purpose.GRADIENT_NORM),
-    f"{_CHECKPOINT}.state_dict": dict.fromkeys(
+    _STATE_DICT: dict.fromkeys(
         (
             *("get_model_state_dict", "get_optimizer_state_dict", "get_state_dict"),
             *("set_model_state_dict", "set_optimizer_state_dict", "set_state_dict"),
@@ -65,6 +66,8 @@ def install() -> None:
         if name in sys.modules and not patches:
             for function, purpose in functions.items():
                 _wrap(patches, sys.modules[name], function, purpose)
+            if name == _STATE_DICT:
+                patches.wrap(sys.modules[name], "_init_optim_state", _without_step)
 
 
 def uninstall() -> None:
@@ -81,6 +84,15 @@ def _wrap(patches: Patches, home: Any, name: str, purpose: Purpose) -> None:
         replacement = vars(home)[name]
         _rebind(original, replacement)
         patches.on_undo(_rebind, replacement, original)  # also where it was bound since: the package is still imported
+
+
+@around
+def _without_step(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+    """Ignore the step that only allocates an optimizer's state, before a checkpoint is loaded into it."""
+    from .training import steps  # imports torch, which may still be importing the modules above
+
+    with steps.suspended():
+        original(*args, **kwargs)
 
 
 def _rebind(old: Any, new: Any) -> None:

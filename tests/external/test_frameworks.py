@@ -3,12 +3,14 @@
     pip install -r tests/external/requirements.txt
     pytest -m external tests/external/test_frameworks.py
 
-FRAMEWORKS_RESULTS=FILE adds the results to a JSON file, the source of the table on the page about frameworks.
+FRAMEWORKS_RESULTS=tests/support/recorded replaces the recorded results by new ones. frameworks.json is the source of a
+table of the reference, and `python tests/support/framework_table.py` writes that of the page about frameworks.
 """
 
 from __future__ import annotations
 
 import datetime
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -17,19 +19,23 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
-from framework_purposes import PURPOSES
+from framework_purposes import PROGRAMS
 from writing_programs import tree_hash
 
 import commtrace
+from commtrace.reading.labels import NOT_RECORDED
 
 LAUNCHER = Path(__file__).parent / "frameworks" / "launch.py"
 PACKAGES = {
     "trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning",
-    "trl": "trl", "deepspeed": "deepspeed", "autotp": "deepspeed",
+    "trl": "trl", "deepspeed": "deepspeed", "autotp": "deepspeed", "megatron": "megatron-core",
 }  # fmt: skip
+
+RESUME: Final = " resume"
+"""End of the command of a run that begins with the checkpoint of another."""
 
 pytestmark = [pytest.mark.external, pytest.mark.timeout(2400)]
 
@@ -104,14 +110,17 @@ def version_of(package: str) -> str:
         pytest.skip(f"{package} is not installed")
 
 
-def note(name: str, **facts: object) -> None:
-    """Add facts about a row to the file FRAMEWORKS_RESULTS."""
+def note(file_name: str, name: str, **facts: object) -> None:
+    """Add facts about a row to a file in the directory FRAMEWORKS_RESULTS."""
     if "FRAMEWORKS_RESULTS" in os.environ:
-        path = Path(os.environ["FRAMEWORKS_RESULTS"])
-        results = json.loads(path.read_text()) if path.is_file() else {}
-        results.setdefault(name, {}).update(facts)
-        lines = [f"{json.dumps(name)}: {json.dumps(row_facts)}" for name, row_facts in results.items()]
-        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        with open(Path(os.environ["FRAMEWORKS_RESULTS"]) / file_name, "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # tests may run in several processes
+            file.seek(0)
+            results = json.loads(file.read() or "{}")
+            results.setdefault(name, {}).update(facts)
+            lines = [f"{json.dumps(name)}: {json.dumps(row_facts)}" for name, row_facts in results.items()]
+            file.truncate(0)
+            file.write("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def check(log: Path, *options: str | Path) -> int:
@@ -148,7 +157,7 @@ def test_a_framework(name: str, tmp_path: Path) -> None:
     assert check(logs[2], "--baseline", baseline) == 1
     assert check(logs[2]) == (1 if row.rules == 0 else row.rules)
     note(
-        name, package=row.package, version=version, date=str(datetime.date.today()), ranks=row.ranks,
+        "frameworks.json", name, package=row.package, version=version, date=str(datetime.date.today()), ranks=row.ranks,
         calls=len(events), steps=list(steps.pop()), dimensions=sorted(dimensions),
         phases=sorted({*events["phase"].astype(str)}), rules=row.rules,
     )  # fmt: skip
@@ -160,32 +169,63 @@ def test_a_dry_run(name: str, tmp_path: Path) -> None:
     version_of(row.package)
     log, dry = tmp_path / "log", tmp_path / "dry"
     train(row, tmp_path / "work", COMMTRACE=log)
-    simulated = ["-m", "commtrace.cli", "dryrun", f"--world-size={row.ranks}", "--ranks=all", "--device=cpu"]
-    run([*simulated, f"--out={dry}", sys.executable], row, tmp_path / "work")
+    dry_run(row, tmp_path / "work", dry)
     assert check(log, "--against", dry) == 0
-    note(name, dry_run=0)
+    note("frameworks.json", name, dry_run=0)
 
 
-@pytest.mark.parametrize("command", PURPOSES)
-def test_every_call_has_its_purpose(command: str, tmp_path: Path) -> None:
-    """Bits equal those of an untraced run; a dry run in the same folder predicts every call and changes no file."""
-    row = Row(PACKAGES[command.split("_")[0].split(".")[0]], command, 4 if "autotp" in command else 2, 0, "")
-    version_of(row.package)
+@pytest.mark.parametrize("command", [command for command in PROGRAMS if not command.endswith(RESUME)])
+def test_a_program_of_others(command: str, tmp_path: Path) -> None:
+    """A program, and its resumption: bits, purposes, steps, dimensions, `check`, and a dry run that changes no file."""
+    version_of(PACKAGES[command.split("_")[0].split(".")[0]])
     if "autotp" in command and "DEEPSPEED_EXAMPLES" not in os.environ:
         pytest.skip("DEEPSPEED_EXAMPLES does not name a checkout of DeepSpeedExamples")
-    log, work, dry = tmp_path / "log", tmp_path / "work", tmp_path / "dry"
-    bits = train(row, tmp_path / "untraced", FRAMEWORKS_BITS=1)
-    assert train(row, work, COMMTRACE=log, FRAMEWORKS_BITS=1) == bits
-    events = commtrace.open(log).events()
-    events = events.loc[events["rank"] == 0, ["purpose", "op"]].astype(str)
-    counts = Counter(zip(events["purpose"], events["op"], strict=True))
-    found: dict[str, list[str]] = defaultdict(list)
-    for (purpose, op), calls in sorted(counts.items()):
-        found[purpose].append(f"{op} {calls}")
-    assert {purpose: ", ".join(calls) for purpose, calls in found.items()} == PURPOSES[command]
+    work, found, expected = tmp_path / "work", {}, {}
+    for part in (command, command + RESUME):
+        if part in PROGRAMS:
+            program = PROGRAMS[part]
+            row = Row("", part, program.ranks, program.rules, program.dimensions)
+            log, dry = tmp_path / f"log{len(part)}", tmp_path / f"dry{len(part)}"
+            bits = train(row, tmp_path / "untraced", FRAMEWORKS_BITS=1)
+            work.mkdir(exist_ok=True)
+            before = tree_hash(work)
+            dry_run(row, work, dry)
+            is_unchanged = tree_hash(work) == before
+            is_equal = train(row, work, COMMTRACE=log, FRAMEWORKS_BITS=1) == bits
+            facts = {
+                "equal": is_equal, "unchanged": is_unchanged, **facts_of(log),
+                "rules": check(log), "dry_run": check(log, "--against", dry),
+            }  # fmt: skip
+            recorded = {name: value for name, value in facts.items() if name != "purposes"}  # those of PROGRAMS
+            note("framework_programs.json", part, date=str(datetime.date.today()), **recorded)
+            found[part], expected[part] = facts, {
+                "equal": True, "unchanged": True, "steps": program.steps, "purposes": program.purposes,
+                "dimensions": program.dimensions.split(), "unexplained_bytes": 0, "rules": program.rules,
+                "dry_run": program.dry_run,
+            }  # fmt: skip
+    assert found == expected
 
-    before = tree_hash(work)
-    options = ["--world-size", str(row.ranks), "--ranks", "all", "--out", str(dry)]
-    run(["-m", "commtrace.cli", "dryrun", *options, sys.executable], row, work)
-    assert tree_hash(work) == before
-    assert check(log, "--against", dry) == 0
+
+def dry_run(row: Row, folder: Path, out: Path) -> None:
+    """Simulate a program in a folder that its real run uses."""
+    options = [f"--world-size={row.ranks}", "--ranks=all", "--device=cpu", f"--out={out}"]
+    run(["-m", "commtrace.cli", "dryrun", *options, sys.executable], row, folder)
+
+
+def facts_of(log: Path) -> dict[str, Any]:
+    """Return what a log contains: numbers of calls of rank 0 by purpose, dimensions, steps, unexplained bytes."""
+    recorded = commtrace.open(log)
+    events = recorded.events()
+    texts = events.loc[events["rank"] == 0, ["purpose", "op"]].astype(str)
+    purposes: dict[str, list[str]] = defaultdict(list)
+    for (purpose, op), calls in sorted(Counter(zip(texts["purpose"], texts["op"], strict=True)).items()):
+        purposes[purpose].append(f"{op} {calls}")
+    volumes = recorded.table("volume_by_purpose")
+    steps = {len({*of_rank["step"]} - {-1}) for _, of_rank in events.groupby("rank")}
+    assert len(steps) == 1
+    return {
+        "steps": steps.pop(),
+        "purposes": {purpose: ", ".join(calls) for purpose, calls in purposes.items()},
+        "dimensions": sorted({*events["role"].astype(str)} - {"self"}),
+        "unexplained_bytes": int(volumes.loc[volumes["purpose"] == NOT_RECORDED, "payload_bytes"].sum()),
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,11 +43,16 @@ def record(result: dict[str, Any]) -> None:
 def with_table(page: str) -> str:
     """Return the page with the tables of the results."""
     for name, lines in zip(_TABLES, (_matrix(), _wheels(), _newest()), strict=True):
-        begin = f"<!-- made from tests/versions/{name}.json -->"
-        before, rest = page.split(begin)
-        table = "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
-        page = f"{before}{begin}\n\n{table}\n\n{_END}{rest.partition(_END)[2]}"
+        page = replace_table(page, f"tests/versions/{name}.json", lines)
     return page
+
+
+def replace_table(page: str, source: str, lines: Sequence[Sequence[str]]) -> str:
+    """Return a page with new lines, of which the first is the head, in its table that is made from a file."""
+    begin = f"<!-- made from {source} -->"
+    before, rest = page.split(begin)
+    table = "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
+    return f"{before}{begin}\n\n{table}\n\n{_END}{rest.partition(_END)[2]}"
 
 
 def _matrix() -> list[list[str]]:

@@ -20,7 +20,7 @@ def settings(row: str) -> dict[str, Any]:
     """Return the arguments that choose the parallelism."""
     if row == "fsdp":
         wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["GPT2Block"]}
-        return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)}
+        return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **wrap), "gradient_accumulation_steps": 2}
     if row == "zero2":
         plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2, gradient_clipping=1.0)
         return {"deepspeed_plugin": plugin}
@@ -68,7 +68,7 @@ def main() -> None:
     losses.append(evaluate(accelerator, model, evaluation))
     accelerator.wait_for_everyone()
     accelerator.save_state(str(folder))
-    accelerator.print("losses", losses)
+    accelerator.print(f"losses {losses}")
 
 
 if __name__ == "__main__":

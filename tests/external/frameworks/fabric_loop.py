@@ -65,7 +65,7 @@ def main() -> None:
         losses.append(fabric.all_gather(nn.functional.mse_loss(model(inputs), inputs)).mean().item())
     fabric.barrier()
     fabric.save("state", {"model": model, "optimizer": optimizer})
-    fabric.print("losses", losses)
+    fabric.print(f"losses {losses}")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ def main() -> None:
             register_optimizer_step_post_hook(add_parameters)
         runpy.run_path(program, run_name="__main__")
         if bits:
-            print("losses and parameters", os.environ["RANK"], digest.hexdigest())
+            print(
+                f"losses and parameters {os.environ['RANK']} {digest.hexdigest()}\n", end=""
+            )  # one write, because all ranks print
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         runpy.run_path(program, run_name="__main__")

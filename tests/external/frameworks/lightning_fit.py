@@ -77,7 +77,8 @@ def main() -> None:
     loader = DataLoader(TensorDataset(inputs), batch_size=2)
     trainer.fit(Module(row), loader, loader)
     if trainer.is_global_zero:
-        print("losses", {name: value.item() for name, value in trainer.callback_metrics.items()})
+        losses = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        print(f"losses {losses}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""A GPT of Megatron-Core in its own training loop: megatron_core.py TENSOR PIPELINE [VIRTUAL]."""
+"""A GPT of Megatron-Core in its own training loop: megatron_core.py TENSOR PIPELINE [VIRTUAL [EXPERT]].
+
+With EXPERT ranks for experts, each layer has four of them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def chunks(config: TransformerConfig, virtual: int) -> Iterator[DistributedDataP
     for chunk in range(virtual):
         stage = None if virtual == 1 else chunk
         model = GPTModel(
-            config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, vp_stage=stage,
+            config, get_gpt_layer_local_spec(num_experts=config.num_moe_experts), VOCABULARY, LENGTH, vp_stage=stage,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=virtual == 1, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=virtual == 1, vp_stage=stage),
             share_embeddings_and_output_weights=True,
@@ -66,19 +69,23 @@ def forward_step(iterator: Any, model: Any) -> Any:
 
 def main() -> None:
     """Train three steps, and evaluate after the second."""
-    tensor, pipeline, virtual = (int(value) for value in (*sys.argv[1:3], *(*sys.argv[3:], "1")[:1]))
+    degrees = [int(value) for value in sys.argv[1:]]
+    tensor, pipeline, virtual, expert = (*degrees, *(1, 1)[len(degrees) - 2 :])
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(
-        tensor, pipeline, virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None
-    )
+        tensor, pipeline, virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        expert_model_parallel_size=expert,
+    )  # fmt: skip
     torch.manual_seed(7)
-    cuda_on_cpu.install_random_states()
+    cuda_on_cpu.install_in_megatron()
     config = TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
         attention_dropout=0.0, pipeline_dtype=torch.float32, tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline, virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         bias_activation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False, expert_model_parallel_size=expert,
+        num_moe_experts=4 if expert > 1 else None, moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none", add_bias_linear=expert == 1,
     )  # fmt: skip
     model = list(chunks(config, virtual))
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, clip_grad=1.0, use_distributed_optimizer=False), model)

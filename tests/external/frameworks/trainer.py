@@ -63,7 +63,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=resume)
     losses = [entry.get("loss", entry.get("eval_loss")) for entry in trainer.state.log_history]
     if trainer.is_world_process_zero():
-        print("losses", losses)
+        print(f"losses {losses}")
 
 
 if __name__ == "__main__":

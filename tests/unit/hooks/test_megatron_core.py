@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from commtrace.current_step import progress  # noqa: E402
+from commtrace.hooks import purposes  # noqa: E402
 from commtrace.hooks.megatron import core_optimizer, core_schedules  # noqa: E402
 from commtrace.schema import Phase  # noqa: E402
 
@@ -63,7 +64,11 @@ def forward_backward_pipelining_with_interleaving(*, model, num_microbatches, mi
     backward_step(model)
 """
 OPTIMIZERS = """
-class FP32Optimizer:
+class MegatronOptimizer:
+    def get_grad_norm(self):
+        communicate("norm")
+
+class FP32Optimizer(MegatronOptimizer):
     def step(self):
         communicate("norm")
 
@@ -96,10 +101,12 @@ class Stage(SimpleNamespace):
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     calls: list[tuple[Any, ...]] = []
+    marked: list[tuple[str, str | None]] = []
 
     def communicate(what: str) -> None:
         phase = progress.marks[-1] if progress.marks else progress.default_phase()
         calls.append((what, progress.step, phase, progress.micro_batch))
+        marked.append((what, purposes.facts(purposes.current()).get("name")))
 
     def batch_isend_irecv(p2p_op_list: list[str]) -> None:
         assert isinstance(p2p_op_list, list)
@@ -109,7 +116,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
             communicate(operation)
 
     monkeypatch.setattr(dist, "batch_isend_irecv", batch_isend_irecv)
-    stage = Stage(calls=calls, communicate=communicate, dist=dist)
+    stage = Stage(calls=calls, marked=marked, communicate=communicate, dist=dist)
     for name, text in NAMES.items():
         module = ModuleType(f"megatron.core.{name}")
         vars(module).update(vars(stage))
@@ -148,6 +155,21 @@ def test_messages_are_of_the_pass_that_they_serve(stage: Stage) -> None:
             ("norm", step, OPTIMIZER, -1),
             ("log", step, OTHER, -1),
         ]
+
+
+def test_messages_of_one_direction_and_of_batches_have_their_purposes(stage: Stage) -> None:
+    stage.run("pipelining_without_interleaving")
+    stage.FP32Optimizer().get_grad_norm()
+    assert stage.marked == [
+        ("recv", "pipeline activations"),
+        ("tensor forward", None),
+        ("send", "pipeline activations"),
+        ("recv grad", "pipeline gradients"),
+        ("tensor backward", None),
+        ("send grad", None),  # both directions, not in a batch
+        ("recv", None),
+        ("norm", "gradient norm"),
+    ]
 
 
 def test_a_stage_without_calls_in_forward_begins_its_step_with_the_schedule(stage: Stage) -> None:

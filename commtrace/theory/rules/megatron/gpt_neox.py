@@ -44,11 +44,11 @@ def extend_prediction(job: Job, prediction: Prediction) -> Prediction:
         steps = tuple(_with_world_role(calls) for calls in prediction.steps)
         start = (*_with_world_role(prediction.start), *pipeline_module_broadcasts(job))
         prediction = replace(prediction, start=start, steps=steps)
-    added_calls = program_calls(job)
+    added_calls = _in_dimension(job, program_calls(job))
     extended = replace(
         prediction,
-        start=(*prediction.start, *data_set_indices(job), data_flags(job), parameter_count()),
-        steps=tuple((*calls, *added_calls) for calls in prediction.steps),
+        start=_in_dimension(job, (*prediction.start, *data_set_indices(job), data_flags(job), parameter_count())),
+        steps=tuple((*_in_dimension(job, calls), *added_calls) for calls in prediction.steps),
         others={**prediction.others, WORLD: job.row.world_size, "self": 1},
     )
     bars = (
@@ -79,6 +79,22 @@ def _with_world_role(calls: Iterable[ExpectedCall]) -> tuple[ExpectedCall, ...]:
     return tuple(replace(call, role=WORLD) if call.cause in in_world else call for call in calls)
 
 
+def _in_dimension(job: Job, calls: Iterable[ExpectedCall]) -> tuple[ExpectedCall, ...]:
+    """Return calls in which the group of all ranks has the role that recorded runs give it."""
+    role = _role_of_all_ranks(job)
+    return tuple(replace(call, role=role) if call.role == WORLD else call for call in calls)
+
+
+def _role_of_all_ranks(job: Job) -> str:
+    """Return the dimension of a job that has only one, else WORLD. With stages, ranks that load data are a second one.
+
+    See `commtrace.reading.labels.roles_of`.
+    """
+    if job.row.pipeline_stages > 1 or 1 < job.tensor < job.row.world_size or job.row.world_size == 1:
+        return WORLD
+    return tensor_parallel.ROLE if job.tensor > 1 else "data"
+
+
 def _special_step(
     job: Job, regular: Prediction, simulation: zero3.SimulatedSteps | None, step: int
 ) -> tuple[ExpectedCall, ...] | None:
@@ -99,7 +115,7 @@ def _special_step(
         for passes in (evaluated, tested) if is_last else (evaluated + tested,):
             all_gathers, _ = simulation.evaluation(min(iteration, zero3.STEPS), sum(passes))
             extra += _with_world_role(all_gathers)
-    return (*calls, *extra) if extra or (simulation and any(earlier)) else None
+    return _in_dimension(job, (*calls, *extra)) if extra or (simulation and any(earlier)) else None
 
 
 def _model_group(job: Job, call: ExpectedCall) -> ExpectedCall:
