@@ -60,13 +60,16 @@ _FUNCTIONS: Final = (
 )
 
 
+_HOOKS: Final[tuple[MarkedSources | MarkedFunctions, ...]] = (_SOURCES, *_FUNCTIONS)
+
+
 def install() -> None:
     """Mark the functions of the modules that are imported."""
-    for hook in (_SOURCES, *_FUNCTIONS):
+    for hook in _HOOKS:
         hook.install()
 
 
 def uninstall() -> None:
     """Restore everything."""
-    for hook in (_SOURCES, *_FUNCTIONS):
+    for hook in _HOOKS:
         hook.uninstall()
