@@ -113,7 +113,7 @@ def _variables() -> Iterator[dict[str, Any]]:
     yield {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
     query = "label_values(commtrace_processes, run)"
     yield {
-        "name": "run", "label": "Run", "type": "query", "datasource": _SOURCE, "definition": query,
+        "name": "run", "label": "Run", "type": "query", "datasource": _SOURCE,
         "query": {"query": query, "refId": "runs"}, "refresh": 2, "sort": 2, "includeAll": True, "allValue": ".+",
     }  # fmt: skip
 
@@ -131,7 +131,7 @@ def _placed_panels() -> Iterator[dict[str, Any]]:
 
 def _panel(panel: _Panel) -> dict[str, Any]:
     is_table = panel.kind == "table"
-    colours = {None: "green", **(panel.thresholds or {})}
+    colours: dict[float | None, str] = {None: "green", **(panel.thresholds or {})}
     steps = [{"value": value, "color": colour} for value, colour in colours.items()]
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0, "thresholds": {"mode": "absolute", "steps": steps}}
     if panel.is_stacked:

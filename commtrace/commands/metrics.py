@@ -58,7 +58,9 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_shared(parser, "directory")
     parser.add_argument("--tensorboard", metavar="OUT", type=Path, help="folder for an event file")
-    parser.add_argument("--openmetrics", metavar="PORT", type=_port, help="port to serve the metrics at; -: print them")
+    parser.add_argument(
+        "--openmetrics", metavar="PORT", type=_port, help="port to serve the metrics at, at any path; -: print them"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object for each measured step")
     parser.add_argument("--until-eof", action="store_true",
         help="follow the log, which may not exist yet, until a line or the end of standard input")  # fmt: skip
