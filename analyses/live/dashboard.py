@@ -131,8 +131,8 @@ def _placed_panels() -> Iterator[dict[str, Any]]:
 
 def _panel(panel: _Panel) -> dict[str, Any]:
     is_table = panel.kind == "table"
-    colours: dict[float | None, str] = {None: "green", **(panel.thresholds or {})}
-    steps = [{"value": value, "color": colour} for value, colour in colours.items()]
+    colours = [(None, "green"), *(panel.thresholds or {}).items()]
+    steps = [{"value": value, "color": colour} for value, colour in colours]
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0, "thresholds": {"mode": "absolute", "steps": steps}}
     if panel.is_stacked:
         defaults["custom"] = {"stacking": {"mode": "normal", "group": "A"}, "fillOpacity": 40}

@@ -29,7 +29,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -143,6 +145,7 @@ def _show(followed: FollowedRun, state: _State, arguments: argparse.Namespace, u
     view, next_reading = 0, 0.0
     reading: LogReading[LiveRun] | None = None
     screen = Console(highlight=False, markup=False, emoji=False)
+    signal.signal(signal.SIGTERM, _exit)
     with _single_keys() as keys, Live(console=screen, screen=True, auto_refresh=False) as display:
         while True:
             if reading is None and time.monotonic() >= next_reading:
@@ -161,6 +164,11 @@ def _show(followed: FollowedRun, state: _State, arguments: argparse.Namespace, u
             if key in ("q", "\x03"):
                 return
             view = (view + (key == "\t")) % len(VIEWS)
+
+
+def _exit(number: int, _: object) -> None:
+    """End by a signal with the terminal as it was."""
+    sys.exit(128 + number)
 
 
 def _screen(state: _State, view: str, url: str, screen: object) -> RenderableType:
@@ -197,7 +205,10 @@ def _single_keys() -> Iterator[Callable[[float], str]]:
     before = termios.tcgetattr(sys.stdin)
 
     def pressed(seconds: float) -> str:
-        return sys.stdin.read(1) if select.select([sys.stdin], [], [], seconds)[0] else ""
+        if not select.select([sys.stdin], [], [], seconds)[0]:
+            return ""
+        # Not sys.stdin.read: it would keep further keys in its buffer, where select does not see them.
+        return os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q"  # at its end: the terminal is gone
 
     try:
         tty.setcbreak(sys.stdin)
