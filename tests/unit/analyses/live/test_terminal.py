@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from factory import WORLD, LogFactory, ProcessFactory, record
 from ports import free_port
+from simulated_hangs import write_hang
 
 pytest.importorskip("pyte", reason="pyte is not installed")
 
@@ -26,7 +27,7 @@ import pyte
 
 from commtrace.analyses.volume_by_purpose import VOLUME_BY_PURPOSE
 from commtrace.analyses.volume_tables import RANKS
-from commtrace.commands.exit_status import AS_EXPECTED, INTERRUPTED
+from commtrace.commands.exit_status import AS_EXPECTED, INTERRUPTED, STUCK
 
 pytestmark = [
     pytest.mark.long,
@@ -92,6 +93,8 @@ class Terminal:
             self._take(0.1)  # it would wait for a full terminal
         while self._take(0.1):
             pass
+        text = "\n".join(map(str.rstrip, self.screen.display))
+        assert "Traceback" not in text, text
         assert OTHER_SCREEN not in self.screen.mode
         assert not self.screen.cursor.hidden
         assert termios.tcgetattr(self.own) == self.attributes
@@ -117,7 +120,7 @@ def running(tmp_path: Path) -> ProcessFactory:
     return process
 
 
-def test_keys_sizes_and_the_end_of_the_run(running: ProcessFactory, tmp_path: Path) -> None:
+def test_keys_and_the_end_of_the_run(running: ProcessFactory, tmp_path: Path) -> None:
     with terminal(tmp_path / "log", 80) as shown:
         narrow = shown.wait(lambda text: KEYS in text)
         assert OTHER_SCREEN in shown.screen.mode
@@ -130,16 +133,25 @@ def test_keys_sizes_and_the_end_of_the_run(running: ProcessFactory, tmp_path: Pa
         shown.press(b"x")
         shown.press(b"\t")
         shown.wait(lambda text: VOLUME_BY_PURPOSE.title in text)
-        shown.resize(160)
-        wide = shown.wait(lambda text: KEYS in text and max(map(len, text.splitlines())) > 80)
-        shown.resize(80)
-        again = shown.wait(lambda text: KEYS in text and text == narrow)
-        assert len(wide.split("\n")) == len(again.split("\n")) == LINES
         running.end()
         shown.wait(lambda text: OVER in text)
         assert shown.process.poll() is None, "it can still be read"
         shown.press(b"q")
         assert shown.end() == AS_EXPECTED
+
+
+def test_the_size_changes(tmp_path: Path) -> None:
+    """Sentences and tables take the width that there is, and nothing of another width is left."""
+    write_hang(tmp_path / "log", "lock", 8, 3)
+    with terminal(tmp_path / "log", 80) as shown:
+        narrow = shown.wait(lambda text: KEYS in text)
+        shown.resize(160)
+        wide = shown.wait(lambda text: KEYS in text and max(map(len, text.splitlines())) > 80)
+        assert " ".join(wide.split("!")[1].split()[:20]) == " ".join(narrow.split("!")[1].split()[:20])
+        shown.resize(80)
+        shown.wait(lambda text: text == narrow)
+        shown.press(b"q")
+        assert shown.end() == STUCK
 
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "gone"])
