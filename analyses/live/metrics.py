@@ -64,8 +64,9 @@ def metric_families(live: LiveRun) -> Iterator[Metric]:
     for state, count in sorted(Counter(end.state for end in live.run.ends).items()):
         processes.add_metric([run, state], count)
     yield processes
-    step = GaugeMetricFamily("commtrace_step", "Last training step; -1: none yet.", labels=["run"])
-    step.add_metric([run], live.step)
+    step = GaugeMetricFamily("commtrace_step", "Last training step of which a call is in the log.", labels=["run"])
+    if live.step >= 0:
+        step.add_metric([run], live.step)
     yield step
     yield from _last_step(live)
     keys = ["purpose", "role", "op"]

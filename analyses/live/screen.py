@@ -40,8 +40,7 @@ def render(live: LiveRun, width: int, view: str = VIEWS[0], rows: int = 12) -> I
         rows: Maximum number of rows of its table.
     """
     yield Text(f"Run {live.run.id}, {_state(live)}", style="bold")
-    for section in (ENDINGS_SECTION, STUCK_SECTION):
-        yield from (paragraph(text, width, first="! ", style="bold red") for text in section.alarms(live.tables))
+    yield from (paragraph(text, width, first="! ", style="bold red") for text in alarms(live))
     for name, text in _facts(live, width):
         yield paragraph(text, width, first=name.ljust(_LABEL_WIDTH))
     parts = live.tables["step_time_parts"]
@@ -58,6 +57,11 @@ def render(live: LiveRun, width: int, view: str = VIEWS[0], rows: int = 12) -> I
     more = f", {rows} of {len(table):,} rows" if len(table) > rows else ""
     yield _heading(spec.title + more)
     yield spec_table(spec, table.head(rows), width)
+
+
+def alarms(live: LiveRun) -> list[str]:
+    """Return what is wrong, in sentences."""
+    return [text for section in (ENDINGS_SECTION, STUCK_SECTION) for text in section.alarms(live.tables)]
 
 
 def _heading(text: str) -> Text:

@@ -29,6 +29,14 @@ those of `commtrace.analyses.scaling`; predictions have those of `commtrace.anal
     {"format": "commtrace-scaling", "version": 1, "tables": {"scaling": [...]}, "sentences": [...], "columns": {...}}
     {"format": "commtrace-what-if", "version": 1, "run": "...", "tables": {"what_if": [...]}, "sentences": [...], ...}
 
+The state of a run that goes on, as of its last reading (`commtrace top`), has the tables of
+`commtrace.analyses.live.followed_run.LiveRun`. `problem` is why it was not read again, or null; `processes` are counts
+by state; `step` is null before the first; `alarms` are sentences on processes that failed, and on hangs:
+
+    {"format": "commtrace-live", "version": 1, "run": "...", "path": "...", "read_ns": 1795856712000000000,
+     "problem": null, "is_over": false, "processes": {"runs": 4}, "step": 17, "alarms": [], "tables": {...},
+     "columns": {...}}
+
 The differences between two runs have the tables of `commtrace diff`:
 
     {"format": "commtrace-diff", "version": 1, "equal": true, "tables": {"call_differences": [...], ...},
@@ -76,6 +84,11 @@ def comparison_to_json(tables: Mapping[str, pd.DataFrame]) -> str:
 def scaling_to_json(tables: Mapping[str, pd.DataFrame], sentences: Sequence[str], *, per_rank: bool = False) -> str:
     """Return the scaling report as a JSON document; with `per_rank`, every row of every rank."""
     return _document("commtrace-scaling", tables if per_rank else _reduced(tables), last={"sentences": [*sentences]})
+
+
+def live_run_to_json(run: RecordedRun, tables: Mapping[str, pd.DataFrame], **state: Any) -> str:
+    """Return the state of a run that goes on as a JSON document."""
+    return _document("commtrace-live", tables, run=run.id, path=str(run.log.path), **state)
 
 
 def what_if_to_json(run: RecordedRun, tables: Mapping[str, pd.DataFrame], sentences: Sequence[str]) -> str:

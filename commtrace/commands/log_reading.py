@@ -1,37 +1,47 @@
-"""A reading of a run that is followed, in a thread of its own: storage that does not answer must not stop a command."""
+"""Readings of a log that grows, in threads of their own: storage that does not answer must not stop a command."""
 
 from __future__ import annotations
 
+import argparse
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from commtrace.errors import LogError
+
+from .option_types import positive_number
 
 if TYPE_CHECKING:
     from commtrace.analyses.live.followed_run import FollowedRun, LiveRun
 
+Result = TypeVar("Result")
+
 SLOW_SECONDS: Final = 30.0
 """Time after which a reading is said to take long."""
+_GONE_SECONDS: Final = 3600.0
+"""Time after which a log that was removed is not expected to come back."""
 
 
-class LogReading:
+class LogReading(Generic[Result]):
     """A reading that has begun."""
 
-    def __init__(self, followed: FollowedRun) -> None:
-        self._followed, self._began = followed, time.monotonic()
-        self._live: Future[LiveRun] = Future()
+    def __init__(self, read: Callable[[], Result]) -> None:
+        self._read, self._began = read, time.monotonic()
+        self._result: Future[Result] = Future()
         # Not of a pool: those are awaited at exit.
-        threading.Thread(target=self._read, name="commtrace-reading", daemon=True).start()
+        threading.Thread(target=self._run, name="commtrace-reading", daemon=True).start()
 
-    def _read(self) -> None:
+    def _run(self) -> None:
         try:
-            self._live.set_result(self._followed.read())
+            self._result.set_result(self._read())
         except BaseException as error:
-            self._live.set_exception(error)
+            self._result.set_exception(error)
 
     def is_done(self, seconds: float = 0.0) -> bool:
         """Return whether it has ended, after at most some seconds."""
-        return bool(wait([self._live], seconds).done)
+        return bool(wait([self._result], seconds).done)
 
     @property
     def seconds(self) -> float:
@@ -43,6 +53,71 @@ class LogReading:
         """Why it may take long, in words."""
         return f"the log has not been read for {self.seconds:.0f} s: it is large, or its storage does not answer"
 
-    def result(self) -> LiveRun:
-        """Return the state of the run, or raise what the reading has raised. It must have ended."""
-        return self._live.result(0)
+    def result(self) -> Result:
+        """Return what was read, or raise what the reading has raised. It must have ended."""
+        return self._result.result(0)
+
+
+def pause_after(took_s: float, interval: float) -> float:
+    """Return the time until the next reading: at least the interval, and with at most a fifth of a core in use."""
+    return max(interval, 4 * took_s)
+
+
+def add_duration(parser: argparse.ArgumentParser) -> None:
+    """Add --wait and --linger, for a command that serves beside a job."""
+    parser.add_argument("--wait", metavar="SECONDS", type=positive_number, default=0.0,
+        help="time for which to wait for a log that does not exist yet (default: 0)")  # fmt: skip
+    parser.add_argument("--linger", metavar="SECONDS", type=positive_number, default=0.0,
+        help="time for which to go on after the end of the run (default: 0)")  # fmt: skip
+
+
+def first_reading(followed: FollowedRun, interval: float, wait: float) -> LiveRun:
+    """Return the first reading of a log that may not exist yet.
+
+    Args:
+        followed: The run.
+        interval: Time between two tries, s.
+        wait: Time for which to wait for it, s.
+
+    Raises:
+        LogError: There is no run.
+    """
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            return followed.read()
+        except LogError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(interval)
+
+
+def readings(followed: FollowedRun, live: LiveRun, interval: float, linger: float) -> Iterator[tuple[LiveRun, str]]:
+    """Yield the run as of its last reading, and why there is no newer one, or "", until the run is over.
+
+    Args:
+        followed: The run.
+        live: Its first reading, which is yielded, too.
+        interval: Least time between two readings, s.
+        linger: Time for which to go on after its end, s, or until another run follows it.
+
+    Raises:
+        LogError: The log was gone for an hour.
+        OSError: Likewise, it could not be read.
+    """
+    problem, seen, ended = "", time.monotonic(), 0.0
+    while True:
+        yield live, problem
+        ended = (ended or time.monotonic()) if live.is_over else 0.0
+        if ended and time.monotonic() - ended >= linger:
+            break
+        time.sleep(pause_after(live.took_s, interval))
+        reading = LogReading(followed.read)
+        while not reading.is_done(SLOW_SECONDS):
+            yield live, reading.slowness
+        try:
+            live, problem, seen = reading.result(), "", time.monotonic()
+        except (LogError, OSError) as error:  # removed, or replaced
+            problem = str(error)
+            if time.monotonic() - seen > _GONE_SECONDS:
+                raise

@@ -4,6 +4,7 @@
     commtrace metrics logs/run1 --tensorboard runs/comm --follow
     commtrace metrics logs/run1 --openmetrics 9400
     commtrace metrics logs/run1 --openmetrics -         # once, as text
+    commtrace metrics --dashboard > commtrace.json      # for Grafana
     commtrace metrics logs/run1 --json                  # a JSON object per step
 
 TensorBoard gets a value per training step, beside the loss if OUT is below the
@@ -39,12 +40,13 @@ from commtrace.errors import CommtraceError, LogError, MissingLibraryError
 from commtrace.formatting import format_plural
 
 from .exit_status import AS_EXPECTED
+from .http_server import add_serving, port_number, serve
+from .log_reading import add_duration, first_reading, pause_after, readings
 from .option_types import add_shared, positive_number
 
 if TYPE_CHECKING:
     from commtrace.analyses.live.followed_run import FollowedRun, LiveRun
 
-LOOPBACK = "127.0.0.1"
 _NICE: Final = 10
 """Lower priority with which the command gives way to the training that started it."""
 _WRITE_SECONDS: Final = 1.0
@@ -56,24 +58,35 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_shared(parser, "directory")
     parser.add_argument("--tensorboard", metavar="OUT", type=Path, help="folder for an event file")
-    parser.add_argument("--openmetrics", metavar="PORT", type=_port, help="port to serve the metrics at; -: print them")
+    parser.add_argument(
+        "--openmetrics", metavar="PORT", type=_port, help="port to serve the metrics at, at any path; -: print them"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object for each measured step")
     parser.add_argument("--until-eof", action="store_true",
         help="follow the log, which may not exist yet, until a line or the end of standard input")  # fmt: skip
-    parser.add_argument("--address", metavar="ADDRESS", default=LOOPBACK,
-        help=f"address to serve them at (default: {LOOPBACK}, which other hosts cannot reach)")  # fmt: skip
+    add_serving(parser, "token that requests must carry (default: none)")
+    add_duration(parser)
     parser.add_argument("--follow", action="store_true", help="go on until the run is over")
     parser.add_argument("--interval", metavar="SECONDS", type=positive_number, default=5.0,
         help="time between two readings (default: 5)")  # fmt: skip
+    parser.add_argument("--dashboard", action=_PrintDashboard, nargs=0,
+        help="print a dashboard of Grafana for the metrics of --openmetrics, and end")  # fmt: skip
+
+
+class _PrintDashboard(argparse.Action):
+    """An option that needs no log, as --help."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print the dashboard."""
+        from commtrace.analyses.live.dashboard import dashboard
+
+        print(json.dumps(dashboard(), indent=2))
+        parser.exit()
 
 
 def _port(text: str) -> int:
     """Parse a port; 0 stands for "-"."""
-    if text == "-":
-        return 0
-    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a port from 1 to 65535 nor -")
-    return int(text)
+    return 0 if text == "-" else port_number(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,31 +98,32 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommtraceError("give --tensorboard OUT, --openmetrics PORT, or --json")
     if arguments.until_eof and not arguments.json:
         raise CommtraceError("--until-eof: give --json")
-    followed = FollowedRun(arguments.directory, [BY_STEP])
+    followed, last = FollowedRun(arguments.directory, [BY_STEP]), None
     with contextlib.ExitStack() as at_end:
-        targets: list[Callable[[LiveRun], object]] = []
+        targets: list[Callable[[LiveRun | None], object]] = []
         if arguments.tensorboard is not None:
             targets.append(at_end.enter_context(_tensorboard(arguments.tensorboard)))
         if arguments.openmetrics is not None:
-            targets.append(at_end.enter_context(_openmetrics(arguments.openmetrics, arguments.address)))
+            targets.append(at_end.enter_context(_openmetrics(arguments)))
         if arguments.json:
             targets.append(_print_steps())
         for live in _until_eof(followed, arguments.interval) if arguments.until_eof else _readings(followed, arguments):
             for write in targets:
                 write(live)
-    if arguments.tensorboard is not None and not arguments.until_eof:
-        print(f"{arguments.tensorboard}: {format_plural(len(live.tables['step_times']), 'step')} of run {live.run.id}")
+            last = live or last
+    if last is not None and arguments.tensorboard is not None and not arguments.until_eof:
+        print(f"{arguments.tensorboard}: {format_plural(len(last.tables['step_times']), 'step')} of run {last.run.id}")
     return AS_EXPECTED
 
 
-def _readings(followed: FollowedRun, arguments: argparse.Namespace) -> Iterator[LiveRun]:
-    """Yield one reading, or readings until the run is over."""
-    while True:
-        live = followed.read()
-        yield live
-        if live.is_over or not (arguments.follow or arguments.openmetrics):
-            break
-        time.sleep(max(arguments.interval, 4 * live.took_s))
+def _readings(followed: FollowedRun, arguments: argparse.Namespace) -> Iterator[LiveRun | None]:
+    """Yield one reading, or readings until the run is over; None where the log could not be read."""
+    first = first_reading(followed, arguments.interval, arguments.wait)
+    if not (arguments.follow or arguments.openmetrics):
+        yield first
+        return
+    for live, problem in readings(followed, first, arguments.interval, arguments.linger):
+        yield None if problem else live
 
 
 def _until_eof(followed: FollowedRun, interval: float) -> Iterator[LiveRun]:
@@ -126,20 +140,22 @@ def _until_eof(followed: FollowedRun, interval: float) -> Iterator[LiveRun]:
         with contextlib.suppress(LogError, OSError):  # the log is not there yet, or was removed
             live = followed.read()
             yield live
-            pause = max(interval, 4 * live.took_s)
+            pause = pause_after(live.took_s, interval)
         if ended:
             break
         pause = max(interval, pause)
 
 
-def _print_steps() -> Callable[[LiveRun], None]:
+def _print_steps() -> Callable[[LiveRun | None], None]:
     """Return a function that prints the values of new steps."""
     from commtrace.analyses.live.metrics import step_values
 
     written = -1
 
-    def write(live: LiveRun) -> None:
+    def write(live: LiveRun | None) -> None:
         nonlocal written
+        if live is None:
+            return
         for step, values in groupby(step_values(live, written), key=lambda value: value.step):
             print(json.dumps({"step": step, **{value.name: float(value.value) for value in values}}), flush=True)
             written = step
@@ -148,7 +164,7 @@ def _print_steps() -> Callable[[LiveRun], None]:
 
 
 @contextlib.contextmanager
-def _tensorboard(folder: Path) -> Iterator[Callable[[LiveRun], None]]:
+def _tensorboard(folder: Path) -> Iterator[Callable[[LiveRun | None], None]]:
     """Give a function that writes the values of new steps to an event file."""
     from commtrace.analyses.live.metrics import step_values
 
@@ -158,8 +174,10 @@ def _tensorboard(folder: Path) -> Iterator[Callable[[LiveRun], None]]:
         raise MissingLibraryError(f"--tensorboard: {_NEEDS.format('tensorboard')}") from None
     writer, written = Writer(str(folder)), -1
 
-    def write(live: LiveRun) -> None:
+    def write(live: LiveRun | None) -> None:
         nonlocal written
+        if live is None:
+            return
         for name, step, value in step_values(live, written):
             writer.add_scalar(f"commtrace/{name}".replace(" ", "_"), value, step)
             written = step
@@ -172,16 +190,15 @@ def _tensorboard(folder: Path) -> Iterator[Callable[[LiveRun], None]]:
 
 
 @contextlib.contextmanager
-def _openmetrics(port: int, address: str) -> Iterator[Callable[[LiveRun], None]]:
-    """Give a function that sets what a server answers, or prints it."""
+def _openmetrics(arguments: argparse.Namespace) -> Iterator[Callable[[LiveRun | None], None]]:
+    """Give a function that sets what a server answers, or prints it. Of a log that cannot be read, it is nothing."""
     from commtrace.analyses.live.metrics import metric_families
 
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
         from prometheus_client.openmetrics.exposition import generate_latest
     except ImportError:
         raise MissingLibraryError(f"--openmetrics: {_NEEDS.format('prometheus-client')}") from None
-    registry = CollectorRegistry()
     families: list[Any] = []
 
     class Present:
@@ -190,23 +207,18 @@ def _openmetrics(port: int, address: str) -> Iterator[Callable[[LiveRun], None]]
         def collect(self) -> Iterator[Any]:
             return iter(families)
 
+    registry = CollectorRegistry()
     registry.register(Present())
-    server = None
 
-    def show(live: LiveRun) -> None:
-        nonlocal families, server
-        families = [*metric_families(live)]
-        if not port:
+    def show(live: LiveRun | None) -> None:
+        nonlocal families
+        families = [*metric_families(live)] if live else []
+        if not arguments.openmetrics:
             print(generate_latest(registry).decode(), end="")
-        elif server is None:
-            try:
-                server, _ = start_http_server(port, address, registry)
-            except OSError as error:
-                raise CommtraceError(f"--openmetrics {port}: {address} port {port}: {error.strerror}") from None
 
-    try:
+    if not arguments.openmetrics:
         yield show
-    finally:
-        if server is not None:
-            server.shutdown()
-            server.server_close()
+        return
+    app = make_wsgi_app(registry)
+    with serve(app, arguments.openmetrics, arguments.address, arguments.token, requires_token=False):
+        yield show

@@ -98,6 +98,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def page_of_log(directory: Path, state: str) -> str:
+    """Return the page of --html of one run, with a line on its state; nothing is written.
+
+    Raises:
+        LogError: There is no run that can be read.
+        MissingLibraryError: A library that draws pages is not installed.
+    """
+    from commtrace.analyses.report.html.page_contents import page_of_run
+    from commtrace.analyses.side_by_side import short_names
+    from commtrace.run import open_run
+
+    (name,), run = short_names([directory]), open_run(directory)
+    tables = _tables(run, details=True, across_ranks=True, include_matching_steps=True)
+    return page_of_run(name, run, tables, state=state)
+
+
 def section_names(text: str) -> tuple[str, ...]:
     """Parse names of sections, separated by commas; "all" selects all of them."""
     from commtrace.analyses.analysis_catalog import SECTIONS

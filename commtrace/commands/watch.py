@@ -41,7 +41,7 @@ from commtrace.errors import CommtraceError, LogError
 from commtrace.output_files import discard_stdout
 
 from .exit_status import AS_EXPECTED
-from .log_reading import SLOW_SECONDS, LogReading
+from .log_reading import SLOW_SECONDS, LogReading, pause_after
 from .option_types import add_shared, positive_number
 from .top import status_of
 
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             may_restart = bool(ended) and status_of(live) != AS_EXPECTED
             if ended and not (may_restart and time.monotonic() - ended < arguments.linger):
                 break
-        time.sleep(max(arguments.interval, 4 * live.took_s if live else 0))
+        time.sleep(pause_after(live.took_s if live else 0.0, arguments.interval))
     for delivery in deliveries:
         delivery.join()
     if deliveries:
@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(followed: FollowedRun, wait: float) -> LiveRun:
     """Read the run; if that takes long, say so, and give up after `wait` seconds."""
-    reading = LogReading(followed)
+    reading = LogReading(followed.read)
     if not reading.is_done(SLOW_SECONDS):
         print(f"commtrace: {reading.slowness}; waiting", file=sys.stderr, flush=True)
         if not reading.is_done(wait):

@@ -218,7 +218,7 @@ def test_a_healthy_run_that_pauses(seed: int, nursery: Nursery, tmp_path: Path) 
         ranks.kill(*range(size), signal_=signal.SIGSTOP)
         time.sleep(8)  # longer than a hang
         ranks.kill(*range(size), signal_=signal.SIGCONT)
-    assert ranks.wait() == [0] * size
+    assert ranks.wait(LIMIT_SECONDS) == [0] * size
     assert ended(started)[:2] == (AS_EXPECTED, []), kind
 
 

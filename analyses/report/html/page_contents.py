@@ -44,7 +44,9 @@ MAX_ROWS: Final = 60
 """Rows of any other table that the page shows."""
 
 
-def page_of_run(name: str, run: RecordedRun, tables: Tables, *, sites: int = MAX_SITES, per_rank: bool = False) -> str:
+def page_of_run(
+    name: str, run: RecordedRun, tables: Tables, *, sites: int = MAX_SITES, per_rank: bool = False, state: str = ""
+) -> str:
     """Return the page of one run.
 
     Args:
@@ -53,6 +55,7 @@ def page_of_run(name: str, run: RecordedRun, tables: Tables, *, sites: int = MAX
         tables: Its tables, including those that only figures use.
         sites: Maximum number of call sites; 0: all.
         per_rank: Show the first rows of tables of many ranks, instead of classes of equivalent ranks.
+        state: A line on the state of the page, as of a run that goes on; "": none.
     """
     report = Report(tables, run, sites, MAX_ROWS, per_rank)
     alarms = [text for section in SECTIONS for text in section.alarms(tables)]
@@ -66,6 +69,7 @@ def page_of_run(name: str, run: RecordedRun, tables: Tables, *, sites: int = MAX
         Page(
             title=name,
             subtitle=summarize_job(run) or "what was trained was not captured",
+            state=state,
             tiles=[*_tiles(tables)],
             findings=[text for section in SECTIONS for text in section.findings(tables)],
             warnings=[*alarms, *warnings],
@@ -139,7 +143,8 @@ def _tiles(tables: Tables) -> Iterator[Tile]:
     hosts = f", on {format_plural(int(coverage['hosts']), 'host')}" if is_known(coverage["hosts"]) else ""
     yield Tile("recorded ranks", format_count(seen), f"{job}{hosts}", missing)
     records, calls = coverage["records"], coverage["calls"]
-    counted = bool(is_known(calls) and calls)
+    # Of a process that runs, records may be newer than its counters.
+    counted = bool(is_known(calls) and calls and records <= calls)
     note = f"{format_share(records / calls)} of those counted" if counted else ""
     yield Tile("calls recorded", format_count(records), note, counted and records < calls)
     steady = tables["steady_step"]

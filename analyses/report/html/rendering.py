@@ -86,6 +86,8 @@ class Page:
     title: str
     subtitle: str
     sections: Sequence[PageSection]
+    state: str = ""
+    """Of when it is, if the run goes on."""
     tiles: Sequence[Tile] = ()
     findings: Sequence[str] = ()
     warnings: Sequence[str] = ()

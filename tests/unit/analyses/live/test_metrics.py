@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from commtrace.commands.exit_status import AS_EXPECTED, FAILED
 from commtrace.run import open_run
 
 RANKS = 3
+TOKEN = "a-token-of-the-tests"
 
 
 @pytest.fixture
@@ -72,25 +75,45 @@ def test_prometheus_reads_the_totals_of_the_report(log: Path, capsys: pytest.Cap
 
 
 def test_the_server_answers_until_the_run_is_over(tmp_path: Path) -> None:
+    """It begins before the log does, and serves no numbers while the log cannot be read: old ones are not true."""
     pytest.importorskip("prometheus_client")
-    log = LogFactory(tmp_path / "log")
-    process = log.process(0, pid=100, world_size=1, boot_id="a").known({WORLD: [0]})
-    port, statuses = free_port(), list[int]()
-    arguments = ["metrics", str(tmp_path / "log"), "--openmetrics", str(port), "--interval", "0.1"]
-    serving = threading.Thread(target=lambda: statuses.append(main(arguments)), daemon=True)
+    directory, port, statuses = tmp_path / "log", free_port(), list[int]()
+    arguments = ["--openmetrics", str(port), "--interval", "0.1", "--wait", "60", "--linger", "1", "--token", TOKEN]
+    serving = threading.Thread(
+        target=lambda: statuses.append(main(["metrics", str(directory), *arguments])), daemon=True
+    )
     serving.start()
-    for _ in range(600):
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-                text = answer.read().decode()
-            break
-        except urllib.error.URLError:
-            serving.join(0.1)
-    assert 'commtrace_processes{run="' in text
+    wait_for(lambda: scraped(port) == "")
+    process = LogFactory(directory).process(0, pid=100, world_size=1, boot_id="a").known({WORLD: [0]})
+    wait_for(lambda: 'commtrace_processes{run="' in scraped(port))
+    text = scraped(port)
     assert 'state="unknown"} 1.0' in text
+    assert "commtrace_step{" not in text, "no step has begun"
+    directory.rename(tmp_path / "gone")
+    wait_for(lambda: scraped(port) == "")
+    (tmp_path / "gone").rename(directory)
     process.end()
+    wait_for(lambda: 'state="ended"} 1.0' in scraped(port))
     serving.join(60)
     assert statuses == [AS_EXPECTED]
+
+
+def scraped(port: int) -> str:
+    """Return what Prometheus reads; "-" if nothing listens."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text: str = answer.read().decode()
+            return text
+    except urllib.error.URLError:
+        return "-"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_steps_as_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,4 +130,4 @@ def test_bad_arguments(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--until-eof: give --json" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["metrics", str(log), "--openmetrics", "70000"])
-    assert "'70000' is neither a port from 1 to 65535 nor -" in capsys.readouterr().err
+    assert "'70000' is not a port from 1 to 65535" in capsys.readouterr().err
