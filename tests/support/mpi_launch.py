@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -116,7 +118,12 @@ def command(
     mpi = _mpi(name)
     path = PROGRAMS / f"{program}.py" if isinstance(program, str) else program
     launcher = [_root() / "bin" / mpi.launcher, *mpi.options, "-n", ranks]
-    settings = {} if log is None else {"COMMTRACE": log}
+    settings: dict[str, Any] = {} if log is None else {"COMMTRACE": log}
+    if name == "openmpi":
+        # A launcher that is killed leaves its directory, in which another one with its process id could not start.
+        folder = tempfile.TemporaryDirectory(prefix="mpi-", ignore_cleanup_errors=True)
+        atexit.register(folder.cleanup)
+        settings["PRTE_MCA_prte_tmpdir_base"] = folder.name
     variables = {**mpi.variables, "MPI4PY_LIBMPI": _root() / "lib" / mpi.library, **settings}
     return [str(part) for part in (*launcher, sys.executable, path, *arguments)], variables
 
