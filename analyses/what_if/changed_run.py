@@ -190,6 +190,29 @@ def with_error(delays: Array, changed: Array, error: float) -> Array:
     return np.where(changed, rows * np.array([[1.0], [1 - error], [1 + error]]), rows)
 
 
+def with_scaled_transfers(run: ChangedRun, edges: Array, number: Array, factor: Array, changed: Array) -> ChangedRun:
+    """Return a run in which transfers take so many times as long.
+
+    Its error is that of its network; without one, its bounds are those of the factors.
+
+    Args:
+        run: The run.
+        edges: Edges of transfers, shape (n,).
+        number: The transfer of each.
+        factor: Of each transfer: as its network predicts, shape (transfers,), or as predicted and at the two bounds,
+            shape (3, transfers).
+        changed: Whether the error of a network applies to each edge, bool, shape (edges of the graph,).
+    """
+    rows = run.delays if factor.ndim == 1 else np.broadcast_to(run.delays, (len(factor), run.delays.shape[-1]))
+    delays = rows.copy()
+    delays[:, edges] *= np.where(delays[:, edges] > 0, factor[..., number], 1)
+    error = run.network.held_out_error if run.network is not None else 0.0
+    return replace(
+        run, delays=with_error(delays, changed, error) if error else delays,
+        is_error_known=run.is_error_known and error is not None, is_one_sided=run.network is None,
+    )  # fmt: skip
+
+
 def without_straggler(run: ReplayedRun, delays: Array, process: int) -> Array:
     """Return delays, shape (edges,), with which a process computes no longer than the median of the others."""
     gaps = run.gaps

@@ -22,7 +22,7 @@ from commtrace.formatting import format_bytes, format_count
 from commtrace.network.networks import Network
 from commtrace.schema import Purpose
 
-from .changed_run import ChangedRun, ReplayedRun, kinds_of_calls, with_error
+from .changed_run import ChangedRun, ReplayedRun, kinds_of_calls, with_scaled_transfers
 from .recorded_graph import Part
 
 DTYPES: Final = ("bf16", "fp16")
@@ -59,24 +59,17 @@ def with_message_dtype(run: ChangedRun, dtype: str) -> ChangedRun:
         )
     transfers, number = replay.transfers(edges)
     payload = replay.payload(transfers)
-    rows = run.delays if run.network is not None else np.broadcast_to(run.delays, (3, run.delays.shape[-1]))
-    rows = rows.copy()
     if run.network is not None:
         factor = _by_network(run, run.network, transfers, payload)
-        rows[:, edges] *= np.where(rows[:, edges] > 0, factor[number], 1)
     else:
-        before = rows[:, transfers]
+        before = np.broadcast_to(run.delays, (3, run.delays.shape[-1]))[:, transfers]
         latency = latencies(run.replayed, transfers, payload, before[0])
         after = before * _RATIO + np.minimum(latency, before) * (1 - _RATIO)
-        own = rows[:, edges]
-        rows[:, edges] = np.where(own > 0, own * (after / np.maximum(before, 1e-9))[:, number], own)
-    error = run.network.held_out_error if run.network is not None else 0.0
-    if error:
-        rows = with_error(rows, changed, error)
+        factor = after / np.maximum(before, 1e-9)
     message = np.where(changed, np.round(replay.payload(np.arange(len(changed))) * _RATIO), replay.message)
     return replace(
-        run, replayed=replace(run.replayed, replay=replace(replay, message=message.astype(np.int64))), delays=rows,
-        is_error_known=run.is_error_known and error is not None, is_one_sided=run.network is None,
+        with_scaled_transfers(run, edges, number, factor, changed),
+        replayed=replace(run.replayed, replay=replace(replay, message=message.astype(np.int64))),
         remarks=(*run.remarks, *_remarks(run, dtype, transfers, payload)),
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ from commtrace.network.networks import Network, hosts_of_group
 from commtrace.operations import OPERATIONS, Extent
 from commtrace.schema import Purpose
 
-from .changed_run import ChangedRun, ReplayedRun, kinds_of_calls, with_error
+from .changed_run import ChangedRun, ReplayedRun, kinds_of_calls, with_scaled_transfers
 from .message_dtype import latencies
 from .recorded_graph import Part
 
@@ -63,24 +63,16 @@ def with_world_size(run: ChangedRun, ranks: int) -> ChangedRun:
     grows &= ~calls.has_label("op", "reduce_scatter")[call]
     new_payload = np.where(grows, np.round(payload * (ranks / before)), payload).astype(np.int64)
     if run.network is not None:
-        delays = run.delays.copy()
         factor = _by_network(run, run.network, before, ranks, transfers, new_payload)
-        delays[:, edges] *= np.where(delays[:, edges] > 0, factor[number], 1)
     else:
-        delays = np.broadcast_to(run.delays, (3, run.delays.shape[-1])).copy()
-        own = delays[:, transfers]
-        after = _by_bytes(run.replayed, before, ranks, transfers, new_payload, own)
-        rows = delays[:, edges]
-        delays[:, edges] = np.where(rows > 0, rows * (after / np.maximum(own, 1e-9))[:, number], rows)
-    error = run.network.held_out_error if run.network is not None else 0.0
-    if error:
-        delays = with_error(delays, is_transfer, error)
+        own = np.broadcast_to(run.delays, (3, run.delays.shape[-1]))[:, transfers]
+        factor = _by_bytes(run.replayed, before, ranks, transfers, new_payload, own) / np.maximum(own, 1e-9)
+    scaled = with_scaled_transfers(run, edges, number, factor, is_transfer)
     later = expected_maximum(ranks) / expected_maximum(before)
-    delays = np.stack([_with_later_ranks(run.replayed, row, later) for row in delays])
     message = replay.message.copy()
     message[edges] = np.where(grows[number], new_payload[number], message[edges])
     return replace(
-        run, delays=delays, is_error_known=run.is_error_known and error is not None, is_one_sided=run.network is None,
+        scaled, delays=np.stack([_with_later_ranks(run.replayed, row, later) for row in scaled.delays]),
         replayed=replace(run.replayed, replay=replace(replay, message=message), new_world_size=ranks),
         remarks=(*run.remarks, *_remarks(run, before, ranks, transfers, grows)),
     )  # fmt: skip
