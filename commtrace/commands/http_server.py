@@ -6,7 +6,6 @@ application knows the few paths that it answers.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hmac
 import io
@@ -20,26 +19,25 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from http.cookies import CookieError, SimpleCookie
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 from urllib.parse import parse_qs, quote, urlencode
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from commtrace.errors import CommtraceError, warn
 
+from .option_types import LOOPBACK
+
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 Headers: TypeAlias = Mapping[str, str]
 
-LOOPBACK: Final = "127.0.0.1"
 _LOCAL_NAMES: Final = frozenset({"localhost", LOOPBACK, "[::1]"})
 _REQUEST_SECONDS: Final = 10.0
 """Time in which a client must have sent its request."""
 _ANSWER_SECONDS: Final = 60.0
 """Time in which a client must have taken the answer."""
 _MAX_CONNECTIONS: Final = 512
-_LEAST_TOKEN: Final = 16
 _TOKEN_BYTES: Final = 24
 _HEADERS: Final = {
     "Server": "commtrace",  # the server's own would name the version of Python
@@ -50,32 +48,6 @@ _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
 }
 """Headers of every answer: no other site embeds it, and no browser keeps it."""
-
-
-def add_serving(parser: argparse.ArgumentParser, token_help: str) -> None:
-    """Add --address and --token."""
-    parser.add_argument("--address", metavar="ADDRESS", default=LOOPBACK,
-        help=f"address to serve at (default: {LOOPBACK}, which other hosts cannot reach)")  # fmt: skip
-    parser.add_argument("--token", metavar="TOKEN", type=token, help=f"{token_help}; @FILE: the contents of a file")
-
-
-def port_number(text: str) -> int:
-    """Parse a port."""
-    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
-    return int(text)
-
-
-def token(text: str) -> str:
-    """Parse a token, or @ and the name of a file with one: other users of the host see a command's arguments."""
-    if text.startswith("@"):
-        try:
-            text = Path(text[1:]).read_text(errors="replace").strip()
-        except OSError as error:
-            raise argparse.ArgumentTypeError(f"{text[1:]}: {error.strerror}") from None
-    if not re.fullmatch(rf"[\w.~-]{{{_LEAST_TOKEN},}}", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"a token has at least {_LEAST_TOKEN} characters of A-Z a-z 0-9 . _ ~ -")
-    return text
 
 
 class Server:

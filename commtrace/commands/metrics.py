@@ -40,9 +40,8 @@ from commtrace.errors import CommtraceError, LogError, MissingLibraryError
 from commtrace.formatting import format_plural
 
 from .exit_status import AS_EXPECTED
-from .http_server import add_serving, port_number, serve
 from .log_reading import add_duration, first_reading, pause_after, readings
-from .option_types import add_shared, positive_number
+from .option_types import add_serving, add_shared, port_number, positive_number
 
 if TYPE_CHECKING:
     from commtrace.analyses.live.followed_run import FollowedRun, LiveRun
@@ -219,6 +218,8 @@ def _openmetrics(arguments: argparse.Namespace) -> Iterator[Callable[[LiveRun | 
     if not arguments.openmetrics:
         yield show
         return
+    from .http_server import serve
+
     app = make_wsgi_app(registry)
     with serve(app, arguments.openmetrics, arguments.address, arguments.token, requires_token=False):
         yield show

@@ -18,6 +18,10 @@ from commtrace.rank_ranges import parse_ranks
 
 Value = TypeVar("Value", int, float, Fraction)
 
+LOOPBACK: Final = "127.0.0.1"
+"""Address that other hosts cannot reach."""
+_LEAST_TOKEN: Final = 16
+
 
 def _number_type(
     parse: Callable[[str], Value], minimum: float, description: str, below: float = math.inf
@@ -184,3 +188,31 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
     parser.usage = f"{usage} [--] CMD ..."
     parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="program and its arguments")
+
+
+def add_serving(parser: argparse.ArgumentParser, token_help: str) -> None:
+    """Add --address and --token."""
+    parser.add_argument("--address", metavar="ADDRESS", default=LOOPBACK,
+        help=f"address to serve at (default: {LOOPBACK}, which other hosts cannot reach)")  # fmt: skip
+    parser.add_argument(
+        "--token", metavar="TOKEN", type=access_token, help=f"{token_help}; @FILE: the contents of a file"
+    )
+
+
+def port_number(text: str) -> int:
+    """Parse a port."""
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    return int(text)
+
+
+def access_token(text: str) -> str:
+    """Parse a token, or @ and the name of a file with one: other users of the host see a command's arguments."""
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(errors="replace").strip()
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{text[1:]}: {error.strerror}") from None
+    if not re.fullmatch(rf"[\w.~-]{{{_LEAST_TOKEN},}}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"a token has at least {_LEAST_TOKEN} characters of A-Z a-z 0-9 . _ ~ -")
+    return text

@@ -41,9 +41,8 @@ from typing import TYPE_CHECKING, Final
 from commtrace.errors import CommtraceError, LogError
 
 from .exit_status import AS_EXPECTED, PROGRAM_FAILED, STUCK
-from .http_server import LOOPBACK, add_serving, port_number, serve
 from .log_reading import SLOW_SECONDS, LogReading, add_duration, first_reading, pause_after, readings
-from .option_types import add_shared, positive_number
+from .option_types import LOOPBACK, add_serving, add_shared, port_number, positive_number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -123,6 +122,7 @@ def _serve(followed: FollowedRun, state: _State, arguments: argparse.Namespace) 
     """Serve the pages while the screen is shown, or, without a terminal, until the run is over."""
     from commtrace.analyses.report.html import page_contents  # noqa: F401  # raises if a library is not installed
 
+    from .http_server import serve
     from .live_pages import LivePages
 
     pages = LivePages(arguments.directory, arguments.interval, lambda: (state.live, state.problem))

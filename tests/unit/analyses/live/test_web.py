@@ -24,7 +24,7 @@ pytest.importorskip("plotly", reason="plotly is not installed")
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
 from commtrace.cli import main
-from commtrace.commands import http_server, live_pages
+from commtrace.commands import http_server, live_pages, option_types
 from commtrace.commands.exit_status import AS_EXPECTED, FAILED
 from commtrace.commands.http_server import serve
 from commtrace.commands.live_pages import ReportPage
@@ -312,7 +312,7 @@ def test_other_addresses_require_a_token() -> None:
 
 def test_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "token").write_text(f"{TOKEN}\n")
-    assert http_server.token(f"@{tmp_path / 'token'}") == TOKEN
+    assert option_types.access_token(f"@{tmp_path / 'token'}") == TOKEN
     for text, message in (
         ("short", "at least 16 characters"), ("a b c d e f g h i j", "at least 16"), ("@/no/such", "No such file"),
         ("é" * 20, "A-Z a-z"),
