@@ -20,6 +20,7 @@ from commtrace.errors import ImportFileError
 from commtrace.library_frames import is_wrapper, path_below_packages
 from commtrace.schema import Clock, Flag, State
 
+from . import plain_pickle
 from .events import MOST_RANKS, Event, ImportedCall, ImportedGroup, ImportedProcess, ImportedSite, NotKnown, Problem
 from .json_stream import loads, natural, open_file
 from .kineto_sizes import StatedSize, TraceGroups, size_of
@@ -40,14 +41,6 @@ def is_flight_recorder(path: Path, head: bytes) -> bool:
             b'"pg_config"' in head or b'"nccl_version"' in head or b'"profiling_name"' in head
         )
     return head.startswith(b"\x80") and (b"pg_config" in head or b"profiling_name" in head or b"entries" in head)
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler of containers, numbers and texts, which cannot run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Refuse every class and function."""
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which dumps of the flight recorder never do")
 
 
 def events(path: Path) -> Iterator[Event]:
@@ -103,7 +96,7 @@ def _load(path: Path) -> dict[str, Any]:
     if len(data) > _LARGEST:
         raise ImportFileError(f"{path}: larger than {_LARGEST >> 20} MiB, so it is no dump of the flight recorder")
     try:
-        dump = loads(data) if data.lstrip()[:1] == b"{" else _unpickled(data)
+        dump = loads(data) if data.lstrip()[:1] == b"{" else plain_pickle.load(data)
     except (ValueError, pickle.UnpicklingError) as error:
         raise ImportFileError(f"{path}: not a dump of the flight recorder ({error})") from error
     if not isinstance(dump, dict):
@@ -111,33 +104,25 @@ def _load(path: Path) -> dict[str, Any]:
     return dump
 
 
-def _unpickled(data: bytes) -> Any:
-    import io
-
-    try:
-        return _PlainUnpickler(io.BytesIO(data)).load()
-    except pickle.UnpicklingError:
-        raise
-    except Exception as error:  # damaged pickles raise nearly anything
-        raise pickle.UnpicklingError(f"damaged pickle: {type(error).__name__}: {error}") from error
-
-
 def _groups(config: Any) -> dict[str, ImportedGroup]:
     """Return the process groups by name."""
     rows = [row for row in config.values() if isinstance(row, dict)] if isinstance(config, dict) else []
-    named = [{"pg_name": row.get("name"), "pg_desc": row.get("desc"), "ranks": row.get("ranks")} for row in rows]
+    named = [
+        {"pg_name": _text(row.get("name")), "pg_desc": _text(row.get("desc")), "ranks": row.get("ranks")}
+        for row in rows
+    ]
     return TraceGroups({"pg_config": named}).by_name
 
 
 def _call(row: Mapping[str, Any], groups: Mapping[str, ImportedGroup], rank: int | None) -> ImportedCall | None:
     """Return the call of an entry; None for one that is no call, such as the mark of a coalesced group."""
-    name = str(row["profiling_name"]).partition(":")[2]
+    name = _text(row["profiling_name"]).partition(":")[2]
     message = _MESSAGE.fullmatch(name)
     op = operation_of("barrier" if name.endswith("_barrier") else message["op"] if message is not None else name)
     if not op:
         return None
     listed = row.get("process_group")
-    group = groups.get(str(listed[0])) if isinstance(listed, (list, tuple)) and listed else None
+    group = groups.get(_text(listed[0])) if isinstance(listed, (list, tuple)) and listed else None
     size = _size(op, row, group, rank)
     completed = _time(row, "time_discovered_completed_ns")
     is_over = row["state"] == "completed"
@@ -160,7 +145,7 @@ def _call(row: Mapping[str, Any], groups: Mapping[str, ImportedGroup], rank: int
 
 def _size(op: str, row: Mapping[str, Any], group: ImportedGroup | None, rank: int | None) -> StatedSize:
     # On ranks other than the root, a scatter has no input.
-    widths = [element_type(str(name)) for name in row.get("input_dtypes") or row.get("output_dtypes") or ()]
+    widths = [element_type(_text(name)) for name in row.get("input_dtypes") or row.get("output_dtypes") or ()]
     if op != "barrier" and (len({*widths}) != 1 or not widths[0][1]):
         return StatedSize()
     dtype, width = widths[0] if widths else ("", 0)
@@ -188,8 +173,8 @@ def _peer(message: re.Match[str] | None, group: ImportedGroup | None) -> int:
 def _site(frames: Any) -> ImportedSite | None:
     """Return the innermost Python line outside wrappers."""
     for frame in frames if isinstance(frames, list) else ():
-        if isinstance(frame, dict) and str(frame.get("filename", "")).endswith(".py"):
-            file, function = str(frame["filename"]), str(frame.get("name") or "")
+        if isinstance(frame, dict) and _text(frame.get("filename")).endswith(".py"):
+            file, function = _text(frame["filename"]), _text(frame.get("name"))
             if not is_wrapper(path_below_packages(file) or file, function):
                 return ImportedSite(file, natural(frame.get("line"), _END) or 0, function)
     return None
@@ -197,3 +182,8 @@ def _site(frames: Any) -> ImportedSite | None:
 
 def _time(row: Mapping[str, Any], name: str) -> int:
     return natural(row.get(name), _END) or 0
+
+
+def _text(value: Any) -> str:
+    """Return a name, which may be a number; "" for anything else."""
+    return value if isinstance(value, str) else str(value) if type(value) is int and abs(value) < _END else ""

@@ -123,6 +123,18 @@ def test_other_pickles_are_refused_and_run_no_code(
     assert time.monotonic() - began < 60
 
 
+def test_lists_that_are_in_each_other_are_not_written_out(folder: Path, tmp_path: Path) -> None:
+    """Sixty lists, each twice in the next: as text, they are longer than any memory."""
+    shared: Any = []
+    for _ in range(60):
+        shared = [shared, shared]
+    names = ("profiling_name", "process_group", "input_dtypes", "input_sizes", "state", "collective_seq_id")
+    frames = [{"filename": shared, "name": shared, "line": shared}, shared]
+    wrong = [entry(2, **{name: shared}) for name in names]
+    dump(folder, 0, [entry(1), *wrong, entry(3, frames=frames), entry(4, process_group=[shared, shared])])
+    assert imported(tmp_path).events()["payload_bytes"].notna().sum() >= 3
+
+
 def test_entries_of_wrong_types_are_left_out(folder: Path, tmp_path: Path) -> None:
     wrong: list[Any] = [{}, entry(2, profiling_name=5), entry(3, input_sizes=[["x"]]), entry(4, frames=7)]
     dump(folder, 0, [entry(1), *wrong, 7])  # type: ignore[list-item]

@@ -120,6 +120,14 @@ def _nested(depth: int) -> Any:
     return value
 
 
+def _shared(times: int) -> Any:
+    """Return lists that a pickle keeps in few bytes, and that have 2**times items as text."""
+    value: Any = []
+    for _ in range(times):
+        value = [value, value]
+    return value
+
+
 _HOSTILE: tuple[Callable[[], Any], ...] = (
     lambda: None, lambda: True, lambda: -1, lambda: 1 << 62, lambda: 10**40, lambda: 1e308, lambda: float("nan"),
     lambda: float("-inf"), lambda: "", lambda: "x" * 10_000, lambda: "\0\ud800", list, dict, lambda: [[]] * 1000,
@@ -143,7 +151,7 @@ def with_hostile_values(data: bytes, draw: random.Random) -> bytes:
     if data[:1] == b"\x80":
         document = pickle.loads(data)
         for _ in range(times):
-            document = _replaced(document, draw, (*_HOSTILE, _Code))
+            document = _replaced(document, draw, (*_HOSTILE, _Code, lambda: _shared(60)))
         return pickle.dumps(document)
     if data[:1] not in b"{[":
         return data
