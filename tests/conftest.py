@@ -15,7 +15,7 @@ import processes
 import pytest
 import ranks
 import trainings
-from recorders import RECORDERS, needs
+from recorders import RECORDERS, built_for_mpi, needs
 
 for _name in [name for name in os.environ if name.startswith("COMMTRACE") and name != "COMMTRACE_GPT_NEOX"]:
     del os.environ[_name]
@@ -142,7 +142,5 @@ def mpi_recorder(request: pytest.FixtureRequest, mpi: str) -> str:
     """The recorder that the programs of `mpi` use; the native one is a separate library, which does not need torch."""
     name: str = request.param
     if name == "native":
-        from commtrace.hooks.native import libraries
-
-        libraries.MPI.build()
+        built_for_mpi()
     return name

@@ -6,7 +6,7 @@ import functools
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import pytest
 
@@ -35,6 +35,23 @@ def obstacle() -> str:
     return ""
 
 
+def built_for_mpi() -> Path:
+    """Return the path of the native recorder of MPI. Skip the test without a compiler."""
+    from commtrace.hooks.native.libraries import MPI
+
+    try:
+        return MPI.build()
+    except CommtraceError as error:
+        lacking(str(error))
+
+
+def lacking(why: str) -> NoReturn:
+    """Skip the test, which lacks a library in C++, if there is no compiler. With one, the library's code is wrong."""
+    from commtrace.hooks.native.libraries import missing_compiler
+
+    (pytest.skip if missing_compiler() else pytest.fail)(f"no native recorder: {why}")
+
+
 @functools.cache
 def library() -> Any:
     """Return the native recorder's library, loaded into this process."""
@@ -48,7 +65,7 @@ def needs(recorder: str) -> None:
     if find_spec("torch") is None:
         pytest.skip("torch is not installed")
     if recorder == "native" and obstacle():
-        pytest.skip(f"no native recorder: {obstacle()}")
+        lacking(obstacle())
 
 
 def table(heading: str) -> list[list[str]]:
