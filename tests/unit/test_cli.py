@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,8 @@ import pytest
 from factory import UNIX_NS, LogFactory, record, training
 
 from commtrace.cli import COMMANDS, main
+from commtrace.commands import interrupts
+from commtrace.commands.log_reading import pause
 from commtrace.schema import VERSION
 
 
@@ -187,3 +191,23 @@ def test_a_terminal_of_few_letters(
     assert text
     assert "?" not in text
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_an_interrupt_that_is_swallowed_ends_a_loop(number: int, end: type[BaseException]) -> None:
+    """As in a destructor, where Python reports an exception and goes on."""
+    before = signal.getsignal(number)
+
+    def loop() -> None:
+        with interrupts.remembered(number):
+            pause(0)
+            with contextlib.suppress(end):
+                signal.raise_signal(number)
+            pause(0)
+            raise AssertionError
+
+    with pytest.raises(end):
+        loop()
+    assert signal.getsignal(number) is before
+    with interrupts.remembered(number):  # it belongs to one command
+        interrupts.check()

@@ -183,5 +183,5 @@ def test_the_address_of_the_page_is_shown(running: ProcessFactory, tmp_path: Pat
 
 def test_an_error_leaves_no_screen(tmp_path: Path) -> None:
     with terminal(tmp_path / "none", 80) as shown:
-        shown.wait(lambda text: "no such directory" in text)
+        shown.wait(lambda text: "nosuchdirectory" in "".join(text.split()))  # the path is of any length
         assert shown.end() != AS_EXPECTED
