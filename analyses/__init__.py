@@ -31,7 +31,7 @@ processes or a cluster can share the work. To add an analysis, write a module wi
     timeline                calls in the order of time
     perfetto, protobuf_columns              the same for ui.perfetto.dev
     kineto_export           the same as torch.profiler writes it
-    call_spans              times and tracks of calls, for both
+    call_spans              times of calls on one clock, and lanes without overlaps, for both
     chakra_export           the last steps as execution traces for simulators
     report/, figures/, table_specs/         text, JSON and pages; figures; types of descriptions
 

@@ -18,7 +18,7 @@ from . import (
     volume_by_purpose,
     volume_tables,
 )
-from .across_ranks import clock_tables, endings_section, step_time_section, stuck_calls_section, wait_tables
+from .across_ranks import clocks_section, endings_section, step_time_section, stuck_calls_section, waits_section
 from .compare import theory_section
 from .compare.setting_differences import SETTING_DIFFERENCES
 from .compare.step_differences import CALL_DIFFERENCES
@@ -53,8 +53,8 @@ SECTIONS: Final[tuple[Section, ...]] = (
     host_times.TIMES_SECTION,
     host_times.BANDWIDTH_SECTION,
     overlap.OVERLAP_SECTION,
-    wait_tables.WAITING_SECTION,
-    clock_tables.CLOCKS_SECTION,
+    waits_section.WAITING_SECTION,
+    clocks_section.CLOCKS_SECTION,
     volume_tables.RANKS_SECTION,
     step_time_section.STEP_TIME_SECTION,
     network_efficiency.NETWORK_SECTION,

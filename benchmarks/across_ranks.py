@@ -55,8 +55,8 @@ def rows(options: argparse.Namespace) -> list[Row]:
         write_log(small, options.fewer)
         analyse = [sys.executable, "-c", ANALYSE]
         cases = {
-            f"matching and clocks of {options.events:,} calls": [*analyse, str(large), "clock_tables"],
-            f"clocks and waits of {options.events:,} calls": [*analyse, str(large), "wait_tables"],
+            f"matching and clocks of {options.events:,} calls": [*analyse, str(large), "clocks_section"],
+            f"clocks and waits of {options.events:,} calls": [*analyse, str(large), "waits_section"],
             f"clocks, critical paths, delays of {options.fewer:,} calls": [*analyse, str(small), "step_time_section"],
         }
         if find_spec("perfetto") is not None:

@@ -19,7 +19,8 @@ Shared modules, beside the folders that docs/explanation/architecture.md lists:
 
     run, cli                    the public interface, and the command line
     startup, hook_table, patching, settings     switching tracing on
-    schema, operations, volume  the record of a call; what is known of each operation; bytes
+    schema                      the record of a call, its phases and purposes, the columns of the event table
+    operations, volume          what is known of each operation; bytes
     current_step, identity, launchers           step, rank and launcher of this process
     library_frames, reduce_ops  frames that are no call sites; the reduction of a running call
     job_row, job_facts          the captured training job

@@ -13,7 +13,6 @@ from commtrace.analyses.grouping import Array
 from commtrace.reading.process_reader import Process
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction, predict
 from commtrace.theory.expected_calls import exact_wire_bytes
-from commtrace.theory.rules.registry import DEEPSPEED, TORCH
 
 from .call_keys import ANY, CallKey
 from .run_calls import NO_CALLS, EqualCalls, RankCalls, StepCalls, periods
@@ -139,13 +138,3 @@ def versions_of(process: Process) -> Mapping[str, Any]:
     """Return the versions of libraries in a process, by name."""
     known = process.tables.process.get("versions")
     return known if isinstance(known, Mapping) else {}
-
-
-def other_versions(versions: Mapping[str, object]) -> str | None:
-    """Return the libraries whose version differs from that of the rules; None if there are none."""
-    other = [
-        f"{name} {versions[name]} (rules: {version})"
-        for name, version in (TORCH, DEEPSPEED)
-        if name in versions and str(versions[name]).partition("+")[0] != version
-    ]
-    return ", ".join(other) or None

@@ -16,12 +16,13 @@ from commtrace.analyses.table_specs.spec import TableSpec
 from commtrace.reading.process_reader import Process
 from commtrace.schema import Purpose
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction
+from commtrace.theory.rules.registry import other_versions
 
 from .call_keys import CellKey
 from .causes import UNEXPLAINED
 from .compared_ranks import Comparison, EqualRanks
 from .own_calls import ACTIVITY_NAMES, EVALUATION, is_activity, is_own
-from .rules_run import ExpectedRun, ExpectedSteps, RuledStep, captured_job, other_versions, versions_of
+from .rules_run import ExpectedRun, ExpectedSteps, RuledStep, captured_job, versions_of
 from .run_calls import RankCalls, RunCalls, StepCalls
 from .step_differences import ComparedStep
 from .step_pairs import StepPairs

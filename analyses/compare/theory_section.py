@@ -19,6 +19,7 @@ from commtrace.analyses.sections import (
 from commtrace.analyses.table_specs.spec import TableSpec
 from commtrace.formatting import MAX_SINGLE, format_bytes, format_plural, format_share, format_signed
 from commtrace.text_tables import TextColumn, left_column
+from commtrace.theory.rules.registry import name_versions
 
 from . import rules_analysis
 from .theory_specs import EXPECTED_CALLS, RECONCILIATION, THEORY, WATERFALL, WATERFALL_BY_ROLE
@@ -43,7 +44,7 @@ def _show_theory(report: Report) -> Iterator[Block]:
     yield Paragraph(_agreement(compared))
     versions = compared["other_versions"].dropna().unique()
     if len(versions):
-        yield Paragraph(f"Rules were written against other versions: {'; '.join(versions)}.")
+        yield Paragraph(name_versions("; ".join(versions)))
     if causes := _causes(report.tables["reconciliation"]):
         yield Listing(causes)
     yield from _waterfall(WATERFALL, report.tables["waterfall"], "step of one rank")

@@ -3,7 +3,8 @@
 event_graph     events that wait for each other, and when they occur
 recorded_graph  the recorded steps as such events, and the error of their replay, which is stated
 changed_run     a run after changes: another graph, other delays
-changes         options such as `--scale-network 2x`: their values, and the delays that they change
+changes         options such as `--scale-network 2x`: their values, the delays that they change, and the catalogue of
+                changes that are tried without options
 bucket_size     the change of the size of gradient buckets, with what it assumes
 message_dtype   the change of the type in which gradients and parameters are sent
 overlap_rules   which operations may overlap with computation, and until when

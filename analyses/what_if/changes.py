@@ -15,7 +15,8 @@
     dtype=bf16              gradients and parameters in float32 are sent in half the bytes (`message_dtype`); also fp16
     bucket=50MB             DistributedDataParallel closes gradient buckets at this size (`buckets`; MB: 2**20 bytes)
 
-Changes compose: each one is made on top of those before it (`changed_run`).
+Changes compose: each one is made on top of those before it (`changed_run`). Without an option, each change of the
+catalogue is tried (`changes_of_catalogue`).
 """
 
 from __future__ import annotations
@@ -302,7 +303,7 @@ _CHANGES: Final[dict[str, Callable[[str, str], NamedChange]]] = {
 }
 
 
-def all_changes(run: ReplayedRun) -> Sequence[NamedChange]:
+def changes_of_catalogue(run: ReplayedRun) -> Sequence[NamedChange]:
     """Return the changes of the catalogue that apply to any run, and those of its dimensions and largest purposes."""
     texts = ["without-straggler=worst", "balance", "no-wait", "compute=0.5x", "scale-network=2x", "scale-network=0.5x"]
     calls, replay = run.replay.paths.calls, run.replay

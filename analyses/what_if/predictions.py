@@ -45,7 +45,7 @@ from . import layouts
 from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_TARGETS, format_bandwidth
 from .buckets import BucketsError
 from .changed_run import ChangedRun, ReplayedRun, worst_straggler
-from .changes import all_changes, changed_run
+from .changes import changed_run, changes_of_catalogue
 from .critical_parts import critical_parts, largest_parts
 from .overlapped_step import OverlapError
 from .recorded_graph import Part, Replay, read_replay
@@ -152,7 +152,7 @@ def what_if(changed: ChangedRun, *, catalogue: bool = False, variation: float = 
     if catalogue:
         prefix = "... " * bool(changed.texts)
         more = []
-        for change in all_changes(changed.recorded):
+        for change in changes_of_catalogue(changed.recorded):
             try:
                 run = changed.with_change(change)
             except (BucketsError, OverlapError):  # it does not apply to the run

@@ -184,12 +184,13 @@ def _check_limits(limits: Sequence[Limit], run: Run, arguments: argparse.Namespa
 
 def _check_rules(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.compare.rules_verdict import check_by_rules
+    from commtrace.theory.rules.registry import name_versions
 
     run.require_payloads()
     options = {name: getattr(arguments, name) for name in ("tolerance", "strict", "per_rank")}
     verdict, comparison = check_by_rules(run, _jobs(run, arguments), arguments.own, **options)
     for versions in dict.fromkeys(row["other_versions"] for row in comparison.theory if row["other_versions"]):
-        print(f"commtrace: rules were written against other versions: {versions}", file=sys.stderr)
+        print(f"commtrace: {name_versions(str(versions))}", file=sys.stderr)
     status = _print_verdict(verdict, "the rules", "the report's table `reconciliation`", run, arguments)
     if run.simulated:
         print(f"simulated: {len(run.ranks):,} of {run.world_size:,} ranks were run, and nothing was sent")

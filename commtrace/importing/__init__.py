@@ -17,7 +17,7 @@ Formats:
   kernels, `kineto_context` finds step, phase, call site and purpose, `kineto_sizes` the sizes, groups and peers
 - `execution_trace`: execution traces of torch.profiler, read as Kineto traces without times; they complete the Kineto
   traces of their processes
-- `flight_recorder`: dumps of PyTorch's NCCL flight recorder
+- `flight_recorder`: dumps of PyTorch's NCCL flight recorder, by `plain_pickle`
 - `nccl_inspector`: JSON lines of the NCCL and RCCL Inspector
 - `mpip`: reports of mpiP
 - `deepspeed_comms`: the summary and the dictionaries of DeepSpeed's CommsLogger

@@ -7,7 +7,7 @@ process_ends                    how each process ended
 table_reader, segment_reader    lines of tables (newer formats are refused), and files of records,
                                 checked value by value
 summary_reader, device_work     what a process wrote beside its records
-log_notes                       which files are damaged or missing
+log_notes                       the type of a note on a file, and how notes are merged; the modules above make them
 labels, roles_by_name           what the numbers in records mean, on every rank alike
 recorded_run                    a run: its processes, its event table, and how it is split into parts
 run_parts, executors            parts that are read one after the other, or in several processes; dask_executor

@@ -3,14 +3,14 @@
     @rule("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", DEEPSPEED)
     def broadcast_model(job: Job) -> list[ExpectedCall]: ...
 
-The constants are the library versions that rules were written against. With another version in the log,
-reports and `commtrace check` predict with the same rules and name both versions. A rule that also covers older
-versions follows the log's version (`Job.is_older`), and names the older ones in `mirrors`.
+The constants are the library versions that rules were written against. With another version of torch or DeepSpeed in
+the log, reports and `commtrace check` predict with the same rules and name both versions (`other_versions`). A rule
+that also covers older versions follows the log's version (`Job.is_older`), and names the older ones in `mirrors`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -47,3 +47,18 @@ def rule(mirrors: str, library: tuple[str, str]) -> Callable[[Function], Functio
         return function
 
     return register
+
+
+def other_versions(versions: Mapping[str, object]) -> str | None:
+    """Return the libraries whose version differs from that of the rules; None if there are none."""
+    other = [
+        f"{name} {versions[name]} (rules: {version})"
+        for name, version in (TORCH, DEEPSPEED)
+        if name in versions and str(versions[name]).partition("+")[0] != version
+    ]
+    return ", ".join(other) or None
+
+
+def name_versions(versions: str) -> str:
+    """Return a sentence about what `other_versions` returned."""
+    return f"Rules were written against other versions: {versions}."

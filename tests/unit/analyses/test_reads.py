@@ -16,7 +16,7 @@ from simulated_steps import PROGRAMS, Simulation
 
 from commtrace import cli
 from commtrace.analyses import analysed_run
-from commtrace.analyses.across_ranks import wait_tables
+from commtrace.analyses.across_ranks import waits_section
 from commtrace.analyses.fold_engine import fold
 from commtrace.reading.segment_reader import Segment
 from commtrace.run import open_run
@@ -66,7 +66,7 @@ def test_many_calls_are_matched_in_parts_and_read_once(
     reads: Counter[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, "hosts")
-    analyses = [wait_tables.ANALYSIS, wait_tables.SAMPLE]
+    analyses = [waits_section.ANALYSIS, waits_section.SAMPLE]
     run = open_run(tmp_path)
     expected, clocks = fold(run, analyses), run.clocks
     reads.clear()

@@ -11,8 +11,8 @@ from factory import LogFactory, record, training
 from simulated_ranks import HostClock, Schedule, random_schedule
 
 from commtrace.analyses.across_ranks.aligned_clock import clock_within
-from commtrace.analyses.across_ranks.clock_tables import CLOCKS_SECTION
 from commtrace.analyses.across_ranks.clocks import Clocks
+from commtrace.analyses.across_ranks.clocks_section import CLOCKS_SECTION
 from commtrace.analyses.across_ranks.corridors import Bounds, Corridor, Rates, steepest
 from commtrace.run import Run, open_run
 

@@ -9,7 +9,7 @@ import pytest
 from factory import ALL_REDUCE, WORLD, LogFactory, record
 from simulated_ranks import OPERATIONS, Schedule, random_schedule
 
-from commtrace.analyses.across_ranks import wait_tables
+from commtrace.analyses.across_ranks import waits_section
 from commtrace.analyses.across_ranks.call_times import COLUMNS, CallTimes
 from commtrace.analyses.across_ranks.matching import match_calls
 from commtrace.analyses.fold_engine import NamedTables, fold
@@ -20,7 +20,7 @@ SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed 
 
 
 def tables_of(run: Run) -> NamedTables:
-    return fold(run, [wait_tables.ANALYSIS])
+    return fold(run, [waits_section.ANALYSIS])
 
 
 def split(run: Run) -> CallTimes:
@@ -113,7 +113,7 @@ def test_tables_by_every_key_have_the_same_sums(tmp_path: Path) -> None:
     by_op = tables["waits_by_operation"].set_index("op")
     assert by_op.loc["all_reduce", "busbw_gb_per_s"] == 2000 / 500
     assert by_op.loc["all_reduce", "transfer_busbw_gb_per_s"] == 2000 / 400
-    sample = fold(run, [wait_tables.SAMPLE])["waiting"].iloc[0]
+    sample = fold(run, [waits_section.SAMPLE])["waiting"].iloc[0]
     assert (sample["every"], sample["calls"], sample["wait_ns"]) == (1, 4, 200)
 
 
