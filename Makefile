@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Otherwise each of the hundreds of processes that tests start would compile commtrace again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test test-all before-tests lint docs native bench clean
+.PHONY: demo quick test test-long test-all before-tests lint docs native bench clean
 
 demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3; report what each communicated, and write two pages
 	rm -rf demo-logs
@@ -22,8 +22,11 @@ demo: $(READY)  ## train a small GPT-NeoX under DDP and ZeRO 0 to 3; report what
 quick: native  ## tests that start no ranks: less than a minute
 	$(BIN)/pytest $(PARALLEL) tests/unit -m "not long and not exhaustive and not external"
 
-test: before-tests  ## checks that must pass before a merge: lint, types, documentation, and the default tests
-	$(BIN)/pytest $(PARALLEL)
+test: before-tests  ## lint, types, documentation, and all tests that do not take long: seven minutes on two cores
+	$(BIN)/pytest $(PARALLEL) -m "not long and not exhaustive and not external"
+
+test-long: native  ## the tests that take long: must pass before a merge, too
+	$(BIN)/pytest $(PARALLEL) -m "long and not exhaustive and not external"
 
 test-all: before-tests  ## also the exhaustive tests, about two hours; THEORY_SEED=N repeats the random models of a run
 	THEORY_SEED=$${THEORY_SEED:-$$(date +%s)} $(BIN)/pytest $(PARALLEL) -m ""

@@ -52,6 +52,7 @@ def test_a_notebook_is_kept_without_results(notebook: Path) -> None:
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells(notebook))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("notebook", [path for path in NOTEBOOKS if path != GPU_TRACE], ids=lambda path: path.stem)
 def test_a_notebook_runs(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names, _ = run(notebook, monkeypatch)

@@ -141,6 +141,7 @@ SLOW = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "benchmark", [pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ()) for name in table.SECTIONS]
 )

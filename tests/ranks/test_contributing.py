@@ -120,6 +120,7 @@ def test_a_recipe_for_a_format(copy: Path, tmp_path: Path) -> None:
     assert row["t_end_ns"] - row["t_begin_ns"] == 5
 
 
+@pytest.mark.long
 def test_a_recipe_for_an_analysis(copy: Path, tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("plotly")

@@ -49,6 +49,7 @@ DEFAULT = ("absent", "size", "root")
 DIFFERENCES = {"COLLECTIVE_TYPE_MISMATCH": "operation", "SIZE_OR_SYNTAX_MISMATCH": "size"}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("short_waits")
 @pytest.mark.parametrize(
     "kind",

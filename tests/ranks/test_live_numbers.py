@@ -67,6 +67,7 @@ def test_a_loop_gets_the_numbers_of_the_report(nursery: Nursery, tmp_path: Path)
     assert not is_alive(found["pid"])
 
 
+@pytest.mark.long
 def test_a_monitor_of_deepspeed_gets_them(nursery: Nursery, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     statuses, outputs, _ = train(nursery, tmp_path, "deepspeed")
@@ -104,6 +105,7 @@ def test_lightning_logs_them_beside_the_loss(nursery: Nursery, tmp_path: Path) -
     assert {*found} < {int(row["step"]) for row in rows if row["loss"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["unread", "killed"])
 def test_the_process_that_reads_ends_with_the_training(kind: str, nursery: Nursery, tmp_path: Path) -> None:
     statuses, outputs, found = train(nursery, tmp_path, kind)

@@ -195,6 +195,7 @@ def test_uninstalling_takes_the_line_away(way: str, wheels: Wheels, tmp_path: Pa
     assert installed.run(COMMTRACE="log") == (0, "False\n", "")
 
 
+@pytest.mark.long
 def test_a_wheel_with_libraries_records_without_a_compiler(tmp_path: Path) -> None:
     recorders.needs("native")
     wheel = build_with_libraries(tmp_path)

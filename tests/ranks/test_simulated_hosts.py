@@ -156,6 +156,7 @@ def random_hosts(seed: int, library: Path) -> tuple[str, list[Host]]:
     return backend, hosts
 
 
+@pytest.mark.long
 def test_the_true_offset_lies_in_the_bounds(library: Path, tmp_path: Path) -> None:
     hosts = [host(library, 5, CLOCK_PPM=-1000)]
     assert_bounds_hold(record(tmp_path, "gloo", 3, hosts), tmp_path, hosts)

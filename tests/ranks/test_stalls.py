@@ -46,6 +46,7 @@ def wait_for(log: Path, ranks: set[int], limit: float = 60) -> Any:
     return table.loc[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS]
 )
@@ -76,6 +77,7 @@ def test_a_rank_that_makes_no_progress(
     assert len(stuck_calls_of(log)) == (kind != "all")
 
 
+@pytest.mark.long
 def test_two_hangs_of_one_job(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The report begins with the rank that stopped first, and names the other one, too."""
     log = tmp_path / "log"

@@ -266,6 +266,7 @@ def all_machines(machines: dict[str | None, Machine]) -> Iterator[dict[str | Non
 OFTEN_INTERRUPTED: Final = pytest.param("interrupted", marks=pytest.mark.exhaustive)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ending", [OFTEN_INTERRUPTED if ending == "interrupted" else ending for ending in ENDINGS])
 @pytest.mark.parametrize("recorder", recorders.RECORDERS)
 def test_every_call_is_accounted_for(
@@ -436,6 +437,7 @@ def assert_bounded(run: Run, number: int, recorder: str, max_bytes: int) -> None
     assert (np.diff(numbers) > 0).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recorder", "number"),
     [pytest.param("python", 100_000, marks=pytest.mark.exhaustive), ("native", 500_000)],

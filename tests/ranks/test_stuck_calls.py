@@ -85,6 +85,7 @@ SIZES = {"absent": 4, "cycle": 3}
 """Kind in the default tier -> number of ranks."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "size"),
     [

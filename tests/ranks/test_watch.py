@@ -113,6 +113,7 @@ def test_a_hang_is_told_once_with_rank_and_line(
     assert {posted["kind"] for posted in handler.posted} == {"hang", "end"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("room", [0, 16384])
 def test_a_hang_with_a_log_on_a_full_disk(room: int, small_disk: Path, nursery: Nursery) -> None:
     """What does not fit on the disk is read from the memory of the processes, stacks included."""

@@ -97,6 +97,7 @@ def test_cycles_are_found() -> None:
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
 
 
+@pytest.mark.long
 def test_no_module_imports_itself_in_a_circle() -> None:
     """Imports within functions or only for type checkers do not count: they do not run when a module is loaded."""
     graph = {name: imported(name, lazy=False) & set(modules()) - {name} for name in modules()}

@@ -34,6 +34,7 @@ QUICK = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "only"),
     [

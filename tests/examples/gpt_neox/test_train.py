@@ -112,12 +112,14 @@ def plain_ddp() -> list[float]:
     return forked("--engine", "ddp")[0]
 
 
+@pytest.mark.long
 def test_ddp_loss_falls() -> None:
     losses = plain_ddp()
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.long
 @needs_deepspeed
 @pytest.mark.parametrize("stage", "0123")
 def test_zero_trains_as_ddp_does(stage: str) -> None:

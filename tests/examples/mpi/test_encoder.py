@@ -21,6 +21,7 @@ FOUR = pytest.param(4, marks=pytest.mark.exhaustive)
 """Four ranks, so that cases have several heads per rank or several ranks per head."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, FOUR])
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_those_of_one_process(case: str, ranks: int) -> None:

@@ -31,6 +31,7 @@ pytestmark = mpi_ranks.needs_mpiexec
 FOUR = pytest.param(4, marks=pytest.mark.exhaustive)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, FOUR])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_are_those_of_one_process(case: Case, ranks: int) -> None:
@@ -141,6 +142,7 @@ def test_an_exception_on_one_rank_ends_all() -> None:
     assert "only here" in result.err
 
 
+@pytest.mark.long
 def test_counter_is_not_empty() -> None:
     """The runs compared above made calls of every kind."""
     counts = Counter(op for case in CASES for op, _, _ in found(4)[case][0]["counted"])

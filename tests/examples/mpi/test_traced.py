@@ -138,6 +138,7 @@ MODES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "ranks"), MODES)
 def test_results_are_those_without_tracing_bit_for_bit(mpi: str, name: str, ranks: int) -> None:
     for untraced, traced in run_modes(mpi, ranks)[name].results:

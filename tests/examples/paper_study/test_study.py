@@ -107,6 +107,7 @@ def test_a_fault_in_an_experiment_is_a_failure_of_that_one(tmp_path: Path) -> No
     assert {*find_done(experiments, tmp_path)} == {"good"}
 
 
+@pytest.mark.long
 def test_a_program_that_fails_is_told_with_the_end_of_its_output(tmp_path: Path) -> None:
     program = "import sys; print(*range(100), sep='\\n'); sys.exit('its last words')"
     with pytest.raises(ExperimentError, match=r"ended with status 1\n(.|\n)*    its last words$") as error:
@@ -335,6 +336,7 @@ def test_documents_keep_their_text_and_unknown_blocks() -> None:
     assert replace_blocks(text, {"one": "new\n"}) == text.replace("old", "new")
 
 
+@pytest.mark.long
 def test_a_study_that_is_ended_ends_what_it_started(tmp_path: Path) -> None:
     arguments = [str(tmp_path / "s"), "--part", "volume", "--models", "tiny", "--quick", "--jobs", "1"]
     process = subprocess.Popen(

@@ -41,6 +41,7 @@ def trained(nursery: Nursery, log: Path, bucket_mb: float) -> ReplayedRun:
     return replayed_run(open_run(log))
 
 
+@pytest.mark.long
 def test_messages_are_those_of_a_run_with_that_size(native: Nursery, tmp_path: Path) -> None:
     runs = {size: trained(native, tmp_path / str(size), size) for size in SIZES_MB}
     payloads = {size: [own.payload.tolist() for own in gradient_buckets(run.replay)] for size, run in runs.items()}

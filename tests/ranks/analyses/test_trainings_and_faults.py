@@ -64,6 +64,7 @@ def draw(seed: int) -> dict[str, Any]:
     return settings
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed",
     [
@@ -221,6 +222,7 @@ def _has(row: dict[Hashable, Any], rank: int, step: int) -> bool:
     return rank in parse_ranks(row["ranks"]) and "step " in row["steps"] and step in parse_ranks(steps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [

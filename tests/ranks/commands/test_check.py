@@ -15,6 +15,8 @@ from ranks import Nursery
 
 from commtrace.cli import main
 
+pytestmark = pytest.mark.long
+
 PROGRAM = processes.PROGRAMS / "changed_training.py"
 Captured = pytest.CaptureFixture[str]
 

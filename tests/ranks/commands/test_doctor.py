@@ -17,6 +17,7 @@ def doctor(*arguments: str, **variables: Any) -> processes.Result:
     return processes.run(command, limit=200, **variables)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recorder", ["python", pytest.param("native", marks=pytest.mark.exhaustive)])
 def test_both_libraries_are_probed(recorder: str) -> None:
     needs(recorder)
@@ -31,6 +32,7 @@ def test_both_libraries_are_probed(recorder: str) -> None:
     assert max(map(len, result.out.splitlines())) <= 100
 
 
+@pytest.mark.long
 def test_a_call_that_is_not_recorded_and_a_probe_that_cannot_run_are_named(tmp_path: Path) -> None:
     # Python imports `sitecustomize` at start-up, also in the ranks of the probe.
     (tmp_path / "sitecustomize.py").write_text(

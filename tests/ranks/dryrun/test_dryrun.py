@@ -21,6 +21,8 @@ from commtrace.cli import main
 from commtrace.run import Run, open_run
 from commtrace.schema import RECORD, Flag, State
 
+pytestmark = pytest.mark.long
+
 LIMIT_SECONDS: Final = 240
 
 SCRIPT: Final = """

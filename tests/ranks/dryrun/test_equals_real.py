@@ -144,6 +144,7 @@ def assert_same(way: str, ways: dict[str, int], folder: Path) -> None:
     dry_runs.assert_same(open_run(here / "real" / way), open_run(here / "dry" / way))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_of_torch(way: str, folder: Path) -> None:
     assert_same(way, WAYS, folder)

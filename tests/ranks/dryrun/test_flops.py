@@ -51,6 +51,7 @@ PRODUCT: Final = 2 * (8 * 2) * 16 * 16 * 4
 """Two of them in attention, five in its backward."""
 
 
+@pytest.mark.long
 def test_operations_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "commtrace.cli", "dryrun", "--world-size", "64", "--out", str(tmp_path / "log")]

@@ -53,6 +53,7 @@ def written(folder: Path) -> dict[int, list[Row]]:
     return {tables.process["rank"]: tables.writes for tables in rows}
 
 
+@pytest.mark.long
 def test_programs_save_and_load_in_a_private_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both ranks load what they saved, and neither sees a file of the other. The report lists the files."""
     needs("private")
@@ -83,6 +84,7 @@ def test_programs_save_and_load_in_a_private_layer(tmp_path: Path, capsys: pytes
     assert f"- {work}file: deleted, by rank 0-1\n" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["torch_save", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in QUICK[1:])])
 def test_a_refused_write_stops_the_rank_and_keeps_its_calls(name: str, tmp_path: Path) -> None:
     needs("refuse")

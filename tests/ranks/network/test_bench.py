@@ -154,6 +154,7 @@ def bench(*arguments: object, **variables: Any) -> processes.Result:
     return processes.run([sys.executable, "-c", BENCH, "bench", *map(str, arguments)], limit=60, **variables)
 
 
+@pytest.mark.long
 def test_two_ranks_of_gloo(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     path = tmp_path / "network.json"

@@ -32,6 +32,8 @@ from commtrace.errors import LogError, OutputError
 from commtrace.reading.run_parts import Executor
 from commtrace.run import open_run
 
+pytestmark = pytest.mark.long
+
 dask = pytest.importorskip("dask")
 distributed = pytest.importorskip("distributed")
 

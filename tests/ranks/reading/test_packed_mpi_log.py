@@ -13,6 +13,7 @@ from packed_logs import assert_equal, pack
 pytest.importorskip("mpi4py")
 
 
+@pytest.mark.long
 def test_commands_give_equal_results_for_a_packed_log(
     mpi: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from commtrace.schema import State
 from commtrace.settings import Settings
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "status", "reason"),
     [

@@ -22,6 +22,7 @@ from commtrace.recording import kept_records, log_writer, summary_files, summary
 from commtrace.run import open_run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 20))])
 def test_killed_at_a_random_moment(
     seed: int, nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -48,6 +49,7 @@ def test_killed_at_a_random_moment(
     assert all(count >= min(calls, 30 * 1024) - 1 for count, calls in zip(kept, numbers, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep_seconds", [30, 1])
 def test_killed_after_many_calls(keep_seconds: int, new_recorder: processes.NewRecorder, tmp_path: Path) -> None:
     """More calls are made than are kept between two snapshots; with the shortest keep time, some may be lost."""
@@ -116,6 +118,7 @@ def test_calls_after_a_file_was_removed_are_in_the_log(
     assert coverage["records"] >= 100
 
 
+@pytest.mark.long
 def test_a_job_that_hangs(nursery: Nursery, tmp_path: Path) -> None:
     log = tmp_path / "log"
     ranks = nursery.start("stuck", log, "absent", ranks=3, MODE="summary", drain_ms=10)

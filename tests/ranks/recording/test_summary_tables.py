@@ -30,6 +30,7 @@ from commtrace.run import Run, open_run
 MODES: Final = ("events", "summary")
 
 
+@pytest.mark.long
 def test_a_program_and_the_commands(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The program uses DDP, and makes calls of its own that differ between steps."""
     logs = [tmp_path / mode for mode in MODES]
@@ -81,6 +82,7 @@ def runs(ranks: int, recorder: str) -> Mapping[str, Run]:
 SCHEMES: Final = [case for ranks in WANTED for case in trainings.parameters(WANTED[ranks], REPRESENTATIVES, ranks)]
 
 
+@pytest.mark.long
 @trainings.TIMEOUT
 @pytest.mark.parametrize(("ranks", "name"), SCHEMES)
 def test_a_scheme(ranks: int, name: str, recorder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ FSDP: Final = (
 ZERO: Final = "deepspeed_zero3"
 FAULT: Final = "gathered_once_more"
 
-pytestmark = trainings.TIMEOUT
+pytestmark = [pytest.mark.long, trainings.TIMEOUT]
 
 
 @pytest.fixture(scope="module")

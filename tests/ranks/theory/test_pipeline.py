@@ -33,6 +33,7 @@ def tables(name: str) -> NamedTables:
     return fold(pipelines.run(name), [rules_analysis.ANALYSIS])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", trainings.parameters(pipelines.NAMES, pipelines.OF_EACH_SCHEME))
 def test_pipelines_are_exact_on_every_rank(name: str) -> None:
     assert_exact(tables(name), pipelines.run(name))

@@ -207,6 +207,7 @@ def exists(dotted: str) -> bool:
     return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     trainings.parameters(

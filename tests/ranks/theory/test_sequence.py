@@ -37,6 +37,7 @@ def listed(names: Iterable[str]) -> list[Any]:
 BOUNDED = sequence_trainings.BOUNDED
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", listed(name for name in RUNS_BY_NAME if name not in BOUNDED))
 def test_shared_sequences_and_experts_are_exact(name: str) -> None:
     assert_exact(tables(RUNS_BY_NAME[name], name), RUNS_BY_NAME[name]()[name])

@@ -39,6 +39,7 @@ def tables(runs: Runs, name: str) -> NamedTables:
     return fold(runs()[name], [rules_analysis.ANALYSIS])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("runs", "name"), EVERY)
 def test_sharded_trainings_are_exact(runs: Runs, name: str) -> None:
     assert_exact(tables(runs, name), runs()[name])

@@ -21,6 +21,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_ranks_that_share_sequences_are_one(ranks: int, tmp_path: Path) -> None:
     """Loss, logits and gradients are those of one rank."""

@@ -61,6 +61,7 @@ def test_expected_and_measured_are_the_same_table(name: str) -> None:
 FOUR = trainings.parameters([*trainings.SHARED, *trainings.DRAWN], trainings.SHARED_OF_EACH_SCHEME)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FOUR)
 def test_tensor_parallel_models_are_exact(name: str) -> None:
     assert_exact(tables(trainings.shared, name), trainings.shared()[name])

@@ -73,6 +73,7 @@ def test_the_timeline_s_step_does_not_depend_on_where_blocks_are_cut(run: Run) -
     assert uncut["last_step"].tolist() == [3, 3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("analysis", FOLDS, ids=lambda analysis: analysis.name)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1 << 30), count=st.integers(0, 200), data=st.data())

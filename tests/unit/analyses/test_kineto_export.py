@@ -123,6 +123,7 @@ def random_log(directory: Path, rng: np.random.Generator, api: str, calls: int =
     return open_run(directory)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("api", ["torch", "mpi"])
 @pytest.mark.parametrize("seed", range(3))
 def test_an_import_gives_back_the_calls(tmp_path: Path, seed: int, api: str) -> None:

@@ -265,6 +265,7 @@ def test_notes_of_many_ranks_are_one() -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_damaged_log_of_many_ranks_has_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_log(tmp_path, 40)
     for rank, path in enumerate(sorted(tmp_path.rglob("*.jsonl"))):

@@ -75,6 +75,7 @@ def test_halves_that_differ(tmp_path: Path) -> None:
     assert text == "Ranks are set up differently: NCCL_ALGO: Ring on ranks 0-1; Tree on ranks 2-3."
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "values",
     [
@@ -165,6 +166,7 @@ def test_what_older_logs_lack_is_not_compared(tmp_path: Path) -> None:
     assert [row[:3] for row in differences(old, changed)] == [("NCCL_ALGO", "Ring", "-")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "setup",
     [

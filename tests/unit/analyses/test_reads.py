@@ -45,6 +45,7 @@ def write(folder: Path, log: str) -> None:
         training(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("log", ["hosts", "steps", "training"])
 @pytest.mark.parametrize(
     "options", [[], ["--sections", "all"], ["--json"], ["--html"], ["--network", "ndr-infiniband"]]

@@ -210,6 +210,7 @@ def test_single_calls_are_their_own_sums(tmp_path: Path) -> None:
     assert completion(run) == {"all_reduce": (1, 10_000), "broadcast": (1, 2000)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "entry", [7, [], [0, [], []], [2, [1.0], [1.0]], [2, [1.0, "x"], []], [2, [1.0, float("nan")], []], [-1, [], []]]
 )

@@ -54,6 +54,7 @@ COMMANDS: Sequence[tuple[str, ...]] = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_worker_processes_give_equal_results(
     command: Sequence[str],

@@ -33,6 +33,7 @@ from commtrace.schema import EVENT_COLUMNS, RECORD, State
 parquet = pytest.importorskip("pyarrow.parquet")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", recorded_schemes.SCHEMES)
 def test_commands_give_equal_results(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged_logs.unpack(tmp_path)
@@ -55,6 +56,7 @@ def test_damaged_logs_give_equal_results(seed: int, tmp_path: Path, capsys: pyte
         assert_equal(log, pack(log), other, capsys)
 
 
+@pytest.mark.long
 def test_several_runs_and_moved_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log"
     training(log, ranks=1)

@@ -53,6 +53,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return read
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", recorded_schemes.LONG_AND_EXHAUSTIVE)
 def test_reports_are_equal_without_stored_tables(
     scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -105,6 +106,7 @@ def _with_other_tables_of_processes(folder: Path) -> None:
     parquet.write_table(table.set_column(index, table.schema.field(index), [tables]), folder / PROCESSES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [_with_other_sizes, _with_other_tables_of_processes])
 def test_tables_of_other_records_do_not_count(
     change: Callable[[Path], None], tmp_path: Path, reads: list[Path], capsys: pytest.CaptureFixture[str]

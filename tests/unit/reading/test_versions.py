@@ -15,6 +15,7 @@ from commtrace.reading.log import open_log
 from commtrace.schema import VERSION
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", recorded_schemes.SCHEMES)
 def test_reports_of_both_versions_are_equal(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged_logs.unpack(tmp_path)

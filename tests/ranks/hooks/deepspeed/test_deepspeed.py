@@ -15,6 +15,8 @@ from recorders import WAITED, end
 
 from commtrace.schema import Phase, Purpose
 
+pytestmark = pytest.mark.long
+
 FORWARD, BACKWARD, OPTIMIZER, INIT, OTHER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.INIT, Phase.OTHER
 ZERO = ("0", "1", "2", "3")
 GRADIENTS = 4 * (24 * 24 + 24 + 24 + 24 + 24 * 5 + 5)

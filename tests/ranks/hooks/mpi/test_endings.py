@@ -74,6 +74,7 @@ def test_torch_beside_it_writes_into_the_same_log(mpi: str, tmp_path: Path) -> N
         assert "Request" in spots
 
 
+@pytest.mark.long
 def test_deepspeed_that_asks_mpi_who_it_is_has_one_log(mpi: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     port = free_port()

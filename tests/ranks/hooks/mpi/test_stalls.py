@@ -61,6 +61,7 @@ def assert_named(kind: str, size: int, tables: dict[str, pd.DataFrame]) -> None:
     assert activity in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "size"),
     [

@@ -68,6 +68,7 @@ def is_named(kind: str, size: int, calls: pd.DataFrame) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
@@ -89,6 +90,7 @@ def test_a_program_that_hangs_and_is_killed(kind: str, size: int, mpi: str, tmp_
     assert_named(kind, size, stuck_calls_of(log))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, DRAWS))])
 def test_runs_that_end_well_or_are_interrupted(seed: int, mpi: str, tmp_path: Path) -> None:
     choose = random.Random(seed)

@@ -17,6 +17,8 @@ from hook_programs.runs import FOLDER, extension_folder
 
 from commtrace.schema import Clock, Flag, State
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("torch")
 
 COMPILER = shutil.which("g++")

@@ -16,6 +16,7 @@ from commtrace.errors import CommtraceError
 from commtrace.hooks.native import libraries
 
 
+@pytest.mark.long
 def test_without_a_library_the_python_recorder_records(tmp_path: Path) -> None:
     code = """
 import torch, torch.distributed as dist

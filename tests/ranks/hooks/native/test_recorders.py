@@ -18,6 +18,8 @@ from hook_programs.runs import ENGINES, Log, null_work, ran, training
 
 from commtrace.schema import RECORD, Clock, State
 
+pytestmark = pytest.mark.long
+
 PROGRAMS = ("operators", "mixture", "plain", "purposes", "train", "pipeline", "gpt_neox", "null_work")
 DEFAULT = ("operators", "purposes")
 """Every operator and every purpose."""

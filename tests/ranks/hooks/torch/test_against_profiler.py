@@ -96,6 +96,7 @@ def log_call(call: Call) -> Seen:
     return Seen(call.variant, call.payload, call.local, ranks, bool(call.flags & Flag.ASYNC))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_call_is_as_the_profiler_saw_it(engine: str, rank: int, recorder: str) -> None:

@@ -13,6 +13,7 @@ from commtrace.run import open_run
 from commtrace.schema import State
 
 
+@pytest.mark.long
 def test_groups_made_by_hand_are_recorded(nursery: Nursery, tmp_path: Path) -> None:
     statuses, outputs = nursery.run("hand_made", tmp_path / "log", "groups")
     assert (statuses, outputs) == ([0, 0], ["[4.0, 4.0, 4.0, 4.0]\n"] * 2)

@@ -8,6 +8,8 @@ from recorders import ENDS, FUTURELESS_POLLED, NO_WORK, WAITED
 
 from commtrace.schema import Clock, Flag, State
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def ran(recorder: str) -> Ran:

@@ -13,6 +13,8 @@ from hook_programs.runs import ran as ran_program
 
 from commtrace.schema import Phase, Purpose
 
+pytestmark = pytest.mark.long
+
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 SEND, RECV = "send", "recv"
 FORWARD, BACKWARD = Purpose.PARAMETERS_FORWARD, Purpose.PARAMETERS_BACKWARD

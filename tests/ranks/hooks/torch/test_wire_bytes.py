@@ -58,6 +58,7 @@ def measured(ranks: int, recorder: str) -> dict[str, Measured]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 @pytest.mark.parametrize("name", GLOO)
 def test_the_kernel_sent_what_the_log_says(name: str, ranks: int, recorder: str) -> None:

@@ -62,6 +62,7 @@ def test_the_places_of_a_stack(tmp_path: Path) -> None:
     assert second.function == second.innermost == "python3.11/threading.py:331 Condition.wait"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fields", "activity", "share"),
     [

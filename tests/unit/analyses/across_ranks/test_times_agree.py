@@ -105,6 +105,7 @@ def run_of(log: RandomLog, folder: Path) -> Run:
     return open_run(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_reports_agree_with_the_model(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(log := random_log(seed), tmp_path)

@@ -38,6 +38,7 @@ def reported(verdict: Verdict, source: str) -> Iterator[Difference]:
     yield from (Difference(*cell, sizes[cell], calls) for cell, calls in sums.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(first, marks=pytest.mark.exhaustive) for first in range(10, 500, PROGRAMS_PER_TEST))]

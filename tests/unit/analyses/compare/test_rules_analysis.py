@@ -68,6 +68,7 @@ DIFFERENT: Final[dict[str, tuple[Callable[[list[Records]], list[Records]], dict[
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cause", DIFFERENT)
 def test_differences_have_names(cause: str, tmp_path: Path) -> None:
     change, options, numbers = DIFFERENT[cause]
@@ -109,6 +110,7 @@ def test_every_cause_has_an_example() -> None:
     assert {*CAUSES} == {*DIFFERENT, *tested_elsewhere} - purposes
 
 
+@pytest.mark.long
 def test_a_typical_step_has_no_checkpoint(tmp_path: Path) -> None:
     """The step of the waterfall is one without activities, and no bytes of theirs are in it, if there is no other."""
     plain = run_of(tmp_path / "plain", every_step(), ZERO_1).table("waterfall")
@@ -124,6 +126,7 @@ def test_a_typical_step_has_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoint["calls_per_rank"].isna().all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [cut, with_call("all_gather", 999), with_call("all_reduce", 6, site=0)])
 def test_what_has_no_name_is_unexplained(change: Callable[[list[Records]], list[Records]], tmp_path: Path) -> None:
     run = run_of(tmp_path, change(every_step()), ZERO_1)

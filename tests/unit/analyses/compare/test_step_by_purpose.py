@@ -166,6 +166,7 @@ FAULTS: Final[dict[str, tuple[Change, Purpose, str, float, float]]] = {
 """Change of every step -> the purpose and the unit that differ, with extra calls and bytes."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_where_it_is(fault: str, tmp_path: Path) -> None:
     change, purpose, place, calls, size = FAULTS[fault]

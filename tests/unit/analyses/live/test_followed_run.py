@@ -51,6 +51,7 @@ def assert_equal_tables(found: dict[str, pd.DataFrame], log: Path, names: tuple[
         assert_frame_equal(found[name], expected.table(name), check_dtype=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("scheme", "seed"),
     [

@@ -154,6 +154,7 @@ def test_the_size_changes(tmp_path: Path) -> None:
         assert shown.end() == STUCK
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "gone"])
 def test_the_terminal_is_left_as_it_was(how: str, running: ProcessFactory, tmp_path: Path) -> None:
     """Also if the log is gone."""

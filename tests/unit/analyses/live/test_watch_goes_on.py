@@ -110,6 +110,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["log", "run", "host"])
 def test_many_other_files(where: str, hung: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (host,) = hung.glob("*/*")

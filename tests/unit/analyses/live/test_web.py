@@ -335,6 +335,7 @@ def test_a_port_that_is_in_use(served: Served, capsys: pytest.CaptureFixture[str
 # ---- logs that fail ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_log_that_breaks_leaves_the_last_page(tmp_path: Path) -> None:
     training(tmp_path / "log")
     page = ReportPage(lambda state: page_of_log(tmp_path / "log", state), 0.01)

@@ -78,6 +78,7 @@ def trained(
     return ran.step_ns(3, range(2, steps - 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank_us", [0, 500])
 @pytest.mark.parametrize(("before", "after"), [(3, 9), (3, 100), (3, 1), (4, 2), (4, 1), (4, 100), (6, 1), (2, 2)])
 def test_a_prediction_agrees_with_the_simulator(before: int, after: int, rank_us: int, tmp_path: Path) -> None:
