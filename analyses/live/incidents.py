@@ -1,8 +1,9 @@
 """Incidents of a run that is watched: hangs, failures, stragglers and long steps, each told once.
 
-hang            a call is stuck (`across_ranks.stuck_calls`, as in reports, which has a threshold of its own), or ranks
-                make no progress outside of calls for the threshold given here; if the ranks that others wait for
-                compute, or write to storage, it must be stuck for that long, too
+hang            a call is stuck (`across_ranks.stuck_calls`, as in reports, which has a threshold of its own), and did
+                not only fail because a rank that it needs ended; or ranks make no progress outside of calls for the
+                threshold given here; if the ranks that others wait for compute, or write to storage, it must be stuck
+                for that long, too
 end             a process failed or died
 straggler:20%   a rank computes longer than the others by at least this share of a step
 step:2x         a step takes at least this multiple of the median of the steps before it
@@ -134,7 +135,7 @@ class Watcher:
         return is_new
 
     def _hang(self, seconds: float, live: LiveRun) -> Iterator[Incident]:
-        calls, stalled = live.tables["stuck_calls"], live.tables["stalled_threads"]
+        calls, stalled = _hung_calls(live), live.tables["stalled_threads"]
         stalled = stalled.loc[stalled["is_main"]]
         if not len(calls) and not (stalled["stalled_ns"] >= seconds * 1e9).any():
             stalled = stalled.iloc[:0]  # with one that has been so for long enough, all are told
@@ -220,6 +221,18 @@ def _long_step(table: pd.DataFrame, median: float) -> Incident:
         "longer than the others."
     )
     return Incident("step", text, [int(row.slowest_rank)], int(row.step), _rows({"step_times": table}))
+
+
+def _hung_calls(live: LiveRun) -> pd.DataFrame:
+    """Return the stuck calls, but for those that failed on all of their ranks because another one ended.
+
+    That end is an incident of its own.
+    """
+    calls, ranks = live.tables["stuck_calls"], live.tables["stuck_ranks"]
+    waits = (ranks["part"] == "waiting") & (ranks["state"] != "failed")
+    runs = (ranks["part"] == "absent") & (ranks["end"] == "runs")
+    over = {*ranks["stuck_call"]} - {*ranks.loc[waits | runs, "stuck_call"]}
+    return calls.loc[[number not in over for number in range(len(calls))]]
 
 
 def _is_unexplained(live: LiveRun) -> bool:

@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -160,6 +161,54 @@ def test_a_process_that_dies_is_told(nursery: Nursery, tmp_path: Path) -> None:
     assert end["kind"] == "end"
     assert {row["rank"] for row in end["tables"]["endings"]} == {0, 1}
     assert (hang["kind"], hang["ranks"]) == ("hang", [1])
+
+
+SRUN = """#!{python}
+# Starts the tasks of a job of SLURM, all on this host.
+import os, subprocess, sys
+
+job = {{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}}
+tasks = [
+    subprocess.Popen(sys.argv[1:], env={{**os.environ, **job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}})
+    for rank in range(2)
+]
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+
+TRAIN = """
+import os
+import torch
+import torch.distributed as dist
+
+rank = int(os.environ["SLURM_PROCID"])
+dist.init_process_group("gloo", init_method="file://{store}", rank=rank, world_size=2)
+for _ in range(5):
+    dist.all_reduce(torch.ones(8))
+if rank == 1:
+    os._exit(7)
+dist.all_reduce(torch.ones(8))
+"""
+
+
+def test_the_batch_script_of_the_page(tmp_path: Path, webhook: tuple[str, type[Webhook]]) -> None:
+    """A stand-in for SLURM kills what is left when the script ends."""
+    page = (processes.ROOT / "docs" / "how-to" / "watch.md").read_text()
+    found = re.search(r"((?:    .*\n)*    COMMTRACE=\S+ srun .*\n(?:    .*\n)*)", page)
+    assert found is not None
+    (tmp_path / "srun").write_text(SRUN.format(python=sys.executable))
+    (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "train.py").write_text(TRAIN.format(store=tmp_path / "store"))
+    (tmp_path / "job.sh").write_text(re.sub("^    ", "", found[1], flags=re.MULTILINE))
+    path = os.pathsep.join([str(tmp_path), os.path.dirname(sys.executable), os.environ["PATH"]])
+    result = processes.run(
+        ["bash", tmp_path / "job.sh"], limit=LIMIT_SECONDS, cwd=tmp_path, PATH=path, SLURM_JOB_ID="77",
+        ALERTS=webhook[0],
+    )  # fmt: skip
+    assert result.status == 7, result.err
+    (posted,) = webhook[1].posted
+    assert (posted["kind"], posted["ranks"]) == ("end", [1])
+    assert posted["run"].startswith("slurm-77.0")
+    assert "exit status 7" in posted["text"]
 
 
 @contextlib.contextmanager
