@@ -62,6 +62,7 @@ bench: $(READY)  ## measure the cost of tracing against a control and other tool
 	$(BIN)/python benchmarks/log_size.py
 	$(BIN)/python benchmarks/own_cost.py
 	$(BIN)/python benchmarks/call_cost.py
+	$(BIN)/python benchmarks/call_parts.py
 	$(BIN)/python benchmarks/mpi_cost.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/native_step.py

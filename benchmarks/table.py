@@ -193,6 +193,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     ),
     "mpi_cost": ("Time of an mpi4py call, baseline + overhead, ratio (control)", by_case),
     "call_cost": ("Time of a call, baseline + overhead, ratio (control)", by_case),
+    "call_parts": ("Parts of a call in the Python recorder", single),
     "own_cost": ("The cost of a call, measured externally and as reported", own_cost),
     "startup": ("A Python process that never communicates", by_case),
     "log_size": ("Size on disk", log_size),

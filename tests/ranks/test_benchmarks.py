@@ -123,6 +123,7 @@ EXPECTED = {
     "step_time": COMMTRACE | {"CommDebugMode", "torch.profiler"},
     "native_step": {"commtrace, native, with call sites", "commtrace, native, with call sites: drain thread"},
     "step_instructions": {f"commtrace, {recorder}, with call sites" for recorder in ("python", "native")},
+    "call_parts": {"call site, phase and step", "the process group", "payload"},
     "own_cost": {f"{name}: {what}" for name in COMMTRACE for what in ("mean", "99th percentile")},
     "log_size": {"commtrace, 100 calls", "commtrace, 1,000 calls", "torch.profiler's trace.json, 100 calls"}
     | {f"tables of a rank, {which} ranks" for which in ("fewest", "most")},
