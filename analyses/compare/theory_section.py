@@ -107,10 +107,17 @@ def _closed_form(tables: Tables) -> Iterator[str]:
     sums = tables["waterfall"].groupby("kind")["bytes"].sum()
     form, measured = sums.get("closed form", 0), sums.get("measured", 0)
     if form:
-        yield (
-            f"A rank sends {measured / form:.2f} times what the closed form predicts, {format_bytes(form)} a step"
-            f"{_largest_cause(tables['waterfall'])}."
-        )
+        yield f"A rank sends {_beside_form(measured, form)} a step{_largest_cause(tables['waterfall'])}."
+
+
+def _beside_form(measured: float, form: float) -> str:
+    if measured == form:
+        return f"exactly what the closed form predicts, {format_bytes(form)}"
+    ratio = f"{measured / form:.2f}"
+    if ratio == "1.00":
+        more = "more" if measured > form else "less"
+        return f"{format_bytes(abs(measured - form))} {more} than the closed form predicts, {format_bytes(form)}"
+    return f"{ratio} times what the closed form predicts, {format_bytes(form)}"
 
 
 def _largest_cause(waterfall: pd.DataFrame) -> str:
