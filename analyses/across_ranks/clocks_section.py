@@ -15,7 +15,7 @@ from commtrace.analyses.table_specs.spec import TableSpec, column, count, durati
 from commtrace.formatting import MAX_SINGLE, format_count, format_duration, is_known
 from commtrace.rank_ranges import shorten_names
 
-from .clocks import Clocks
+from .clocks import USEFUL_NS, Clocks
 from .corridors import RATE_SPREAD
 
 
@@ -95,6 +95,14 @@ def _findings(tables: Tables) -> Iterator[str]:
     clocks = tables["clocks"]
     jumped, changed = clocks[clocks["steps"] > 0], clocks[clocks["rate_change_ppm"] > 1e6 * RATE_SPREAD]
     contradict = clocks[clocks["contradiction_ns"] > 0]
+    vague = clocks[~(clocks["half_width_ns"] <= USEFUL_NS)]  # also where it is missing
+    if len(vague):
+        known = vague["half_width_ns"].dropna()
+        how = f"only within {format_duration(known.max())}" if len(known) == len(vague) else "not at all, or badly"
+        yield (
+            f"The calls bound the clock of {_names(vague)} {how}: timelines are on wall clocks, as well as the hosts "
+            "synchronise them (--sections clocks)."
+        )
     if len(jumped):
         yield f"The clock of {_names(jumped)} jumped during the run (--sections clocks)."
     if len(changed):

@@ -11,7 +11,7 @@ from factory import LogFactory, record, training
 from simulated_ranks import HostClock, Schedule, random_schedule
 
 from commtrace.analyses.across_ranks.aligned_clock import clock_within
-from commtrace.analyses.across_ranks.clocks import Clocks
+from commtrace.analyses.across_ranks.clocks import USEFUL_NS, Clocks
 from commtrace.analyses.across_ranks.clocks_section import CLOCKS_SECTION
 from commtrace.analyses.across_ranks.corridors import Bounds, Corridor, Rates, steepest
 from commtrace.run import Run, open_run
@@ -244,3 +244,16 @@ def test_hosts_without_any_operation_that_matches_have_no_bounds(tmp_path: Path)
     for rank in range(2):
         log.process(rank, pid=rank + 1, host=f"node{rank}", boot_id=str(rank)).known().write([record(group=99)])
     assert open_run(tmp_path).table("clocks")["offset_ns"].isna().tolist() == [False, True]
+
+
+def test_a_clock_that_calls_hardly_bound_is_told(tmp_path: Path) -> None:
+    schedule = random_schedule(np.random.default_rng(5), hosts=2, ranks=2, operations=200)
+    known = run_of(schedule, tmp_path / "known")
+    assert known.table("clocks")["half_width_ns"].max() < USEFUL_NS
+    assert not any("wall clocks" in text for text in findings(known))
+    assert CLOCKS_SECTION.findings is not None
+    for half_width, how in ((3 * USEFUL_NS, "only within 3.00 ms"), (np.nan, "not at all")):
+        table = known.tables()["clocks"].copy()
+        table.loc[1, "half_width_ns"] = half_width
+        (told,) = CLOCKS_SECTION.findings({**known.tables(), "clocks": table})
+        assert f"the clock of node01 {how}" in told
