@@ -5,8 +5,10 @@ Communication is recorded at torch's operators, except the all_reduce through sh
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -51,6 +53,18 @@ _PHASES = {
 }
 
 
+_OPTIMIZERS = (
+    ("zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
+    ("zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
+    ("bf16_optimizer", "BF16_Optimizer"),
+    ("fp16.fused_optimizer", "FP16_Optimizer"),
+    ("fp16.unfused_optimizer", "FP16_UnfusedOptimizer"),
+)
+"""Optimizers that an engine makes around the program's own."""
+_stepping: list[Any] = []
+"""The engine, or the optimizer, that takes a step."""
+
+
 @_patches.installer
 def install() -> None:
     """Hook DeepSpeed's engines."""
@@ -61,6 +75,9 @@ def install() -> None:
     _patches.wrap(DeepSpeedEngine, "backward", progress.wrapper(Phase.BACKWARD))
     _patches.wrap(DeepSpeedEngine, "step", progress.wrapper(Phase.OPTIMIZER, in_micro_batch=False))
     _patches.wrap(DeepSpeedEngine, "_take_model_step", _model_step)
+    for module, name in _OPTIMIZERS:
+        with contextlib.suppress(ImportError):
+            _patches.wrap(getattr(import_module(f"deepspeed.runtime.{module}"), name, None), "step", _optimizer_step)
     _patches.wrap(PipelineEngine, "train_batch", _train_batch)
     _patches.wrap(PipelineEngine, "eval_batch", progress.wrapper(Phase.EVALUATION, in_micro_batch=False))
     _patches.wrap(PipelineModule, "_synchronize_tied_weights", note_dtypes)
@@ -113,12 +130,23 @@ def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
 def _model_step(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
     progress.note_activity()
     progress.micro_batch = -1
+    _stepping.append(self)
     try:
         return original(self, *args, **kwargs)
     finally:
+        _stepping.remove(self)
         progress.finish_step()
         if progress.step == 0:
             _engines.write_now()  # the first step may have made groups (MoE)
+
+
+@around
+def _optimizer_step(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Record a step of an engine's optimizer that the program takes itself, as Lightning Fabric does."""
+    if _stepping:
+        return original(self, *args, **kwargs)
+    with progress.marked(Phase.OPTIMIZER):
+        return _model_step(original)(self, *args, **kwargs)
 
 
 @around
