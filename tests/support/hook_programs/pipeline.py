@@ -75,7 +75,23 @@ def train_as_torch_does() -> None:
     mark("torch style end")
 
 
+def step_the_optimizer() -> None:
+    """Take steps of the engine's optimizer and not of the engine, as Lightning Fabric does."""
+    model = torch.nn.Sequential(*layers())
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={**CONFIG, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2}},
+    )
+    mark("optimizer's steps")
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, WIDTH)).sum())
+        optimizer.step()
+    mark("optimizer's end")
+
+
 train_as_torch_does()
+step_the_optimizer()
 train_pipeline()
 mark("shared memory")
 shared = torch.ones(6)

@@ -125,6 +125,16 @@ def test_backward_of_the_loss_is_as_good_as_the_engine_s(rank: int, ran: list[Ra
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_of_the_optimizer_is_as_good_as_the_engine_s(rank: int, ran: list[Ran]) -> None:
+    calls = ran[rank].section("optimizer's steps", "optimizer's end")
+    each = [(BACKWARD, "all_reduce"), (OPTIMIZER, "all_reduce"), (OPTIMIZER, "all_gather")]
+    first = calls[0].step
+    assert [(call.step - first, call.phase, call.op) for call in calls] == [
+        (step, phase, op) for step in range(2) for phase, op in each
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_forward_without_gradients_begins_no_step(rank: int, ran: list[Ran]) -> None:
     (call,) = ran[rank].section("no grad", "torch style end")
     assert (call.step, call.phase) == (1, OTHER)
@@ -174,11 +184,11 @@ def test_the_gradients_of_a_stage_with_one_replica_go_to_a_group_of_one(rank: in
 def test_steps_of_a_pipeline_are_those_of_train_batch(rank: int, ran: list[Ran]) -> None:
     first = ran[rank].section("pipeline step 0", "pipeline step 1")
     second = ran[rank].section("pipeline step 1", "evaluation")
-    assert {call.step for call in first} == {2}  # after the two of the other engine
-    assert {call.step for call in second} == {3}
+    assert {call.step for call in first} == {4}  # after the two of each of the other engines
+    assert {call.step for call in second} == {5}
     evaluation = ran[rank].section("evaluation", "pipeline end")
     assert {"send", "recv", "barrier"} & {call.op for call in evaluation}
-    assert {(call.step, call.micro_batch, call.phase) for call in evaluation} == {(3, -1, Phase.EVALUATION)}
+    assert {(call.step, call.micro_batch, call.phase) for call in evaluation} == {(5, -1, Phase.EVALUATION)}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -202,7 +212,7 @@ def test_messages_between_stages_are_the_pipeline_s(rank: int, ran: list[Ran]) -
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stage_s_job_says_where_it_stands(rank: int, ran: list[Ran]) -> None:
-    _, job = ran[rank].log.tables["job"]
+    *_, job = ran[rank].log.tables["job"]
     stage = job["pipeline"]
     assert (stage["stage"], stage["bounds"], stage["layers"]) == (rank, [0, 2, 4], ["Linear", "Linear"])
     assert (stage["tied"], stage["attention_mask"], stage["activation_checkpoint_interval"]) == ([], False, 0)
@@ -213,6 +223,7 @@ def test_a_stage_s_job_says_where_it_stands(rank: int, ran: list[Ran]) -> None:
 def test_a_pipeline_s_job_has_its_stages_and_the_parameters_of_its_own(rank: int, ran: list[Ran]) -> None:
     jobs = ran[rank].log.tables["job"]
     assert [(job["engine"], job["pipeline_stages"], len(job["parameters"])) for job in jobs] == [
+        ("DeepSpeedEngine", 1, 8),
         ("DeepSpeedEngine", 1, 8),
         ("PipelineEngine", 2, 4),
     ]
