@@ -106,6 +106,9 @@ def install() -> None:
     if coordinator is not None:
         name = "_PartitionedParameterCoordinator__all_gather_params"
         _patches.wrap(coordinator, name, purposes.marking_each(_purpose_of_gathering))
+    partitioning = imported(f"{_RUNTIME}.zero.partition_parameters", "Init")
+    if partitioning is not None:
+        _patches.wrap(partitioning, "_all_gather", purposes.marking_each(_purpose_of_access))
     checkpoint = imported(f"{_RUNTIME}.activation_checkpointing.checkpointing", "CheckpointFunction")
     if checkpoint is not None:
         _patches.replace(checkpoint, "forward", reentrant_forward)
@@ -130,3 +133,13 @@ def _purpose_of_gathering(_: Any, params: Any, forward: bool) -> int:
         return purposes.number(Purpose.PARAMETERS_BACKWARD)
     repeated = torch._C._current_graph_task_id() >= 0
     return purposes.number(Purpose.PARAMETERS_RECOMPUTATION if repeated else Purpose.PARAMETERS_FORWARD)
+
+
+def _purpose_of_access(*_: Any, **__: Any) -> int:
+    """Return the purpose of gathering a parameter that is used outside of its module, where nothing else gathers it."""
+    if not purposes.unclaimed():
+        return 0
+    if torch._C._current_graph_task_id() < 0:
+        return purposes.number(Purpose.PARAMETERS_FORWARD)
+    recomputed = torch.is_grad_enabled()
+    return purposes.number(Purpose.PARAMETERS_RECOMPUTATION if recomputed else Purpose.PARAMETERS_BACKWARD)
