@@ -319,6 +319,7 @@ def report(line: str) -> None:
 # ---- backends that give no Work --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recorder", ["python", pytest.param("native", marks=pytest.mark.exhaustive)])
 def test_batches_longer_than_the_ring(recorder: str, tmp_path: Path) -> None:
     recorders.needs(recorder)

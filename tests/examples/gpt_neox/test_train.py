@@ -142,6 +142,7 @@ def accumulated_zero_2() -> list[float]:
     return forked("--zero-stage", "2", *ACCUMULATED)[0]
 
 
+@pytest.mark.long
 @needs_deepspeed
 def test_accumulation_is_the_same_for_ddp_and_zero() -> None:
     assert forked("--engine", "ddp", *ACCUMULATED)[0] == pytest.approx(accumulated_zero_2(), rel=1e-4)

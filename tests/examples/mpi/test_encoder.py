@@ -15,13 +15,12 @@ from examples.mpi_common.expected_calls import model_parallel, pipeline, shared_
 from examples.mpi_encoder.layers import EncoderShape
 from examples.mpi_encoder.schedules import SCHEDULES, Task
 
-pytestmark = mpi_ranks.needs_mpiexec
+pytestmark = [pytest.mark.long, mpi_ranks.needs_mpiexec]
 
 FOUR = pytest.param(4, marks=pytest.mark.exhaustive)
 """Four ranks, so that cases have several heads per rank or several ranks per head."""
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, FOUR])
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_those_of_one_process(case: str, ranks: int) -> None:

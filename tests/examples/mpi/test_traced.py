@@ -28,6 +28,8 @@ from commtrace.schema import Flag
 from commtrace.theory.expected_calls import ExpectedCall
 from examples.mpi_common.expected_calls import model_parallel, pipeline, tensor_parallel
 
+pytestmark = pytest.mark.long
+
 Counts = Counter[tuple[str, int]]
 
 
@@ -138,7 +140,6 @@ MODES = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("name", "ranks"), MODES)
 def test_results_are_those_without_tracing_bit_for_bit(mpi: str, name: str, ranks: int) -> None:
     for untraced, traced in run_modes(mpi, ranks)[name].results:

@@ -150,6 +150,7 @@ def test_ways_of_torch(way: str, folder: Path) -> None:
     assert_same(way, WAYS, folder)
 
 
+@pytest.mark.long
 def test_the_norm_of_sharded_gradients_is_a_call_of_the_program_that_clips(folder: Path) -> None:
     """The model does not declare that gradients are clipped, so no rule expects the call."""
     assert_same("fsdp2", WAYS, folder)

@@ -20,7 +20,7 @@ from commtrace.analyses.compare.run_calls import EqualCalls
 from commtrace.analyses.compare.waterfall import BELOW
 from commtrace.theory import ExpectedCall
 
-pytestmark = trainings.TIMEOUT
+pytestmark = [pytest.mark.long, trainings.TIMEOUT]
 
 RUNS_BY_NAME: dict[str, Runs] = {
     **dict.fromkeys(sequence_trainings.FIXED, sequence_trainings.runs),
@@ -37,7 +37,6 @@ def listed(names: Iterable[str]) -> list[Any]:
 BOUNDED = sequence_trainings.BOUNDED
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", listed(name for name in RUNS_BY_NAME if name not in BOUNDED))
 def test_shared_sequences_and_experts_are_exact(name: str) -> None:
     assert_exact(tables(RUNS_BY_NAME[name], name), RUNS_BY_NAME[name]()[name])

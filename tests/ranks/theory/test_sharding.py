@@ -21,7 +21,7 @@ from commtrace.analyses.fold_engine import NamedTables, fold
 from commtrace.run import Run
 from commtrace.theory import predict
 
-pytestmark = trainings.TIMEOUT
+pytestmark = [pytest.mark.long, trainings.TIMEOUT]
 
 EVERY: Final = [
     *trainings.parameters(sharding.NAMES, sharding.OF_EACH_SCHEME, sharding.sharded),
@@ -39,7 +39,6 @@ def tables(runs: Runs, name: str) -> NamedTables:
     return fold(runs()[name], [rules_analysis.ANALYSIS])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("runs", "name"), EVERY)
 def test_sharded_trainings_are_exact(runs: Runs, name: str) -> None:
     assert_exact(tables(runs, name), runs()[name])

@@ -41,6 +41,7 @@ def test_models_drawn_at_random_are_exact(runs: Runs, name: str) -> None:
     assert_exact(tables(runs, name), runs()[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", VARIANTS)
 def test_settings_that_change_the_communication_are_exact(name: str) -> None:
     assert_exact(tables(trainings.variants, name), trainings.variants()[name])

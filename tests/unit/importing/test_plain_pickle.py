@@ -56,6 +56,7 @@ def test_damaged_pickles_take_no_memory(name: str, content: bytes) -> None:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < 100 << 20, name
 
 
+@pytest.mark.long
 def test_more_than_a_million_objects() -> None:
     """Their indexes are looked at one by one."""
     values = [[number] for number in range((1 << 20) + 10)]

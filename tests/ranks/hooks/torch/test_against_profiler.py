@@ -22,6 +22,8 @@ from hook_programs.runs import ENGINES, Call, training
 
 from commtrace.schema import Flag
 
+pytestmark = pytest.mark.long
+
 ITEM_SIZES = {"float": 4, "double": 8, "long int": 8, "int": 4, "unsigned char": 1}
 
 
@@ -96,7 +98,6 @@ def log_call(call: Call) -> Seen:
     return Seen(call.variant, call.payload, call.local, ranks, bool(call.flags & Flag.ASYNC))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_call_is_as_the_profiler_saw_it(engine: str, rank: int, recorder: str) -> None:
