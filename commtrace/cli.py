@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from io import TextIOWrapper
 from typing import Final
 
 import commtrace
-from commtrace.commands import interrupts
 from commtrace.commands.exit_status import AS_EXPECTED, FAILED, INTERRUPTED
 from commtrace.errors import CommtraceError
 from commtrace.output_files import discard_stdout
@@ -61,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, TextIOWrapper):  # a non-ASCII file name must not make a report fail on an ASCII terminal
         sys.stdout.reconfigure(errors="replace")
     try:
-        with interrupts.remembered(signal.SIGINT):
-            status = _run(arguments)
+        status = _run(arguments)
         sys.stdout.flush()
         return status
     except CommtraceError as error:

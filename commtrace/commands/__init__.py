@@ -2,6 +2,5 @@
 
 option_types    options that several commands have, and how values of options are parsed
 log_reading     a reading of a run that is followed, in a thread of its own
-interrupts      signals that end a command, also if what they interrupt swallows them
 exit_status     the exit statuses of all commands
 """

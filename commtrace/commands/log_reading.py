@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from commtrace.errors import LogError
 
-from . import interrupts
 from .option_types import positive_number
 
 if TYPE_CHECKING:
@@ -59,13 +58,6 @@ class LogReading(Generic[Result]):
         return self._result.result(0)
 
 
-def pause(seconds: float) -> None:
-    """Sleep, and raise for an interrupt that was swallowed."""
-    interrupts.check()
-    time.sleep(seconds)
-    interrupts.check()
-
-
 def pause_after(took_s: float, interval: float) -> float:
     """Return the time until the next reading: at least the interval, and with at most a fifth of a core in use."""
     return max(interval, 4 * took_s)
@@ -97,7 +89,7 @@ def first_reading(followed: FollowedRun, interval: float, wait: float) -> LiveRu
         except LogError:
             if time.monotonic() >= deadline:
                 raise
-        pause(interval)
+        time.sleep(interval)
 
 
 def readings(followed: FollowedRun, live: LiveRun, interval: float, linger: float) -> Iterator[tuple[LiveRun, str]]:
@@ -119,7 +111,7 @@ def readings(followed: FollowedRun, live: LiveRun, interval: float, linger: floa
         ended = (ended or time.monotonic()) if live.is_over else 0.0
         if ended and time.monotonic() - ended >= linger:
             break
-        pause(pause_after(live.took_s, interval))
+        time.sleep(pause_after(live.took_s, interval))
         reading = LogReading(followed.read)
         while not reading.is_done(SLOW_SECONDS):
             yield live, reading.slowness

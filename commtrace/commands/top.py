@@ -40,7 +40,6 @@ from typing import TYPE_CHECKING, Final
 
 from commtrace.errors import CommtraceError, LogError
 
-from . import interrupts
 from .exit_status import AS_EXPECTED, PROGRAM_FAILED, STUCK
 from .log_reading import SLOW_SECONDS, LogReading, add_duration, first_reading, pause_after, readings
 from .option_types import LOOPBACK, add_serving, add_shared, port_number, positive_number
@@ -146,13 +145,9 @@ def _show(followed: FollowedRun, state: _State, arguments: argparse.Namespace, u
     view, next_reading = 0, 0.0
     reading: LogReading[LiveRun] | None = None
     screen = Console(highlight=False, markup=False, emoji=False)
-    with (
-        interrupts.remembered(signal.SIGINT, signal.SIGTERM),
-        _single_keys() as keys,
-        Live(console=screen, screen=True, auto_refresh=False) as display,
-    ):
+    signal.signal(signal.SIGTERM, _exit)
+    with _single_keys() as keys, Live(console=screen, screen=True, auto_refresh=False) as display:
         while True:
-            interrupts.check()
             if reading is None and time.monotonic() >= next_reading:
                 reading = LogReading(followed.read)
             if reading is not None and reading.is_done(_READING_SECONDS):
@@ -169,6 +164,11 @@ def _show(followed: FollowedRun, state: _State, arguments: argparse.Namespace, u
             if key in ("q", "\x03"):
                 return
             view = (view + (key == "\t")) % len(VIEWS)
+
+
+def _exit(number: int, _: object) -> None:
+    """End by a signal with the terminal as it was."""
+    sys.exit(128 + number)
 
 
 def _screen(state: _State, view: str, url: str, screen: object) -> RenderableType:

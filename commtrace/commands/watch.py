@@ -41,7 +41,7 @@ from commtrace.errors import CommtraceError, LogError
 from commtrace.output_files import discard_stdout
 
 from .exit_status import AS_EXPECTED
-from .log_reading import SLOW_SECONDS, LogReading, pause, pause_after
+from .log_reading import SLOW_SECONDS, LogReading, pause_after
 from .option_types import add_shared, positive_number
 from .top import status_of
 
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             may_restart = bool(ended) and status_of(live) != AS_EXPECTED
             if ended and not (may_restart and time.monotonic() - ended < arguments.linger):
                 break
-        pause(pause_after(live.took_s if live else 0.0, arguments.interval))
+        time.sleep(pause_after(live.took_s if live else 0.0, arguments.interval))
     for delivery in deliveries:
         delivery.join()
     if deliveries:

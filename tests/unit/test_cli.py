@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import io
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,8 +16,6 @@ import pytest
 from factory import UNIX_NS, LogFactory, record, training
 
 from commtrace.cli import COMMANDS, main
-from commtrace.commands import interrupts
-from commtrace.commands.log_reading import pause
 from commtrace.schema import VERSION
 
 
@@ -191,29 +187,3 @@ def test_a_terminal_of_few_letters(
     assert text
     assert "?" not in text
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_an_interrupt_that_is_swallowed_ends_a_loop(number: int, end: type[BaseException]) -> None:
-    """As in a destructor, where Python reports an exception and goes on."""
-
-    def before(*_: object) -> None:  # what a program that starts this one may have set, which may also ignore it
-        raise AssertionError
-
-    def loop() -> None:
-        with interrupts.remembered(number):
-            pause(0)
-            with contextlib.suppress(end):
-                signal.raise_signal(number)
-            pause(0)
-            raise AssertionError
-
-    previous = signal.signal(number, before)
-    try:
-        with pytest.raises(end):
-            loop()
-        assert signal.getsignal(number) is before
-        with interrupts.remembered(number):  # it belongs to one command
-            interrupts.check()
-    finally:
-        signal.signal(number, previous)

@@ -55,6 +55,9 @@ class Terminal:
         self.process = subprocess.Popen(
             ["setsid", "--ctty", *top], stdin=self.own, stdout=self.own, stderr=self.own,
             env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": ""},
+            # What runs the tests may ignore interrupts, which processes inherit: a shell does for what it has in the
+            # background.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
 
     def close(self) -> None:
