@@ -5,10 +5,8 @@ Communication is recorded at torch's operators, except the all_reduce through sh
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from commtrace.current_step import progress
+from commtrace.hooks.marked_sources import imported
 from commtrace.hooks.recorder_setup import guard
 from commtrace.hooks.torch import training as torch_training
 from commtrace.hooks.torch.c10d_operators import shared_memory_all_reduce
@@ -76,8 +75,9 @@ def install() -> None:
     _patches.wrap(DeepSpeedEngine, "step", progress.wrapper(Phase.OPTIMIZER, in_micro_batch=False))
     _patches.wrap(DeepSpeedEngine, "_take_model_step", _model_step)
     for module, name in _OPTIMIZERS:
-        with contextlib.suppress(ImportError):
-            _patches.wrap(getattr(import_module(f"deepspeed.runtime.{module}"), name, None), "step", _optimizer_step)
+        optimizer = imported(f"deepspeed.runtime.{module}", name)
+        if optimizer is not None:
+            _patches.wrap(optimizer, "step", _optimizer_step)
     _patches.wrap(PipelineEngine, "train_batch", _train_batch)
     _patches.wrap(PipelineEngine, "eval_batch", progress.wrapper(Phase.EVALUATION, in_micro_batch=False))
     _patches.wrap(PipelineModule, "_synchronize_tied_weights", note_dtypes)

@@ -96,6 +96,23 @@ _ACCELERATE_FSDP: Final = {
     "checkpoint saved": "all_gather 4, broadcast 6, gather 4, scatter 4",
     "the program's own": "all_gather 6, barrier 1",
 }
+_ACCELERATE_ZERO2: Final = {
+    "parameters distributed at start": "broadcast 28",
+    "gradients reduced": "all_reduce 6",
+    "gradient norm": "all_reduce 3",
+    "parameters gathered after the optimizer": "all_gather 3",
+    "checkpoint saved": "all_reduce 2, barrier 2",
+    "metrics": "all_gather 2",
+    "the program's own": "all_gather 6, barrier 1",
+}
+_FABRIC_ZERO2: Final = {
+    "parameters distributed at start": "broadcast 16",
+    "gradients reduced": "all_reduce 4",
+    "gradient norm": "all_reduce 4",
+    "parameters gathered after the optimizer": "all_gather 4",
+    "checkpoint saved": "all_reduce 2, barrier 3, broadcast 2",
+    "the program's own": "all_gather 1, all_reduce 4, barrier 5",
+}
 _TRAINER_RESUMED: Final = {
     "loss": "all_gather 4",
     "metrics": "all_gather 8",
@@ -199,19 +216,7 @@ PROGRAMS: Final[dict[str, Program]] = {
             "the program's own": "all_gather 6, barrier 1",  # gather() and wait_for_everyone()
         },
     ),
-    "accelerate_loop.py zero2": Program(
-        "accelerate, ZeRO-2",
-        3,
-        {
-            "parameters distributed at start": "broadcast 28",
-            "gradients reduced": "all_reduce 6",
-            "gradient norm": "all_reduce 3",
-            "parameters gathered after the optimizer": "all_gather 3",
-            "checkpoint saved": "all_reduce 2, barrier 2",
-            "metrics": "all_gather 2",
-            "the program's own": "all_gather 6, barrier 1",
-        },
-    ),
+    "accelerate_loop.py zero2": Program("accelerate, ZeRO-2", 3, _ACCELERATE_ZERO2),
     "lightning_fit.py ddp": Program(
         "Lightning, DDP",
         3,
@@ -359,43 +364,10 @@ PROGRAMS: Final[dict[str, Program]] = {
             "the program's own": "all_gather 6, barrier 1",
         },
     ),
-    "accelerate_loop.py zero2 resume": Program(
-        "accelerate, ZeRO-2, resumed",
-        3,
-        {
-            "parameters distributed at start": "broadcast 28",
-            "gradients reduced": "all_reduce 6",
-            "gradient norm": "all_reduce 3",
-            "parameters gathered after the optimizer": "all_gather 3",
-            "checkpoint saved": "all_reduce 2, barrier 2",
-            "metrics": "all_gather 2",
-            "the program's own": "all_gather 6, barrier 1",
-        },
-    ),
-    "fabric_loop.py zero2": Program(
-        "Fabric, ZeRO-2",
-        4,
-        {
-            "parameters distributed at start": "broadcast 16",
-            "gradients reduced": "all_reduce 4",
-            "gradient norm": "all_reduce 4",
-            "parameters gathered after the optimizer": "all_gather 4",
-            "checkpoint saved": "all_reduce 2, barrier 3, broadcast 2",
-            "the program's own": "all_gather 1, all_reduce 4, barrier 5",
-        },
-    ),
+    "accelerate_loop.py zero2 resume": Program("accelerate, ZeRO-2, resumed", 3, _ACCELERATE_ZERO2),
+    "fabric_loop.py zero2": Program("Fabric, ZeRO-2", 4, _FABRIC_ZERO2),
     "fabric_loop.py zero2 resume": Program(
-        "Fabric, ZeRO-2, resumed",
-        4,
-        {
-            "parameters distributed at start": "broadcast 16",
-            "gradients reduced": "all_reduce 4",
-            "gradient norm": "all_reduce 4",
-            "parameters gathered after the optimizer": "all_gather 4",
-            "checkpoint saved": "all_reduce 2, barrier 3, broadcast 2",
-            "checkpoint loaded": "barrier 1",
-            "the program's own": "all_gather 1, all_reduce 4, barrier 5",
-        },
+        "Fabric, ZeRO-2, resumed", 4, {**_FABRIC_ZERO2, "checkpoint loaded": "barrier 1"}
     ),
     "fabric_loop.py ddp resume": Program(
         "Fabric, DDP, resumed",
