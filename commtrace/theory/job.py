@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,6 +85,7 @@ class ModuleNode:
     parameters: tuple[int, ...]
     children: tuple[ModuleNode, ...]
     borrowed: tuple[int, ...] = ()  # parameters that modules within it return to it
+    external: tuple[int, ...] = ()  # parameters of other modules that its own code uses
     outputs: int = 1  # returned tensors that have a gradient
     reads_input: bool = False  # whether it gets the model's input, as the first module always does
 
@@ -229,7 +230,11 @@ class Job:
     @cached_property
     def root(self) -> ModuleNode:
         """The model as a tree of the modules that run."""
-        return _tree(self.row.modules, frozenset(self.row.embeddings))
+        first_pass: dict[str, dict[int, tuple[int, ...]]] = {"external": {}, "returned": {}, "idle": {}}
+        for entry in (entry for row in self.row.passes for entry in row.passes or () if entry.kind in first_pass):
+            parameters = () if entry.kind == "idle" else tuple(entry.parameters or ())
+            first_pass[entry.kind].update(dict.fromkeys(entry.modules, parameters))
+        return _tree(self.row.modules, frozenset(self.row.embeddings), **first_pass)
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
@@ -257,7 +262,14 @@ def _tensors(rows: Sequence[TensorRow]) -> tuple[ModelTensor, ...]:
     return tensors
 
 
-def _tree(rows: Sequence[ModuleRow], embeddings: frozenset[int]) -> ModuleNode:
+def _tree(
+    rows: Sequence[ModuleRow],
+    embeddings: frozenset[int],
+    *,
+    external: Mapping[int, tuple[int, ...]],
+    returned: Mapping[int, tuple[int, ...]],
+    idle: Container[int],
+) -> ModuleNode:
     """Return the tree of the modules in rows (dotted names, parents first). Modules that never run have no row.
 
     Every embedding counts as reading the model's input, because its indices have no gradient either.
@@ -266,12 +278,18 @@ def _tree(rows: Sequence[ModuleRow], embeddings: frozenset[int]) -> ModuleNode:
     if not names or names[0] != "":
         raise NotPredictedError("the model itself is not among the modules in the log")
     children: dict[int, list[int]] = {number: [] for number in range(len(names))}
-    for number, name in enumerate(names[1:], 1):
-        parents = (other for other in range(number) if not names[other] or name.startswith(names[other] + "."))
-        children[max(parents, key=lambda other: len(names[other]))].append(number)
+    running = [number for number in range(len(names)) if number == 0 or number not in idle]
+    for number in running[1:]:
+        ancestors = (
+            other
+            for other in running
+            if other < number and (not names[other] or names[number].startswith(names[other] + "."))
+        )
+        children[max(ancestors, key=lambda other: len(names[other]))].append(number)
 
     def build(number: int) -> ModuleNode:
         nodes = tuple(build(child) for child in children[number])
-        return ModuleNode(number, tuple(rows[number].parameters), nodes, reads_input=number in embeddings)
+        own, of_others = tuple(rows[number].parameters), (returned.get(number, ()), external.get(number, ()))
+        return ModuleNode(number, own, nodes, *of_others, reads_input=number in embeddings)
 
     return build(0)

@@ -85,7 +85,7 @@ def describe(engine: Any) -> JobRow:
         norm_dtype=available(_norm_dtype),
         moe=available(lambda: engine.has_moe_layers),
         expert_parallel_sizes=available(_expert_parallel_sizes),
-        modules=available(lambda: _modules(engine)),
+        modules=available(lambda: modules_of(engine)),
         embeddings=available(lambda: _embeddings(engine)),
         parameters=available(lambda: parameters(engine.module)),
         buffers=available(lambda: buffers(engine.module)),
@@ -133,7 +133,7 @@ def _norm_dtype() -> str:
     return dtype_name(utils.get_norm_dtype()) if hasattr(utils, "get_norm_dtype") else "float64"
 
 
-def _modules(engine: Any) -> list[ModuleRow]:
+def modules_of(engine: Any) -> list[ModuleRow]:
     """Return the modules at which ZeRO-3 gathers parameters. Raises LookupError for other stages."""
     if int(engine.zero_optimization_stage()) < 3:
         raise LookupError
@@ -143,9 +143,9 @@ def _modules(engine: Any) -> list[ModuleRow]:
 
 
 def _embeddings(engine: Any) -> list[int]:
-    """Return the indices of embeddings in `_modules`. Their input is integers, which have no gradient."""
+    """Return the indices of embeddings in `modules_of`. Their input is integers, which have no gradient."""
     named = dict(engine.module.named_modules())
-    return [number for number, row in enumerate(_modules(engine)) if isinstance(named[row.name], Embedding)]
+    return [number for number, row in enumerate(modules_of(engine)) if isinstance(named[row.name], Embedding)]
 
 
 def _expert_parallel_sizes() -> list[int]:

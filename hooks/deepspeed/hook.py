@@ -28,7 +28,7 @@ from commtrace.job_row import PassRow
 from commtrace.patching import Patches, around
 from commtrace.schema import Phase
 
-from . import engine_job, expert_layers, purpose_sources
+from . import engine_job, expert_layers, parameter_states, purpose_sources
 from .pipeline_job import note_dtypes
 from .roles_by_registry import message_roles, roles
 
@@ -84,7 +84,7 @@ def install() -> None:
     _patches.wrap(TorchBackend, "__init__", _backend_init)
     # The engine looks up its instructions in this table, not on the class.
     _patches.replace(PipelineEngine, "_INSTRUCTION_MAP", _traced_instructions)
-    _patches.include(_engines, _passes, purpose_sources, expert_layers)
+    _patches.include(_engines, _passes, purpose_sources, parameter_states, expert_layers)
     _patches.on_undo(torch_training.steps.reset)
 
 
@@ -114,6 +114,9 @@ def _init_of(engine: type) -> Callable[..., Any]:
 @around
 def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
     evaluates = progress.between_steps and not (torch.is_grad_enabled() or self.module.training)
+    is_first = parameter_states.is_first_pass(self)
+    with guard():
+        _note_changed_parameters(self)
     if torch.is_grad_enabled():
         progress.note_activity()
         if not isinstance(self, PipelineEngine):
@@ -123,7 +126,24 @@ def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
     if not (torch.is_grad_enabled() or isinstance(self, PipelineEngine)):
         with guard():
             _passes.add(self, PassRow(kind="evaluation" if evaluates else "interruption", times=1))
+    if is_first and torch.is_grad_enabled():
+        with guard():
+            _note_modules(self)
     return result
+
+
+def _note_changed_parameters(engine: Any) -> None:
+    changed = parameter_states.changed_parameters(engine)
+    if changed is not None:
+        if not progress.between_steps and progress.step >= 0:
+            changed.kind = "interruption"
+        _passes.add(engine, changed)
+
+
+def _note_modules(engine: Any) -> None:
+    if int(engine.zero_optimization_stage()) == 3:
+        for entry in parameter_states.modules_of_first_pass(engine, engine_job.modules_of(engine)):
+            _passes.add(engine, entry)
 
 
 @around

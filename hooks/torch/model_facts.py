@@ -38,7 +38,7 @@ def buffers(module: Any) -> list[TensorRow]:
 
 def grouped(module: Any, groups: Iterable[Iterable[Any]]) -> list[list[int]]:
     """Return parameter groups as indices into `parameters`. Raises KeyError for another model's."""
-    numbers = _numbers(module)
+    numbers = parameter_numbers(module)
     return [[numbers[id(parameter)] for parameter in group] for group in groups]
 
 
@@ -71,7 +71,7 @@ def modules(module: Any, leaf: Callable[[Any], bool]) -> list[ModuleRow]:
 
     The parameters of modules within a `leaf` count as the leaf's own.
     """
-    numbers = _numbers(module)
+    numbers = parameter_numbers(module)
     rows: list[ModuleRow] = []
     leaves: list[str] = []
     for name, submodule in module.named_modules():
@@ -87,7 +87,8 @@ def modules(module: Any, leaf: Callable[[Any], bool]) -> list[ModuleRow]:
     return rows
 
 
-def _numbers(module: Any) -> dict[int, int]:
+def parameter_numbers(module: Any) -> dict[int, int]:
+    """Return the number of each parameter in `parameters`, by its id."""
     return {id(parameter): number for number, (_, parameter) in enumerate(module.named_parameters())}
 
 

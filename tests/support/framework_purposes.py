@@ -433,8 +433,6 @@ PROGRAMS: Final[dict[str, Program]] = {
             "parameters gathered after the optimizer": "all_gather 42",
             "checkpoint saved": "all_gather 42, all_reduce 4, barrier 4",
         },
-        rules=1,
-        miss="loading gathers the parameters that are kept, which rules expect in the first step",
     ),
     "trl_sft.py fsdp": Program(
         "TRL, SFT with FSDP2",
@@ -467,9 +465,6 @@ PROGRAMS: Final[dict[str, Program]] = {
             "parameters gathered after the optimizer": "all_gather 84",
             "checkpoint saved": "all_gather 84, all_reduce 8, barrier 8",
         },
-        rules=1,
-        miss="TRL reads the weight of the head in its loss: DeepSpeed gathers it alone in the first step, "
-        "which the rules do not know",
     ),
     "deepspeed_loop.py 1 resume": Program("DeepSpeed alone, ZeRO-1, resumed", 3, _DEEPSPEED_ZERO1),
     "deepspeed_loop.py 3 resume": Program("DeepSpeed alone, ZeRO-3, resumed", 3, _DEEPSPEED_ZERO3),

@@ -26,6 +26,7 @@ FSDP: Final = (
     "accumulated", "evaluated", "evaluated_kept", "evaluated_by_default", "evaluated_without_root", "hsdp_accumulated",
 )  # fmt: skip
 ZERO: Final = "deepspeed_zero3"
+STATES: Final = "deepspeed_zero3_states"
 FAULT: Final = "gathered_once_more"
 
 pytestmark = [pytest.mark.long, trainings.TIMEOUT]
@@ -36,7 +37,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run functions of `programs/sharded.py` in one start, and return the directory of their logs."""
     folder = tmp_path_factory.mktemp("passes")
     orders = folder / "orders.json"
-    ways = (*FSDP, FAULT, ZERO)  # ZeRO-3 last: it changes linear layers for the rest of its process
+    ways = (*FSDP, FAULT, ZERO, STATES)  # ZeRO-3 last: it changes linear layers for the rest of its process
     orders.write_text(json.dumps([{"log": str(folder / way), "port": free_port(), "way": way} for way in ways]))
     started = trainings.parent().start("sharded", folder / "parent", orders, ranks=RANKS, traced=False)
     assert started.wait(trainings.SECONDS_A_RANK) == [0] * RANKS, started.output(0)[-4000:]
@@ -61,7 +62,16 @@ def test_micro_batches_and_evaluations_are_exact(logs: Path, way: str) -> None:
 def test_a_wrong_rule_shows(logs: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (rule,) = (rule for rule in RULES if rule.name == name)
     break_rule(rule, monkeypatch)
-    assert any(main(["check", str(logs / way)]) for way in (*FSDP, ZERO))
+    assert any(main(["check", str(logs / way)]) for way in (*FSDP, ZERO, STATES))
+
+
+def test_parameters_that_others_than_passes_gather_are_known(logs: Path) -> None:
+    """A checkpoint that is loaded or saved, GatheredParameters, and a weight used outside of its module."""
+    assert main(["check", str(logs / STATES)]) == 0
+    job = open_run(logs / STATES).job
+    assert job is not None
+    kinds = {entry["kind"] for row in job["passes"] for entry in row["passes"]}
+    assert kinds == {"gathered", "external", "idle", "evaluation"}
 
 
 def test_evaluations_are_expected_in_their_steps(logs: Path) -> None:

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -287,8 +288,8 @@ def deepspeed_pipeline() -> None:
         engine.train_batch(iter([(batch, batch)] * 4))
 
 
-def deepspeed_zero3() -> None:
-    """Evaluate before the first step and after others, which changes what the next step gathers."""
+def zero3_engine(net: nn.Module) -> Any:
+    """Return an engine with ZeRO-3 whose limits of gathered parameters are below the model's size."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -307,15 +308,60 @@ def deepspeed_zero3() -> None:
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
     }
-    net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+    return engine
+
+
+def zero3_step(engine: Any) -> None:
+    """Train a step of two micro-batches."""
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 6, WIDTH)).float().square().mean())
+        engine.step()
+
+
+def deepspeed_zero3() -> None:
+    """Evaluate before the first step and after others, which changes what the next step gathers."""
+    engine = zero3_engine(model())
     evaluate(engine, 2)
     for step in range(7):
-        for _ in range(2):
-            engine.backward(engine(torch.randn(2, 6, WIDTH)).float().square().mean())
-            engine.step()
+        zero3_step(engine)
         evaluate(engine, {1: 3, 4: 1, 5: 1}.get(step, 0))
+
+
+class Headed(nn.Module):
+    """Blocks, and a head that never runs: the model multiplies by its weight, as fused losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = model()
+        self.head = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self.blocks(x) @ self.head.weight.t()
+        return product
+
+
+def deepspeed_zero3_states() -> None:
+    """Use a parameter of a module that does not run, load and save checkpoints, and gather parameters between steps."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    engine = zero3_engine(Headed())
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [folder]
+        dist.broadcast_object_list(objects)
+        engine.save_checkpoint(objects[0])
+        engine.load_checkpoint(objects[0])
+        for step in range(8):
+            zero3_step(engine)
+            if step in (1, 2):
+                evaluate(engine, 1)
+            if step in (2, 5):
+                engine.save_checkpoint(objects[0])
+            if step in (3, 5):
+                with GatheredParameters([*engine.module.blocks[step % 2].parameters()]):
+                    pass
+        dist.barrier()
 
 
 def main(orders: list[dict[str, Any]]) -> None:

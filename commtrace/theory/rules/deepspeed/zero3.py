@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
-from commtrace.job_row import PassesRow
+from commtrace.job_row import PassesRow, PassRow
 from commtrace.theory.closed_forms import all_gather_volume, zero_3
 from commtrace.theory.expected_calls import (
     ExpectedCall,
@@ -29,7 +29,7 @@ from commtrace.theory.rules.registry import DEEPSPEED, rule
 
 from . import engine, zero3_calls
 from .engine import GRADIENTS
-from .zero3_coordinator import CheckpointedSegment, Coordinator, CoordinatorCalls, CoordinatorLimits
+from .zero3_coordinator import CheckpointedSegment, Coordinator, CoordinatorCalls, CoordinatorLimits, leave_gathered
 from .zero3_passes import forward_pass, run_step
 
 MAX_DIFFERENT_PASSES: Final = 16  # passes of an evaluation to simulate before they must have converged
@@ -50,11 +50,12 @@ def predict(job: Job) -> Prediction:
         (zero.enable_sanity_checks, "enable_sanity_checks has no rules yet"),
         (optimizer != "DeepSpeedZeroOptimizer_Stage3", f"the optimizer {optimizer} under ZeRO-3 has no rules yet"),
     )
-    evaluations = recorded_evaluations(job)
+    between = between_steps(job)
     state = _coordinator(job)
-    old_evaluations = any(evaluations.values()) and state.resets_after_backward
+    kinds = {entry.kind for entries in between.values() for entry in entries}
+    old_evaluations = "evaluation" in kinds and state.resets_after_backward
     refuse((old_evaluations, "evaluations with DeepSpeed before 0.15.4 have no rules yet"))
-    evaluated = tuple(_evaluate(job, state, evaluations[-1]))
+    evaluated = tuple(_run_entries(job, state, between[-1]))
     start = (*zero3_calls.initial_broadcasts(job), *zero3_calls.barriers(job), *zero3_calls.initial_all_gathers(job))
     recorded = [run_step(state, job.micro_batches) for _ in range(STEPS)]
     steps = tuple(_step(job, calls) for calls in recorded)
@@ -64,34 +65,53 @@ def predict(job: Job) -> Prediction:
     scheme = f"ZeRO-3, hpZ within {zero3_calls.hpz_ranks(job)} ranks" if zero3_calls.hpz_ranks(job) else "ZeRO-3"
     bars = tuple(_bars(job, recorded[-1], steps[-1]))
     prediction = Prediction(scheme, job.ranks, start + evaluated, steps, form, bars, skipped)
-    has_later = any(passes for step, passes in evaluations.items() if step >= 0)
-    return _with_evaluations(job, prediction, evaluations) if has_later else prediction
+    has_later = any(entries for step, entries in between.items() if step >= 0)
+    return _with_entries(job, prediction, between) if has_later else prediction
 
 
-def recorded_evaluations(job: Job) -> dict[int, int]:
-    """Return the number of evaluation passes after each step, by the first of equal steps; -1: before all steps."""
+class Entry(NamedTuple):
+    """What precedes a step: passes of an evaluation, or parameters that something else left gathered."""
+
+    kind: str
+    passes: int
+    gathered: tuple[int, ...] | None = None
+    """None: the parameters that are kept."""
+
+
+Entries: TypeAlias = tuple[Entry, ...]
+
+
+def between_steps(job: Job) -> dict[int, Entries]:
+    """Return what follows each step before the next begins, by the first of equal steps; -1: before all steps."""
     # GPT-NeoX's evaluations follow from its arguments.
     rows = [] if job.is_gpt_neox else sorted(job.row.passes, key=lambda row: row.step)
-    by_step = {row.step: _count_evaluations(row) for row in rows}
-    before = by_step.get(-1, 0)
+    by_step = {row.step: _entries(row) for row in rows}
+    before = by_step.get(-1, ())
     return {-1: before, 0: before, **by_step}
 
 
-def _count_evaluations(row: PassesRow) -> int:
+def _entries(row: PassesRow) -> Entries:
     if row.passes is None:
         raise NotPredictedError(f"the log does not have the evaluations from step {row.step} on")
-    interrupts = any(entry.kind != "evaluation" for entry in row.passes)
+    passes = [entry for entry in row.passes if entry.kind not in ("external", "returned", "idle")]
+    interrupts = any(entry.kind not in ("evaluation", "gathered") for entry in passes)
     refuse((interrupts, f"a forward pass without gradients within step {row.step} has no rules yet"))
-    return sum(entry.times for entry in row.passes)
+    return tuple(map(_entry, passes))
 
 
-def _with_evaluations(job: Job, regular: Prediction, evaluations: dict[int, int]) -> Prediction:
-    """Return the prediction with evaluations after steps, which leave parameters gathered for the next step."""
+def _entry(entry: PassRow) -> Entry:
+    if entry.kind == "evaluation":
+        return Entry(entry.kind, entry.times)
+    return Entry(entry.kind, 0, None if entry.parameters is None else tuple(entry.parameters))
+
+
+def _with_entries(job: Job, regular: Prediction, between: dict[int, Entries]) -> Prediction:
+    """Return the prediction with what happens after steps, and leaves parameters gathered for the next step."""
     simulation, state = SimulatedSteps(job), 0
     calls: dict[int, tuple[ExpectedCall, ...]] = {}
-    for step, following in pairwise([*evaluations, max(evaluations) + STEPS]):
+    for step, following in pairwise([*between, max(between) + STEPS]):
         for number in range(step, min(following, step + STEPS)):  # all later ones equal the last
-            calls[number], state = simulation.run(state, evaluations[step], trains=number >= 0)
+            calls[number], state = simulation.run(state, between[step], trains=number >= 0)
     return regular.with_steps(calls)
 
 
@@ -104,15 +124,15 @@ class SimulatedSteps:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._states = [_coordinator(job)]
-        self._known: dict[tuple[int, int, bool], tuple[tuple[ExpectedCall, ...], int]] = {}
+        self._known: dict[tuple[int, Entries, bool], tuple[tuple[ExpectedCall, ...], int]] = {}
 
-    def run(self, start: int, passes: int, *, trains: bool) -> tuple[tuple[ExpectedCall, ...], int]:
-        """Return the calls of a training step (if `trains`) and of evaluation passes after it, and the final state."""
-        key = start, passes, trains
+    def run(self, start: int, entries: Entries, *, trains: bool) -> tuple[tuple[ExpectedCall, ...], int]:
+        """Return the calls of a training step (if `trains`) and of what follows it, and the final state."""
+        key = start, entries, trains
         if key not in self._known:
             state = deepcopy(self._states[start])
             step = _step(self._job, run_step(state, self._job.micro_batches)) if trains else ()
-            calls = (*step, *_evaluate(self._job, state, passes))
+            calls = (*step, *_run_entries(self._job, state, entries))
             if state not in self._states:
                 self._states.append(state)
             self._known[key] = calls, self._states.index(state)
@@ -124,9 +144,17 @@ class SimulatedSteps:
             raise NotPredictedError("evaluations under ZeRO-3 of DeepSpeed before 0.15.4 have no rules yet")
         state = 0
         for _ in range(steps):
-            _, state = self.run(state, 0, trains=True)
-        evaluated, state = self.run(state, passes, trains=False)
-        return evaluated, self.run(state, 0, trains=True)[0]
+            _, state = self.run(state, (), trains=True)
+        evaluated, state = self.run(state, (Entry("evaluation", passes),), trains=False)
+        return evaluated, self.run(state, (), trains=True)[0]
+
+
+def _run_entries(job: Job, state: Coordinator, entries: Entries) -> Iterator[ExpectedCall]:
+    for entry in entries:
+        if entry.kind == "evaluation":
+            yield from _evaluate(job, state, entry.passes)
+        else:
+            leave_gathered(state, state.persistent if entry.gathered is None else entry.gathered)
 
 
 def _evaluate(job: Job, state: Coordinator, passes: int) -> Iterator[ExpectedCall]:

@@ -151,8 +151,18 @@ def compare(state: Coordinator, length: int, least: int | None = None) -> None:
 @rule("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module (external parameters)",
       DEEPSPEED)  # fmt: skip
 def used_parameters(state: Coordinator, module: ModuleNode) -> set[int]:
-    """Return the parameters that a module uses: its own, and after its first run those that its children return."""
-    return {*module.parameters, *(module.borrowed if module.number in state.has_run else ())}
+    """Return the parameters that a module uses: its own, and after its first run those of others."""
+    of_others = (*module.borrowed, *module.external) if module.number in state.has_run else ()
+    return {*module.parameters, *of_others}
+
+
+@rule("deepspeed.runtime.zero.parameter_offload.ZeROOrderedDict.__getitem__", DEEPSPEED)
+def access(state: Coordinator, module: ModuleNode) -> None:
+    """Gather each missing parameter of others that a module uses in its first run, when nothing has told so yet."""
+    for number in module.external:
+        if module.number not in state.has_run and number not in state.available:
+            state.available.add(number)
+            state.recorded.all_gathers.append((number,))
 
 
 @rule(_COORDINATOR + "fetch_sub_module", DEEPSPEED)
@@ -282,6 +292,15 @@ def release_all(state: Coordinator) -> None:
     for number in sorted(state.available):
         state.active[number].clear()
         release_parameter(state, number)
+
+
+@rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue; "
+      "deepspeed.runtime.zero.partition_parameters.GatheredParameters.__exit__", DEEPSPEED)  # fmt: skip
+def leave_gathered(state: Coordinator, numbers: Iterable[int]) -> None:
+    """Release all parameters but these, which something else than a pass has left gathered."""
+    release_inflight(state)
+    release_all(state)
+    state.available = {*numbers}
 
 
 @rule("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._post_step", DEEPSPEED)

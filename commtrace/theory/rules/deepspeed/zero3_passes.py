@@ -19,7 +19,7 @@ from .zero3_coordinator import CheckpointedSegment, Coordinator, CoordinatorCall
 _OFFLOAD: Final = "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload."
 
 HookCall: TypeAlias = tuple[Callable[[Coordinator, ModuleNode], None], ModuleNode]
-"""A function of the coordinator (`fetch`, `release`, `release_leftovers`), and the module that it is called for."""
+"""A function of the coordinator (such as `fetch` and `release`), and the module that it is called for."""
 
 
 @rule(_OFFLOAD + "setup_zero_stage3_hooks (before 0.15.4 DeepSpeedZeroOptimizer_Stage3.backward)", DEEPSPEED)
@@ -46,6 +46,7 @@ def forward(module: ModuleNode) -> Iterator[HookCall]:
     yield coordinator.fetch, module
     for child in module.children:
         yield from forward(child)
+    yield coordinator.access, module
     yield coordinator.release, module
 
 
