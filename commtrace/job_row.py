@@ -228,12 +228,12 @@ class PassRow(Facts):
         'left `parameters` gathered, as a checkpoint that was loaded; of the first pass: "external" and "returned": '
         '`modules` use `parameters` of others, which "returned" them; "idle": `modules` did not run. '
         'FSDP2: "training"; "evaluation", without gradients; "part", of a part of the model; "backward", one of '
-        'several forward passes; "resharded": no pass, but the program resharded parameters that a pass had left '
-        "gathered, as for a state dict."
+        'several forward passes; "resharded" and "unsharded": no pass, but the program resharded (for a state '
+        "dict) or gathered the units `modules`; resharded without them: all."
     )
     times: int = fact("Number of passes.")
     parameters: list[int] | None = fact("ZeRO-3: parameters; null: those that are kept.")
-    modules: list[int] = fact("ZeRO-3: modules of the job.")
+    modules: list[int] = fact("ZeRO-3: modules of the job. FSDP2: units.")
     reduce_grads: bool | None = fact("FSDP2: whether backward reduces gradients.")
     all_reduce_grads: bool | None = fact("FSDP2: whether it reduces them among replicas.")
     reshard_after_backward: bool | None = fact("FSDP2: whether it reshards parameters.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from commtrace.job_row import JobRow, ScheduledStageRow
@@ -143,7 +143,7 @@ def _calls_of_unit(unit: fsdp.FsdpUnit, passes: fsdp.StepPasses) -> Iterator[tup
     gather = ExpectedCall("all_gather", fsdp.all_gather_bytes(unit), fsdp.PARAMETERS)
     before = passes[-1][0]
     for model_pass, times in passes:
-        for earlier, count in ((before, 1), (model_pass, times - 1)):
+        for earlier, count in ((replace(before, unsharded=frozenset()), 1), (model_pass, times - 1)):
             gathers = zip((_FORWARD, _BACKWARD), fsdp.gathered_over(unit, earlier, model_pass), strict=True)
             yield from ((purposes, gather.times(count)) for purposes, ranks in gathers if ranks > 1 and count)
         if unit.trained:

@@ -23,7 +23,7 @@ from commtrace.schema import Phase, Purpose
 
 from . import pipelining
 from .captured_jobs import Jobs
-from .fsdp_job import describe, groups_of, roles
+from .fsdp_job import describe, groups_below, groups_of, roles
 from .passes import Passes
 
 STATES: Final = "torch.distributed.fsdp._fully_shard._fsdp_state"
@@ -37,6 +37,8 @@ _rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
 _roots = Jobs(lambda root: _rows[root], roles)
 _passes = Passes(_roots)
 _roots_of_groups: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+# Number of a unit in the job of its root.
+_units: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # Forward passes of a root since its last backward.
 _forwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -58,6 +60,7 @@ def install() -> None:
     _patches.on_undo(_rows.clear)
     _patches.on_undo(_forwards.clear)
     _patches.on_undo(_roots_of_groups.clear)
+    _patches.on_undo(_units.clear)
 
 
 uninstall = _patches.undo
@@ -72,8 +75,10 @@ def _complete(original: Callable[..., None], self: Any, /) -> None:
             root = self._modules[0]
             _rows[root] = describe(root)  # now, because running the model replaces parameters
             _roots.add(root)
-            for state in self._state_ctx.all_states:
-                _roots_of_groups.update(dict.fromkeys(groups_of(state), weakref.ref(root)))
+            for number, group in enumerate(groups_below(root)):
+                _roots_of_groups[group], _units[group] = weakref.ref(root), number
+                if group.is_unsharded:  # by the program, before the first pass
+                    _passes.add(root, PassRow(kind="unsharded", times=1, modules=[number]))
 
 
 @around
@@ -121,7 +126,7 @@ def _note_resharding(original: Callable[..., None], self: Any, /) -> None:
         with guard():
             root = _roots_of_groups.get(self, lambda: None)()
             if root is not None and not self.is_sharded:
-                _passes.add(root, PassRow(kind="resharded", times=1))
+                _passes.add(root, PassRow(kind="resharded", times=1, modules=[_units[self]]))
     original(self)
 
 
@@ -129,9 +134,18 @@ def _purpose_of_gathering(group: Any, *_: Any, **__: Any) -> int:
     purpose = _GATHERED_FOR.get(group._training_state._name_)
     if purpose is None:
         purpose = Purpose.PARAMETERS_STAGE if pipelining.stepping() else Purpose.PARAMETERS_ON_REQUEST
+        if purpose is Purpose.PARAMETERS_ON_REQUEST:
+            _note_unsharding(group)
     elif purpose is Purpose.PARAMETERS_FORWARD and torch._C._current_graph_task_id() >= 0:
         purpose = Purpose.PARAMETERS_RECOMPUTATION
     return purposes.number_in_module(purpose, group._module_fqn or "")
+
+
+def _note_unsharding(group: Any) -> None:
+    """Note that the program gathers a unit outside of a pass, unless it is gathered."""
+    root = _roots_of_groups.get(group, lambda: None)()
+    if root is not None and not group.is_unsharded and group._all_gather_result is None:
+        _passes.add(root, PassRow(kind="unsharded", times=1, modules=[_units[group]]))
 
 
 def _purpose_of_reducing(group: Any, *_: Any) -> int:

@@ -17,7 +17,7 @@ from .model_facts import architecture, available, buffers, common, dtype_name, g
 
 def describe(root: Any) -> JobRow:
     """Return a row of the `job` table, without settings that this torch lacks. Never raises."""
-    groups = available(lambda: [*_groups(root)])
+    groups = available(lambda: [*groups_below(root)])
     return JobRow(
         source="fsdp",
         engine=available(lambda: _engine(root)),
@@ -44,14 +44,14 @@ def _engine(root: Any) -> str:
 
 def roles(root: Any) -> Iterator[tuple[Any, str, str]]:
     """Yield the roles of all meshes' groups, including those for resharding within a node."""
-    for group in _groups(root):
+    for group in groups_below(root):
         for mesh in (group.mesh_info, group.post_forward_mesh_info):
             for name in ("replicate_process_group", "shard_process_group", "reduce_scatter_process_group"):
                 yield getattr(mesh, name, None), "data", "torch.distributed.fsdp.fully_shard"
     yield from tensor_roles(root)
 
 
-def _groups(root: Any) -> Iterator[Any]:
+def groups_below(root: Any) -> Iterator[Any]:
     """Yield the parameter groups of all units, the root's first: each is communicated together."""
     from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 

@@ -66,8 +66,11 @@ class _ModelPasses(StepRows):
     def add(self, entry: PassRow) -> None:
         """Append a pass to the current step."""
         self.enter_step()
-        if self._passes and _is_repeated(self._passes[-1], entry):
-            self._passes[-1].times += 1
+        last = self._passes[-1] if self._passes else None
+        if last is not None and _is_repeated(last, entry):
+            last.times += 1
+        elif last is not None and _names_units(last) and _names_units(entry) and last.kind == entry.kind:
+            last.modules = [*last.modules, *entry.modules]
         else:
             self._passes.append(entry)
 
@@ -88,6 +91,11 @@ class _ModelPasses(StepRows):
         assert self.job is not None
         row = PassesRow(job=self.job, step=step, passes=None if facts is None else self._passes)
         tracer.recorder.tables.new("passes", row.to_json())
+
+
+def _names_units(entry: PassRow) -> bool:
+    """Return whether an entry is about single units of FSDP2."""
+    return entry.has(PassRow.modules) and not entry.has(PassRow.parameters)
 
 
 def _is_repeated(passes: PassRow, entry: PassRow) -> bool:

@@ -15,7 +15,7 @@ from commtrace.theory.model_shapes import ModelShape
 from commtrace.theory.rules.registry import Rule
 
 OF_EVALUATIONS = "check_order", "release_inflight", "unused_prefetches", "leave_gathered", "access"
-"""Rules that only evaluations, checkpoints and gathers of programs need: tests/ranks/theory/test_passes.py breaks them."""
+"""Rules that only evaluations, checkpoints and gathers of a program need: theory/test_passes.py breaks them."""
 
 
 def break_rule(rule: Rule, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any] | None = None) -> None:

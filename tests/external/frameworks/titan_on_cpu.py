@@ -59,9 +59,10 @@ def write_bits(path: str) -> None:
         file.write(f"{os.environ['RANK']} {checksum.hexdigest()}\n")
 
 
-torch.set_num_threads(1)
-pretend_device()
-replace_functions()
-if "TITAN_BITS" in os.environ:
-    atexit.register(write_bits, os.environ["TITAN_BITS"])
-runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    pretend_device()
+    replace_functions()
+    if "TITAN_BITS" in os.environ:
+        atexit.register(write_bits, os.environ["TITAN_BITS"])
+    runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)

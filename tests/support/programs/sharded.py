@@ -224,6 +224,23 @@ def gathered_once_more() -> None:
             net[0].reshard()
 
 
+def gathered_ahead() -> None:
+    """Gather the root and a block before each forward pass, as programs do that prefetch; reshard one block once."""
+    net = fully_sharded()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for step in range(5):
+        net.unshard()
+        net[1].unshard()
+        if step == 3:
+            net[1].reshard()
+        micro_batches(net, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            evaluate(net, 1)
+            net[0].unshard()
+
+
 def tensor() -> None:
     """Split blocks over all ranks with DTensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

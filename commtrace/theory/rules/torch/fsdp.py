@@ -65,6 +65,7 @@ class FsdpParameter:
 class FsdpUnit:
     """Parameters that are communicated together."""
 
+    number: int  # among the job's units
     parameters: tuple[FsdpParameter, ...]
     reduce_dtype: str | None
     shards: int
@@ -97,8 +98,12 @@ class Pass:
     among_copies: bool = True
     reshards: bool = True
     is_last: bool = True  # before an optimizer step, as set_is_last_backward says
-    resharded: bool = False  # whether the program then reshards all parameters, as for a state dict
+    resharded: frozenset[int] | None = frozenset()  # units that the program then reshards (for a state dict); None: all
+    unsharded: frozenset[int] = frozenset()  # units that the program then gathers (`unshard`)
 
+
+NO_PASS: Final = Pass(trains=False, reduces=False, resharded=None)
+"""Stands before the first pass, if the program gathers units there. It does not run."""
 
 StepPasses: TypeAlias = tuple[tuple[Pass, int], ...]
 """The passes of a step in their order, each with the number of times that it runs."""
@@ -158,12 +163,24 @@ def _read_passes(row: PassesRow) -> StepPasses:
         raise NotPredictedError(f"the log does not have the passes of the steps from {row.step} on")
     passes: list[tuple[Pass, int]] = []
     for entry in row.passes:
-        if entry.kind != "resharded":
+        if entry.kind not in ("resharded", "unsharded"):
             passes.append((_read_pass(entry, row.step), entry.times))
-        elif passes and not passes[-1][0].resharded:
-            last, times = passes.pop()
-            passes += [(last, times - 1)] * (times > 1) + [(replace(last, resharded=True), 1)]
+            continue
+        last, times = passes.pop() if passes else (NO_PASS, 0)
+        after = _changed(last, entry)
+        if after != NO_PASS:
+            passes += [(last, times - 1)] * (times > 1) + [(after, min(times, 1))]
     return tuple(passes)
+
+
+def _changed(before: Pass, entry: PassRow) -> Pass:
+    """Return a pass after which the program also reshards or gathers units."""
+    units = frozenset(entry.get(PassRow.modules, ()))
+    if entry.kind == "unsharded":
+        return replace(before, unsharded=before.unsharded | units)
+    if not units or before.resharded is None:
+        return replace(before, resharded=None, unsharded=before.unsharded - units if units else frozenset())
+    return replace(before, resharded=before.resharded | units, unsharded=before.unsharded - units)
 
 
 def _read_pass(entry: PassRow, step: int) -> Pass:
@@ -203,18 +220,18 @@ def _regular_passes(recorded: dict[int, StepPasses]) -> StepPasses:
 
 def units_of(job: Job) -> list[FsdpUnit]:
     """Return the job's units, the root first."""
-    return [_unit(job, row) for row in job.row.units if row.parameters]
+    return [_unit(job, number, row) for number, row in enumerate(job.row.units) if row.parameters]
 
 
-def _unit(job: Job, row: UnitRow) -> FsdpUnit:
+def _unit(job: Job, number: int, row: UnitRow) -> FsdpUnit:
     refuse((not row.unshard_in_backward, "set_unshard_in_backward has no rules yet"))
     parameters = (
-        FsdpParameter(tuple(shape), dim, dtype, job.parameters[number].trainable)
-        for number, shape, dim, dtype in zip(row.parameters, row.shapes, row.dims, row.dtypes, strict=True)
+        FsdpParameter(tuple(shape), dim, dtype, job.parameters[parameter].trainable)
+        for parameter, shape, dim, dtype in zip(row.parameters, row.shapes, row.dims, row.dtypes, strict=True)
     )
     reshard = row.reshard_after_forward
     within = row.shards if isinstance(reshard, bool) else reshard
-    return FsdpUnit(tuple(parameters), row.reduce_dtype, row.shards, row.copies, reshard is False, within)
+    return FsdpUnit(number, tuple(parameters), row.reduce_dtype, row.shards, row.copies, reshard is False, within)
 
 
 def _bars(
@@ -277,7 +294,7 @@ def step_calls(units: Sequence[FsdpUnit], before: Pass | None, passes: StepPasse
     """Return the calls of a step's passes; `before` is the last pass before the step, None without any."""
     calls: list[ExpectedCall] = []
     for model_pass, times in passes:
-        for unit in units:
+        for unit in units if times else ():
             repeated = all_gathers(unit, model_pass, model_pass) if times > 1 else []
             calls += [*all_gathers(unit, before, model_pass), *(call.times(times - 1) for call in repeated)]
             calls += [call.times(times) for call in reductions(unit, model_pass)]
@@ -305,7 +322,9 @@ def gathered_over(unit: FsdpUnit, before: Pass | None, model_pass: Pass) -> tupl
     this one, None without any.
     """
     after_forward = 1 if unit.kept else unit.within  # ranks that its shards are on; 1: unsharded
-    if before is None or before.resharded:
+    if before is not None and unit.number in before.unsharded:
+        ranks_before = 1
+    elif before is None or before.resharded is None or unit.number in before.resharded:
         ranks_before = unit.shards
     elif before.trains:
         ranks_before = unit.shards if before.reshards else 1
