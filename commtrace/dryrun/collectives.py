@@ -145,6 +145,8 @@ class SimulatedCollectives:
                 if self._messages.fetch(root, message_key, tensor):
                     self._uncomputed.discard_overwritten(tensor)
                 else:
+                    if call.name == "scatter_":  # others may keep what they have
+                        _clear(tensor)
                     self._uncomputed.add([tensor])
             return
         shares = call["input_tensors"][0] if call.name == "scatter_" else None

@@ -52,14 +52,15 @@ def torch_save(job: Job, folder: Path) -> None:
 
 
 def distributed(job: Job, folder: Path) -> None:
-    """Save with torch.distributed.checkpoint, twice into one folder, and load."""
+    """Save with torch.distributed.checkpoint, twice into one folder, and load. Plans are larger than 64 KiB."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
     for step in range(2):
         model, optimizer = get_state_dict(job.model, job.optimizer)
-        state = {"model": model, "optimizer": optimizer, "step": torch.tensor(step)}
+        many = {str(number): torch.tensor(number) for number in range(500)}
+        state = {"model": model, "optimizer": optimizer, "step": torch.tensor(step), "many": many}
         save(state, checkpoint_id=str(folder / "distributed"))
         state["step"] = torch.tensor(9)
         load(state, checkpoint_id=str(folder / "distributed"))
