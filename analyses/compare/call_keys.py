@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Final, NamedTuple, TypeAlias
 
@@ -19,6 +20,12 @@ SUMMED: Final = -2
 
 UNKNOWN: Final = -3
 """Payload of calls that the source of an imported run does not state."""
+
+ROUTED: Final = -4
+"""Payload of a call with tokens of experts, where it is not compared: it depends on the data."""
+
+UNCOMPARED_SIZES: Final[Mapping[int, str]] = {OBJECTS: "pickled objects", ROUTED: "tokens of experts"}
+"""Payloads of which only the number of calls is compared -> what the calls carry."""
 
 ANY: Final = "*"
 """Label of an expected call that matches any label of a recorded one."""

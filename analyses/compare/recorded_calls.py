@@ -28,15 +28,19 @@ from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.run_parts import RunPart
 from commtrace.reading.table_reader import Kind
-from commtrace.schema import Flag
+from commtrace.schema import Flag, Purpose
 from commtrace.statements import Statement
 
-from .call_keys import OBJECTS, CallKey, group_shape, peer_label, site_name
+from .call_keys import OBJECTS, ROUTED, CallKey, group_shape, peer_label, site_name
 from .own_calls import OwnRow, is_declared, sum_own_calls
 from .run_calls import NO_CALLS, Call, GroupLabel, RankCalls, RunCalls, StepCalls, periods
 from .setting_differences import setting_facts
 
 _STREAM_BITS: Final = 34  # of `RunLabels.ids("role", ...)`
+_ROUTED_PURPOSES: Final = (
+    Purpose.EXPERT_DISPATCH, Purpose.EXPERT_COMBINE, Purpose.EXPERT_GRADIENTS, Purpose.ACTIVATIONS_RECOMPUTED,
+)  # fmt: skip
+"""Purposes of calls in dimension `expert` whose sizes follow the routing."""
 
 
 class _StepNumbering:
@@ -88,19 +92,20 @@ class _StepNumbering:
         return self._steps[key]
 
 
-def read_calls(run: RecordedRun, own: Sequence[str] = ()) -> RunCalls:
+def read_calls(run: RecordedRun, own: Sequence[str] = (), *, with_routing: bool = True) -> RunCalls:
     """Read the calls of a run.
 
     Args:
         run: The run.
         own: Patterns of call sites (`is_declared`) whose calls are the program's own, and are left out.
+        with_routing: Whether sizes of calls with tokens of experts are kept. They depend on the data.
     """
     run.require_events("the order of its calls")
     numbers: dict[StepCalls, int] = {NO_CALLS: 0}
     steps: dict[int, tuple[Array, Array]] = {}
     lines: dict[Call, set[str]] = defaultdict(set)
     own_rows: list[OwnRow] = []
-    read_part = functools.partial(_read_part, run.labels, own)
+    read_part = functools.partial(_read_part, run.labels, own, with_routing)
     for part in run.executor.map("calls", read_part, run.parts(whole_ranks=True)):
         for rank, (rank_steps, calls_of_step) in part.steps.items():
             distinct = {id(calls): calls for calls in calls_of_step}
@@ -147,8 +152,8 @@ class _PartCalls(NamedTuple):
     own: list[OwnRow]
 
 
-def _read_part(labels: RunLabels, patterns: Sequence[str], part: RunPart) -> _PartCalls:
-    numbered, reader = _StepNumbering(), _Reader(labels, patterns)
+def _read_part(labels: RunLabels, patterns: Sequence[str], with_routing: bool, part: RunPart) -> _PartCalls:
+    numbered, reader = _StepNumbering(), _Reader(labels, patterns, with_routing=with_routing)
     columns = np.concatenate([reader.columns(block, numbered) for block in read_blocks(part, labels)], axis=1)
     rank, begin, step, stream, numbers = columns[:, columns[-1] >= 0]
     order = np.lexsort((begin, stream, step, rank))
@@ -163,8 +168,11 @@ def _read_part(labels: RunLabels, patterns: Sequence[str], part: RunPart) -> _Pa
 class _Reader:
     """Reader of the calls of a part of a run."""
 
-    def __init__(self, labels: RunLabels, patterns: Sequence[str]) -> None:
+    def __init__(self, labels: RunLabels, patterns: Sequence[str], *, with_routing: bool) -> None:
         self._labels, self._patterns = labels, patterns
+        routed = () if with_routing else _ROUTED_PURPOSES
+        self._is_routed = np.isin(np.array(labels.categories("purpose")), [purpose.value for purpose in routed])
+        self._is_expert = np.array(labels.categories("role")) == "expert"
         self._shapes = {number: group_shape(group.ranks) for number, group in labels.groups.items()}
         self._described: dict[tuple[int, ...], tuple[str, tuple[str, ...], str, str, str, str]] = {}
         self.lines: dict[Call, set[str]] = defaultdict(set)
@@ -172,8 +180,9 @@ class _Reader:
 
     def columns(self, block: RecordBlock, numbered: _StepNumbering) -> Array:
         """Return rank, t_begin, step, stream and number of the calls of a block, int64 of shape (5, n)."""
-        payload = np.where(block["flags"] & Flag.OBJECT, OBJECTS, block["payload"])
         stream = self._labels.ids("role", block)
+        payload = np.where(block["flags"] & Flag.OBJECT, OBJECTS, block["payload"])
+        payload = np.where(self._is_routed[block["site"]] & self._is_expert[stream], ROUTED, payload)
         fields = [block["rank"], *(block[name] for name in ("kind", "group", "peer", "site")), stream, block["phase"]]
         first, groups = group_rows([*fields, payload])
         rows = zip(*(column[first].tolist() for column in fields), strict=True)

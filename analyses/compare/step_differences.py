@@ -12,7 +12,7 @@ from commtrace.analyses.table_specs import shared_columns as shared
 from commtrace.analyses.table_specs.spec import TableSpec, column, count, text_column, word_column
 from commtrace.formatting import format_count
 
-from .call_keys import ANY, OBJECTS, CallKey
+from .call_keys import ANY, UNCOMPARED_SIZES, CallKey
 from .causes import UNEXPLAINED, StepContext, explain
 from .run_calls import Call, EqualCalls, GroupLabel, StepCalls
 from .step_matching import Cell, match_calls, moved_calls
@@ -149,7 +149,7 @@ def _call_rows(
             calls_b,
             _joined_lines(lines[0], key, sites[0]),
             _joined_lines(lines[1], key, sites[1]),
-            None if key.payload == OBJECTS else sum(calls.bytes for _, calls in same),
+            None if key.payload in UNCOMPARED_SIZES else sum(calls.bytes for _, calls in same),
             "; ".join(dict.fromkeys(cause for cause, calls in same if cause not in (UNEXPLAINED, calls.purpose))),
             _purposes(calls for _, calls in same),
         )

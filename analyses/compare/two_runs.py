@@ -9,18 +9,42 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 from commtrace.formatting import format_plural
 from commtrace.rank_ranges import format_ranks
+from commtrace.reading.recorded_run import RecordedRun
 from commtrace.statements import Statement
 
 from .compared_ranks import Comparison
+from .recorded_calls import read_calls
 from .run_calls import RunCalls
 from .setting_differences import compare_settings
 from .step_differences import NO_KEY, DifferenceRow
 from .step_pairs import pair_steps
 from .verdict import Verdict, judge, sentences_of_ranks, table_row
+
+ROUTED_NOTE: Final = (
+    "a dry run, whose results of calls are not real, routes other numbers of tokens to experts: "
+    "of calls with tokens of experts, sizes are not compared"
+)
+
+
+def compare_with_dry_run(dry: RecordedRun, recorded: RecordedRun, own: Sequence[str], name: str) -> Verdict:
+    """Compare a run with a dry run, called `name` in texts. Sizes that follow the routing of tokens may differ."""
+
+    def compare(*, with_routing: bool) -> Verdict:
+        expected, measured = (read_calls(run, own, with_routing=with_routing) for run in (dry, recorded))
+        return compare_calls(replace(expected, name=name), measured)
+
+    verdict = compare(with_routing=True)
+    if verdict.equal or "expert" not in recorded.labels.distinct("role"):
+        return verdict
+    without = compare(with_routing=False)
+    if without.table.equals(verdict.table):
+        return verdict
+    return replace(without, notes=(*without.notes, ROUTED_NOTE))
 
 
 def compare_calls(a: RunCalls, b: RunCalls) -> Verdict:

@@ -14,7 +14,7 @@ from commtrace.rank_ranges import format_ranks, name_ranks, shorten_rank_list
 from commtrace.reading.labels import NOT_RECORDED
 from commtrace.statements import shortened
 
-from .call_keys import OBJECTS, SUMMED
+from .call_keys import SUMMED, UNCOMPARED_SIZES
 from .own_calls import OwnCalls, OwnKey
 from .verdict import Verdict, format_steps
 
@@ -156,7 +156,7 @@ def _row(row: Any) -> str:
 
 
 def _calls(number: int, row: Any) -> str:
-    size = "pickled objects" if row.payload == OBJECTS else format_plural(row.payload, "byte")
+    size = UNCOMPARED_SIZES.get(row.payload) or format_plural(row.payload, "byte")
     if row.payload == SUMMED:
         size = f"{format_plural(abs(int(row.difference_bytes)), 'byte')}{' together' * (number > 1)}"
     elements = " ".join(label for label in (row.dtype, row.reduce_op) if label != "-")

@@ -216,25 +216,28 @@ def _print_alternatives(arguments: argparse.Namespace) -> None:
 def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.compare.baseline import read_baseline
     from commtrace.analyses.compare.recorded_calls import read_calls
-    from commtrace.analyses.compare.two_runs import compare_calls
+    from commtrace.analyses.compare.two_runs import compare_calls, compare_with_dry_run
     from commtrace.run import open_run
 
     run.require_payloads()
     own = [*arguments.own]
     if arguments.baseline:
         baseline = read_baseline(arguments.baseline, own)
-        own += baseline.own
-        expected, source = baseline.run, f"the baseline {arguments.baseline}"
+        source = f"the baseline {arguments.baseline}"
+        verdict = compare_calls(baseline.run, read_calls(run, [*own, *baseline.own]))
     else:
         with tempfile.TemporaryDirectory(prefix="commtrace-check-") as folder:
             if arguments.dryrun:
                 repeat(arguments.program, run, Path(folder))
             against = open_run(arguments.against or folder, recover=True, executor=run.executor)
-            expected = replace(read_calls(against, own), name=str(arguments.against or "the dry run"))
+            name = str(arguments.against or "the dry run")
+            if against.simulated:
+                verdict = compare_with_dry_run(against, run, own, name)
+            else:
+                verdict = compare_calls(replace(read_calls(against, own), name=name), read_calls(run, own))
         print_notes(against.notes, per_rank=arguments.per_rank)
         kind = "dry run" if against.simulated else "run"
         source = f"the {kind} {arguments.against or 'of ' + ' '.join(arguments.program)}"
-    verdict = compare_calls(expected, read_calls(run, own))
     return _print_verdict(verdict, source, "the tables of `commtrace diff --json`", run, arguments)
 
 

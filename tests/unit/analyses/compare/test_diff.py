@@ -29,7 +29,7 @@ from commtrace.analyses.compare.verdict import Verdict
 from commtrace.cli import main
 from commtrace.reading.table_reader import Site
 from commtrace.run import Run, open_run
-from commtrace.schema import Flag, Phase
+from commtrace.schema import Flag, Phase, Purpose
 
 Captured = pytest.CaptureFixture[str]
 Rows = list[Records]
@@ -97,6 +97,31 @@ def difference_rows(differences: Verdict) -> list[tuple[object, ...]]:
     """Return the rows of the table as (kind, ranks, steps, op, payload, calls in a, calls in b)."""
     table = differences.table[["kind", "ranks", "steps", "op", "payload", "calls_a", "calls_b"]]
     return [*table.itertuples(index=False, name=None)]
+
+
+@pytest.mark.parametrize(
+    ("purpose", "dry_calls", "status", "is_noted"),
+    [
+        (Purpose.EXPERT_DISPATCH, 1, 0, True),
+        (Purpose.EXPERT_DISPATCH, 2, 1, True),  # their number does not depend on the data
+        (Purpose.ACTIVATIONS, 1, 1, False),
+    ],
+)
+def test_a_dry_run_routes_other_numbers_of_tokens(
+    purpose: Purpose, dry_calls: int, status: int, is_noted: bool, tmp_path: Path, capsys: Captured
+) -> None:
+    for name, tokens, calls in (("dry", 5, dry_calls), ("log", 7, 1)):
+        process = LogFactory(tmp_path / name).process(0, world_size=2, simulated=name == "dry")
+        process.known({WORLD: [0, 1], PAIR: [0, 1]}, {WORLD: "data", PAIR: "expert"})
+        process.add("kinds", id=9, op="all_to_all", variant="alltoall_", api="torch", dtype="float32", reduce_op=None)
+        process.add("sites", id=9, file="moe.py", line=3, function="forward", purpose={"name": purpose.value})
+        exchanges = [record(kind=9, group=PAIR, payload=tokens * 8, site=9)] * calls
+        process.write(numbered([record(), *exchanges])).end()
+    assert main(["check", str(tmp_path / "log"), "--against", str(tmp_path / "dry")]) == status
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("of calls with tokens of experts, sizes are not compared" in shown) == is_noted
+    assert ("- 1 all_to_all of tokens of experts" in shown) == (dry_calls == 2)
+    assert ("1 all_to_all of 40 bytes" in shown) == (purpose is Purpose.ACTIVATIONS)
 
 
 def test_equal_runs(tmp_path: Path) -> None:
