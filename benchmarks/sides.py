@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import commtrace
+from commtrace.hooks import purposes
+from commtrace.hooks.marked_sources import MarkedSources
 from commtrace.hooks.native import libraries
 from commtrace.hooks.torch import hook as torch_hook
 from commtrace.run import Run
@@ -43,6 +45,17 @@ def summary_sides() -> dict[str, Switch]:
 def recorders() -> list[str]:
     """Return the available recorders."""
     return ["python", "native"] if libraries.TORCH.available() else ["python"]
+
+
+def without_purposes() -> None:
+    """Let hooks mark no calls with their purposes, from the next start on."""
+
+    def unmarked(*_: object) -> Callable[[Any], Any]:
+        return lambda original: original
+
+    purposes.marking = purposes.marking_each = unmarked  # type: ignore[assignment]
+    purposes.Marked = lambda *_: nullcontext()  # type: ignore[assignment, misc]
+    MarkedSources.install = lambda _: None  # type: ignore[assignment, method-assign]
 
 
 @contextmanager

@@ -29,6 +29,8 @@ import sides
 from measuring import Round, Row, compared
 from zero_engine import zero_engine
 
+from commtrace.schema import Purpose
+
 REQUESTS = """
 #include <valgrind/callgrind.h>
 void begin(void) { CALLGRIND_ZERO_STATS; CALLGRIND_START_INSTRUMENTATION; }
@@ -37,6 +39,10 @@ void end(const char* name) { CALLGRIND_STOP_INSTRUMENTATION; CALLGRIND_DUMP_STAT
 RANKS, WARM = 8, 10
 LAYERS, WIDTH, TOKENS, SAMPLES = 6, 32, 8, 2  # little computation, which valgrind makes forty times slower
 SIDES = ("bare", "again", "native", "python")
+UNMARKED = ("native, unmarked", "native, unmarked again")
+"""The native recorder, whose calls have no purposes; twice."""
+WITHOUT_MARKS = {("DDP", side) for side in UNMARKED}
+"""The calls of DDP's reducer have their purpose without a mark."""
 
 
 def main() -> None:
@@ -53,8 +59,9 @@ def main() -> None:
     programs = [name for name in PROGRAMS if options.only in name]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         requests = compiled(Path(folder))
-        tasks = [(program, side, options.steps, requests, Path(folder)) for program, side in product(programs, SIDES)]
-        counts = dict(zip(product(programs, SIDES), pool.map(lambda task: counted(*task), tasks), strict=True))
+        cases = [case for case in product(programs, (*SIDES, *UNMARKED)) if case not in WITHOUT_MARKS]
+        tasks = [(*case, options.steps, requests, Path(folder)) for case in cases]
+        counts = dict(zip(cases, pool.map(lambda task: counted(*task), tasks), strict=True))
     rows = [row for program in programs for row in rows_of(program, counts)]
     for row in rows:
         results.show(row)
@@ -71,7 +78,7 @@ def compiled(folder: Path) -> Path:
 
 def counted(program: str, side: str, steps: int, requests: Path, folder: Path) -> tuple[list[int], int]:
     """Return the instructions of the training thread in each step, and the calls of a step (0 without recorder)."""
-    out = folder / f"{program}-{side}".replace(" ", "-")
+    out = folder / re.sub(r"\W+", "-", f"{program}-{side}")
     child = ["--child", program, side, "--steps", str(steps), "--requests", str(requests)]
     result = subprocess.run(
         [
@@ -99,14 +106,21 @@ def instructions(out: Path, step: int) -> int:
 
 
 def rows_of(program: str, counts: dict[tuple[str, str], tuple[list[int], int]]) -> list[Row]:
-    """Return a row for each recorder, in thousands of instructions. The control is another process without recorder."""
-    bare, again = (counts[program, side][0] for side in SIDES[:2])
+    """Return a row for each recorder, in thousands of instructions. The control is another process without recorder.
+
+    The last row is the share of purposes: the native recorder beside itself without them.
+    """
     rows = []
-    for side in SIDES[2:]:
+    for side, baselines, name in (
+        *((side, SIDES[:2], f"commtrace, {side}, with call sites") for side in SIDES[2:]),
+        ("native", UNMARKED, "of it: purposes, native"),
+    ):
+        if (program, baselines[0]) in WITHOUT_MARKS:
+            continue
         traced, calls = counts[program, side]
+        bare, again = (counts[program, baseline][0] for baseline in baselines)
         triples = zip(bare, again, traced, strict=True)
         rounds = [Round(*(number / 1000 for number in triple)) for triple in triples]
-        name = f"commtrace, {side}, with call sites"
         rows.append(compared(f"step of {program}, {calls} calls", name, "thousand instructions", rounds))
     return rows
 
@@ -124,8 +138,11 @@ def train(program: str, side: str, steps: int, requests: str) -> None:
 
     dist: Any = torch.distributed  # its stubs are incomplete
     valgrind, log = ctypes.CDLL(requests), tempfile.mkdtemp()
-    if side in sides.recorders():
-        os.environ["COMMTRACE_RECORDER"] = side
+    recorder = side.partition(",")[0]
+    if side in UNMARKED:
+        sides.without_purposes()
+    if recorder in sides.recorders():
+        os.environ["COMMTRACE_RECORDER"] = recorder
         commtrace.start(log)
     torch.manual_seed(0)
     if program == "DDP":  # which needs results
@@ -141,10 +158,12 @@ def train(program: str, side: str, steps: int, requests: str) -> None:
         valgrind.begin()
         step()
         valgrind.end(f"step{number}".encode())
-    if side in sides.recorders():
+    if recorder in sides.recorders():
         commtrace.stop()
         run = commtrace.open(log)
-        sides.check(run, side)
+        sides.check(run, recorder)
+        has_purposes = bool((run.events()["purpose"] == Purpose.GRADIENTS.value).any())
+        assert has_purposes == (side not in UNMARKED), "purposes are recorded where they should be"
         print("calls", int((run.events()["step"] == WARM).sum()))
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may still run
