@@ -13,7 +13,7 @@ The mode runs below autograd, DDP's reducer and DTensor, and receives only plain
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
@@ -168,7 +168,8 @@ class DryRunMode(TorchDispatchMode):
         key = func, _shape_key(args), _shape_key([*kwargs.items()]), torch.get_default_dtype()
         shapes = self._shapes.get(key)
         if shapes is None:
-            shapes = self._shapes[key] = func(*_on_meta(args), **_meta_options(kwargs, tensors))
+            with _without_alerts():
+                shapes = self._shapes[key] = func(*_on_meta(args), **_meta_options(kwargs, tensors))
         return shapes
 
     def _join(self, func: Any, plan: OperatorPlan, tensors: Tensors, args: Arguments, kwargs: Keywords) -> Any:
@@ -244,6 +245,21 @@ with contextlib.suppress(AttributeError):  # older versions of torch have no suc
 def _fake_mode() -> Any:
     """Return the active FakeTensorMode, or None."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+@contextlib.contextmanager
+def _without_alerts() -> Iterator[None]:
+    """Let torch's rules for shapes not raise for lack of a deterministic kernel: they take `meta` for CUDA."""
+    are_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not are_deterministic:
+        yield
+        return
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
 def _is_meta_or_sparse(tensors: Tensors, kwargs: Keywords) -> bool:

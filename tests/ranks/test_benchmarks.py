@@ -171,7 +171,7 @@ def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
 def run(benchmark: str, file: Path) -> dict[str, Any]:
     """Run a benchmark with --quick, and return the section that it writes."""
     script = ROOT / "benchmarks" / f"{benchmark}.py"
-    result = processes.run([sys.executable, str(script), "--quick", "--results", str(file)], limit=280)
+    result = processes.run([sys.executable, str(script), "--quick", "--results", str(file)], limit=560)
     assert result.status == 0, result.err
     sections = json.loads(file.read_text())
     assert list(sections) == [benchmark]

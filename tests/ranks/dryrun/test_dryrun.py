@@ -290,6 +290,24 @@ def test_a_script_for_gpus_fails_on_the_cpu(tmp_path: Path) -> None:
     assert not (tmp_path / "log").exists()
 
 
+DETERMINISTIC: Final = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.use_deterministic_algorithms(True)
+values = torch.rand(1 << 22)  # too many to be computed
+torch.histc(values, 8)  # torch's rule for its shape takes the device for CUDA, which has no deterministic kernel
+assert torch.are_deterministic_algorithms_enabled()
+dist.barrier()
+"""
+
+
+def test_deterministic_algorithms_are_asked_of_no_device(tmp_path: Path) -> None:
+    result = dry_run(tmp_path, "--world-size", "2", "--device", "cpu", script=DETERMINISTIC)
+    assert result.status == 0, result.err
+
+
 PINGPONG: Final = """
 import os
 import torch
