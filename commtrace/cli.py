@@ -17,7 +17,7 @@ from io import TextIOWrapper
 from typing import Final
 
 import commtrace
-from commtrace.commands.exit_status import AS_EXPECTED, FAILED, INTERRUPTED
+from commtrace.commands.exit_status import FAILED, INTERRUPTED, PIPE_CLOSED
 from commtrace.errors import CommtraceError
 from commtrace.output_files import discard_stdout
 
@@ -56,8 +56,11 @@ Run "commtrace COMMAND --help" for help on a command.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names (default: sys.argv[1:]), and return the exit status."""
     arguments = sys.argv[1:] if argv is None else [*argv]
-    if isinstance(sys.stdout, TextIOWrapper):  # a non-ASCII file name must not make a report fail on an ASCII terminal
-        sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A non-ASCII file name must not make a report fail on an ASCII terminal. With PYTHONUNBUFFERED, too, a short
+        # verdict is written at the end, when its status is known.
+        sys.stdout.reconfigure(errors="replace", write_through=False)
+    status = PIPE_CLOSED
     try:
         status = _run(arguments)
         sys.stdout.flush()
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # stdout on a full disk, for example
         discard_stdout()
         if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has closed the pipe
-            return AS_EXPECTED
+            return status
         print(f"commtrace: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

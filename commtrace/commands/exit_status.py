@@ -21,6 +21,8 @@ PROGRAM_FAILED: Final = 5
 """A process of the program ended by an exception, a signal, or a status other than 0."""
 INTERRUPTED: Final = 130
 """The user interrupted the command: 128 and the number of SIGINT, as shells have it."""
+PIPE_CLOSED: Final = 141
+"""The reader of the output, such as `head`, ended before the command: 128 and the number of SIGPIPE, as in shells."""
 
 
 def status_of(verdict: Verdict) -> int:

@@ -141,6 +141,7 @@ def python(code: str, *arguments: str, **options: str) -> subprocess.CompletedPr
 
 
 def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
+    """Where the command did not come to its own status, it has that of a program that SIGPIPE ended."""
     training(tmp_path, steps=300)
     code = (
         "import subprocess, sys\n"
@@ -149,7 +150,17 @@ def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
         "    one.stdout.read(10); one.stdout.close(); error = one.stderr.read()\n"
         "print(one.returncode, error)\n"
     )
-    assert python(code, str(tmp_path)).stdout == "0 b''\n"
+    assert python(code, str(tmp_path)).stdout in ("0 b''\n", "141 b''\n")  # the pipe may hold all of it
+
+
+def test_a_verdict_that_nobody_reads_is_still_the_status(tmp_path: Path) -> None:
+    for name, payload in (("a", 64), ("b", 72)):
+        LogFactory(tmp_path / name).process().known().write([record(payload=payload)]).end()
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        command = [sys.executable, "-m", "commtrace.cli", "diff", str(tmp_path / "a"), str(tmp_path / "b")]
+        assert subprocess.run(command, stdout=closed, check=False, timeout=120).returncode == 1
 
 
 def test_a_full_disk_is_an_error_in_a_line(tmp_path: Path) -> None:
