@@ -100,8 +100,8 @@ class MpiRows:
         self._tracer.recorder.counters.note_cost(ns, sampled=sampled, first=first)
 
     def wake_if_low(self) -> None:
-        """Wake the drain thread if fewer than half of the slots are free."""
-        if len(self._slots.free) < self._slots.capacity // 2:
+        """Wake the drain thread if more than half of the slots are in use."""
+        if self._slots.is_half_taken:
             self._slots.wake()
 
 
