@@ -25,7 +25,10 @@ from typing import Final
 
 import torch
 
+from .untouched_memory import MAX_DATA_ELEMENTS
+
 MAX_BYTES: Final = 1 << 16
+"""Size of the largest message of integers; of pickled objects, MAX_DATA_ELEMENTS."""
 _MAX_FLOAT_BYTES: Final = 256
 _POLL_SECONDS: Final = 0.005
 _CALLS_SECONDS: Final = 2.0
@@ -108,6 +111,8 @@ class RankMessages:
 
 
 def _may_be_read(tensor: torch.Tensor) -> bool:
-    """Return whether a program may read the values of a message: small tensors of integers, or a few floats."""
+    """Return whether a program may read the values of a message: objects, small tensors of integers, a few floats."""
+    if tensor.dtype is torch.uint8:
+        return tensor.nbytes <= MAX_DATA_ELEMENTS
     is_float = tensor.is_floating_point() or tensor.is_complex()
     return tensor.nbytes <= (_MAX_FLOAT_BYTES if is_float else MAX_BYTES)

@@ -108,7 +108,7 @@ def test_a_loop_like_hugging_faces_trainer(tmp_path: Path) -> None:
 
 
 def test_objects_that_are_larger_than_what_is_computed(tmp_path: Path) -> None:
-    """Their bytes are as if every rank sent the same; without them, the program could not load the objects."""
+    """Gathered bytes are as if every rank sent the same, others are the root's: the program loads the objects."""
     expected = real("objects", tmp_path)
     dry_runs.assert_same(expected, dry_here("objects", tmp_path))
 

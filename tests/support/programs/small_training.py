@@ -85,8 +85,8 @@ class ExpertBlock(nn.Module):
 
 def expert_block(settings: Settings, number: int, mesh: DeviceMesh) -> ExpertBlock:
     """Return a block whose tokens travel along the dimension "ep" of a mesh."""
-    # The stand-in for torchtitan's module.
-    sys.path.append(str(Path(__file__).parents[1] / "hook_programs"))
+    # The stand-in for torchtitan's module, also where torchtitan is installed.
+    sys.path.insert(0, str(Path(__file__).parents[1] / "hook_programs"))
     dispatchers: Any = importlib.import_module("torchtitan.models.common.token_dispatcher")
     fault = settings.fault if number == 1 else ""
     dispatcher = dispatchers.AllToAllTokenDispatcher(mesh["ep"], dropped=int(fault == "dropped token"))
