@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 FORMAT: Final = "commtrace"
 
-# History of the format. The reader (`reading/table_reader.py`) refuses a log of a newer version and reads older ones.
+# History of the format. The reader of tables (`reading/table_reader.py`) refuses a log of a newer version and reads
+# older ones; that of records (`reading/segment_reader.py`) knows one layout, RECORD, which has not changed so far.
 #   1  2026-11  first: 96-byte records, one JSON-lines table file per process
 #   2  2026-11  member lists of groups as ranges with strides
 VERSION: Final = 2

@@ -6,12 +6,12 @@ a baseline file. Calls are compared exactly, without a threshold. In the order o
 run_calls, call_keys            calls of a run by rank and step, and when two calls are equal
 recorded_calls, counted_calls, baseline, rules_run    their sources: a log, in order or counted; a file; rules
 own_calls                       which calls are the program's own
-step_pairs                      which steps of two runs are compared
+step_pairs                      which steps of two recorded runs are compared
 step_matching, step_differences  the calls of one step of one rank: matched in order or by cells, and what differs
 compared_ranks                  all ranks and steps, equal ones once
 causes, setting_differences     why calls differ
-verdict, verdict_text           the result of every comparison: which differences do not count (own calls, evaluations);
-                                its text
+verdict, verdict_text           the result of every comparison: which differences do not count (own calls, evaluations,
+                                steps in which a process ended); its text
 two_runs                        two runs of recorded calls (a dry run, an accepted run, a baseline, another run)
 rules_analysis, rules_tables    a recorded run and the calls that rules expect: the analysis and its tables
 rules_verdict                   the verdict on it: with what was lost or is missing (status: commands/exit_status)

@@ -1,7 +1,7 @@
 """What a step would take if something were changed, from a replay of recorded steps.
 
 event_graph     events that wait for each other, and when they occur
-recorded_graph  the recorded steps as such events, and the error of their replay, which is stated
+recorded_graph  the recorded steps as such events, and the error of their replay, which `predictions` states
 changed_run     a run after changes: another graph, other delays
 changes         options such as `--scale-network 2x`: their values, the delays that they change, and the catalogue of
                 changes that are tried without options

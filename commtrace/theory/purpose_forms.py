@@ -1,7 +1,8 @@
 """Closed forms of a training step by purpose: what one rank sends for each purpose, from the sizes in the job alone.
 
-FSDP2 and HSDP have a form for every unit, from shapes, placements, types and the passes of a step, whatever other
-parallel dimension the job has. Other jobs have the forms of their rules.
+FSDP2 and HSDP have a form for every unit, from shapes, placements, types and the passes of a step (when a unit is
+gathered: `rules.torch.fsdp.gathered_over`), whatever other parallel dimension the job has. Other jobs have the forms of
+their rules.
 """
 
 from __future__ import annotations

@@ -9,13 +9,14 @@ still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C+
     compiled_wrappers, mpi.cpp    compiled wrappers of mpi4py's methods, in a separate library without torch
 
     module.cpp             the functions that Python calls
-    recording_kernels.h    the kernels; ends of calls shown by futures
+    recording_kernels.h    the kernels: phase, peer, tag and number of a record; ends of calls shown by futures
     waits.h                waits and coalesced calls that Python makes
     recording.h            one recording: begin of records (dropped without a slot), groups, kinds, counters
-    plan.h                 the arguments of an operator, and its payload
+    plan.h                 positions of an operator's arguments, and its payload
     callsites.h            call sites; frames.* read a thread's frames without the GIL
     works.h                the calls that a wait ends
-    device.h               times of calls on a device, none under capture (docs/explanation/device-times.md)
+    device.h               times of calls on a device, none under capture; when its clock is sampled
+                           (docs/explanation/device-times.md)
     device_events.h        a device: streams, whether one is under capture, events
     device_clock.h         conversion of a device's times to the host's clock
     record.h               the record of a call, as commtrace.schema.RECORD
