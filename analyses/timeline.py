@@ -36,7 +36,7 @@ TIMELINE: Final = TableSpec("timeline", "The calls of one training step",
         "Start of the call since the first call, on the hosts' aligned clocks, else their wall clocks."),
     duration("in_call_ns", "in call", "Time inside the call; missing if not known."),
     duration("to_completion_ns", "to completion", "Time from the call to its end; missing if not observed."),
-    flag("more_calls", "", f"Whether the rank made more calls in this step than the {MAX_CALLS:,} that the table keeps."),
+    flag("more_calls", "", f"Whether the rank made more calls in this step than the {MAX_CALLS:,} that are kept."),
 ))  # fmt: skip
 
 _CANDIDATE_STEPS: Final = 2

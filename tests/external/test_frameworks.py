@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import pytest
-from framework_purposes import PROGRAMS
+from checkout_purposes import PROGRAMS
 from writing_programs import tree_hash
 
 import commtrace
@@ -31,8 +31,14 @@ from commtrace.reading.labels import NOT_RECORDED
 LAUNCHER = Path(__file__).parent / "frameworks" / "launch.py"
 PACKAGES = {
     "trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning",
-    "trl": "trl", "deepspeed": "deepspeed", "autotp": "deepspeed", "megatron": "megatron-core",
+    "trl": "trl", "deepspeed": "deepspeed", "autotp": "deepspeed", "megatron": "megatron-core", "titan": "tyro",
+    "pytorch": "torch", "picotron": "transformers",
 }  # fmt: skip
+CHECKOUTS = {
+    "autotp": "DEEPSPEED_EXAMPLES", "titan": "TORCHTITAN_CHECKOUT", "pytorch": "PYTORCH_EXAMPLES",
+    "picotron": "PICOTRON_CHECKOUT",
+}  # fmt: skip
+"""First word of a program -> variable that names the checkout that it runs."""
 
 RESUME: Final = " resume"
 """End of the command of a run that begins with the checkpoint of another."""
@@ -177,9 +183,10 @@ def test_a_dry_run(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [command for command in PROGRAMS if not command.endswith(RESUME)])
 def test_a_program_of_others(command: str, tmp_path: Path) -> None:
     """A program, and its resumption: bits, purposes, steps, dimensions, `check`, and a dry run that changes no file."""
-    version_of(PACKAGES[command.split("_")[0].split(".")[0]])
-    if "autotp" in command and "DEEPSPEED_EXAMPLES" not in os.environ:
-        pytest.skip("DEEPSPEED_EXAMPLES does not name a checkout of DeepSpeedExamples")
+    word = re.split(r"[_.]", command)[0]
+    version_of(PACKAGES[word])
+    if CHECKOUTS.get(word, "PATH") not in os.environ:
+        pytest.skip(f"{CHECKOUTS[word]} does not name a checkout")
     work, found, expected = tmp_path / "work", {}, {}
     for part in (command, command + RESUME):
         if part in PROGRAMS:

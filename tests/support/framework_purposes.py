@@ -113,6 +113,18 @@ _FABRIC_ZERO2: Final = {
     "checkpoint saved": "all_reduce 2, barrier 3, broadcast 2",
     "the program's own": "all_gather 1, all_reduce 4, barrier 5",
 }
+_TRL_RESUMED: Final = {
+    "loss": "all_gather 2",
+    # The Trainer's, and of four micro-batches and a batch of an evaluation as for all four steps.
+    "metrics": "all_gather 26",
+}
+_ACCELERATE_DDP: Final = {
+    **_DDP_BUILT,
+    "buckets agreed": "broadcast 2",
+    "gradients reduced": "all_reduce 3",
+    "metrics": "all_gather 2",
+    "the program's own": "all_gather 6, barrier 1",
+}
 _TRAINER_RESUMED: Final = {
     "loss": "all_gather 4",
     "metrics": "all_gather 8",
@@ -353,17 +365,7 @@ PROGRAMS: Final[dict[str, Program]] = {
         4,
         {**_FABRIC_FSDP, "checkpoint loaded": "all_gather 6, barrier 1, broadcast 4, gather 2, scatter 4"},
     ),
-    "accelerate_loop.py ddp": Program(
-        "accelerate, DDP",
-        3,
-        {
-            **_DDP_BUILT,
-            "buckets agreed": "broadcast 2",
-            "gradients reduced": "all_reduce 3",
-            "metrics": "all_gather 2",
-            "the program's own": "all_gather 6, barrier 1",
-        },
-    ),
+    "accelerate_loop.py ddp": Program("accelerate, DDP", 3, _ACCELERATE_DDP),
     "accelerate_loop.py zero2 resume": Program("accelerate, ZeRO-2, resumed", 3, _ACCELERATE_ZERO2),
     "fabric_loop.py zero2": Program("Fabric, ZeRO-2", 4, _FABRIC_ZERO2),
     "fabric_loop.py zero2 resume": Program(
@@ -466,6 +468,51 @@ PROGRAMS: Final[dict[str, Program]] = {
             "checkpoint saved": "all_gather 84, all_reduce 8, barrier 8",
         },
     ),
+    "trl_sft.py zero3 resume": Program(
+        "TRL, SFT with ZeRO-3, resumed",
+        2,
+        {
+            **_TRL_RESUMED,
+            "barriers of libraries": "barrier 7",
+            "parameters distributed at start": "all_gather 21, broadcast 42",
+            "checkpoint loaded": "all_gather 21",
+            "parameters gathered for forward": "all_gather 1",
+            # Not the head's, which was loaded, and which no module releases: the head does not run.
+            "parameters gathered for backward": "all_gather 20",
+            "model compared between ranks": "broadcast 8",
+            "gradients reduced": "reduce_scatter 4",
+            "gradient norm": "all_reduce 2",
+            "parameters gathered after the optimizer": "all_gather 42",
+            "checkpoint saved": "all_gather 42, all_reduce 4, barrier 4",
+        },
+    ),
+    "trl_sft.py ddp resume": Program(
+        "TRL, SFT with DDP, resumed",
+        2,
+        {
+            **_DDP_BUILT,
+            **_TRL_RESUMED,
+            "barriers of libraries": "barrier 4",
+            "buffers broadcast": "broadcast 2",
+            "gradients reduced": "all_reduce 2",
+            "used parameters exchanged": "all_reduce 2",
+        },
+    ),
+    "trl_sft.py fsdp resume": Program(
+        "TRL, SFT with FSDP2, resumed",
+        2,
+        {
+            **_TRL_RESUMED,
+            "barriers of libraries": "barrier 4",
+            "parameters gathered for forward": "all_gather 20",
+            "parameters gathered for backward": "all_gather 12",
+            "gradients reduced": "reduce_scatter 8",
+            "gradient norm": "all_reduce 2",
+            "checkpoint loaded": "all_gather 6, barrier 4, broadcast 2, gather 2, scatter 4",
+            "checkpoint saved": "all_gather 4, broadcast 6, gather 4, scatter 4",
+        },
+    ),
+    "accelerate_loop.py ddp resume": Program("accelerate, DDP, resumed", 3, _ACCELERATE_DDP),
     "deepspeed_loop.py 1 resume": Program("DeepSpeed alone, ZeRO-1, resumed", 3, _DEEPSPEED_ZERO1),
     "deepspeed_loop.py 3 resume": Program("DeepSpeed alone, ZeRO-3, resumed", 3, _DEEPSPEED_ZERO3),
     "deepspeed_loop.py moe resume": Program(

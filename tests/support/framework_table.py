@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from framework_purposes import PROGRAMS
+from checkout_purposes import PROGRAMS
 from version_results import replace_table
 
 _ROOT: Final = Path(__file__).parents[2]
