@@ -49,7 +49,7 @@ class CallContext:
         self._records_sites = recorder.sites
         self._last_backward = _NO_TASK, 0, 0  # pass, purpose and call site, on a thread without Python frames
 
-    def find(self, depth: int, reducer: int = 0) -> tuple[int, int, int]:
+    def find(self, depth: int, reducer: int = 0, trained: str = "") -> tuple[int, int, int]:
         """Return the call site, phase and frame properties of the call `depth` frames up.
 
         The first forward or backward pass after a finished step begins the next step, unless it
@@ -58,6 +58,8 @@ class CallContext:
         Args:
             depth: Number of frames of the hook itself to skip.
             reducer: Purpose of the call if C++ code makes it within autograd.
+            trained: "sent": the call sends what autograd has computed, in forward; "received": it receives into a
+                tensor that requires a gradient. Both belong to a step, also where no module runs.
         """
         marks = progress.marks
         task = _graph_task()
@@ -73,6 +75,8 @@ class CallContext:
                 phase = _FORWARD
             else:
                 phase = _OPTIMIZER if frame_flags & call_site.OPTIMIZER else int(progress.default_phase())
+                if trained and phase != _OPTIMIZER:
+                    phase = self._phase_of_message(trained, phase)
         if phase in (_FORWARD, _BACKWARD) and progress.between_steps:
             if phase == _BACKWARD or self._trains():
                 progress.note_activity()
@@ -83,6 +87,14 @@ class CallContext:
         elif not site and task != _NO_TASK:
             site = self._site_of_backward(task, purposes.current() or reducer)
         return site, phase, frame_flags
+
+    def _phase_of_message(self, trained: str, phase: int) -> int:
+        if trained == "sent":
+            return _FORWARD
+        if not progress.between_steps:
+            return phase
+        progress.note_activity()
+        return int(progress.default_phase())
 
     def _trains(self) -> bool:
         return _is_grad_enabled() or self.sites.in_training()

@@ -139,8 +139,17 @@ static Group* group_of(Recording& recording, Thread& thread, const c10::IValue& 
   return last.group;
 }
 
+// What a message shows of the training, as _trained_message returns it in Python.
+enum class Trained { kUnknown, kReceived, kSent };
+
+static Trained trained_message(const Plan& plan, const at::Tensor* sample) {
+  if (!plan.message || sample == nullptr || !sample->requires_grad() || !at::GradMode::is_enabled()) return Trained::kUnknown;
+  if (!plan.send) return Trained::kReceived;
+  return sample->is_leaf() ? Trained::kUnknown : Trained::kSent;
+}
+
 // Finds the call site and sets the record's site, phase and step, as CallContext.find does in Python.
-static CallSite call_context(Recording& recording, Record& record, uint32_t reducer) {
+static CallSite call_context(Recording& recording, Record& record, uint32_t reducer, Trained trained) {
   Progress& progress = *recording.progress;
   const int mark = progress.get(progress.mark), task = torch::autograd::get_current_graph_task_id();
   int phase = task == -1 || mark == kInit || mark == kEvaluation ? mark : kBackwardPhase;
@@ -151,6 +160,11 @@ static CallSite call_context(Recording& recording, Record& record, uint32_t redu
   if (by_frames) {
     const int default_phase = progress.get(progress.step) < 0 ? kInit : kOther;
     phase = seen.seen & kForward ? kForwardPhase : seen.seen & kOptimizer ? kOptimizerPhase : default_phase;
+    if (phase == default_phase && trained == Trained::kSent) phase = kForwardPhase;
+    if (phase == default_phase && trained == Trained::kReceived && progress.between_steps()) {
+      progress.note_activity();
+      phase = kOther;
+    }
   }
   if ((phase == kForwardPhase || phase == kBackwardPhase) && progress.between_steps()) {
     if (phase == kBackwardPhase || recording.trains())
@@ -227,7 +241,8 @@ static bool record_call(Call& call, Thread& thread, Arguments args, const at::Te
   }
   const Size size = plan.measure(plan, args, group->size, group->rank);
   const bool typed = sample != nullptr && !plan.barrier, functional = thread.functional > 0;
-  const CallSite seen = call_context(recording, record, reducer_purpose(recording, plan, sample, functional));
+  const CallSite seen = call_context(recording, record, reducer_purpose(recording, plan, sample, functional),
+                                     trained_message(plan, sample));
   const auto* reduce_op = plan.reduce_op_at < 0 ? nullptr : unboxed<c10d::ReduceOp>(args[plan.reduce_op_at]);
   record.kind = recording.kind(plan, typed ? static_cast<int>(sample->scalar_type()) : -1,
                                reduce_op == nullptr ? -1 : static_cast<int>(reduce_op->op_));

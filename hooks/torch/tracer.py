@@ -139,7 +139,9 @@ class TorchTracer:
         group = self.groups.get(operator.group(args))
         payload, local, uneven = operator.measure(args, group.size, group.rank)
         peer, tag, seq = self._addressing(operator, args, group)
-        site, phase, frame_flags = self.context.find(2, _reducer_purpose(operator, tensor))
+        site, phase, frame_flags = self.context.find(
+            2, _reducer_purpose(operator, tensor), _trained_message(operator, tensor)
+        )
         batch = self.batches.of(group.number)
         flags = _flags(operator, args, frame_flags) | (_UNEVEN if uneven else 0)
         if batch is not None or operator.coalesced:
@@ -189,6 +191,17 @@ _tracers: Final = Tracers(TorchTracer)
 current: Final = _tracers.current
 ensure_tracer_of: Final = _tracers.ensure
 start_listeners: Final = _tracers.start_listeners
+
+
+def _trained_message(operator: Operator, tensor: torch.Tensor | None) -> str:
+    """Return what a message shows of the training: "sent", "received", or "" (`CallContext.find`)."""
+    if operator.op not in ("send", "recv") or tensor is None:
+        return ""
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return ""
+    if operator.op == "recv":
+        return "received"
+    return "" if tensor.is_leaf else "sent"
 
 
 def _reducer_purpose(operator: Operator, tensor: torch.Tensor | None) -> int:

@@ -202,11 +202,11 @@ _PICOTRON_PROGRAMS: Final[Mapping[str, Program]] = {
     # The first of two stages.
     f"{_PICOTRON} 1 1 2 1": Program(
         "picotron, pipeline",
-        3,
+        4,
         {**_STARTED, "the program's own": f"all_reduce 1, barrier 6, recv {4 * 2}, send {4 * 2}"},
         "world",
         rules=3,
-        miss=f"the first of four steps is taken for start-up: its messages come before any backward pass; {_NO_HOOKS}",
+        miss=_NO_HOOKS,
     ),
     # Forward: the embedding, and two projections of each layer, backward: five of each layer, and the head, whose
     # outputs are gathered.

@@ -10,12 +10,17 @@ pytest.importorskip("torch")
 
 from hook_programs.runs import FOLDER, Call
 from hook_programs.runs import ran as ran_program
+from ranks import Nursery
 from recorders import FORGOTTEN, end
 
+from commtrace.run import open_run
 from commtrace.schema import Phase
 
 FORWARD, BACKWARD, OPTIMIZER, INIT, OTHER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.INIT, Phase.OTHER
 EVALUATION = Phase.EVALUATION
+
+STEPS, MICRO_BATCHES = 3, 2
+"""Of `programs/own_pipeline.py`."""
 
 
 @pytest.fixture
@@ -92,3 +97,19 @@ def test_a_compiled_replica_is_recorded_as_any(rank: int, ran: list[dict[str, li
 def test_fsdp_gathers_whole_layers(rank: int, ran: list[dict[str, list[Call]]]) -> None:
     layer = 4 * (8 * 8 + 8)
     assert {(call.payload, call.local) for call in ran[rank]["sharded"]} == {(layer, layer // 2)}
+
+
+def test_messages_of_a_pipeline_of_the_program_begin_its_steps(nursery: Nursery, recorder: str, tmp_path: Path) -> None:
+    """A step begins with the first activation, which no module communicates; weights and evaluations begin none."""
+    statuses, outputs = nursery.run("own_pipeline", tmp_path / "log", recorder=recorder)
+    assert statuses == [0, 0], outputs
+    events = open_run(tmp_path / "log").events()
+    found = [
+        [(call.step, call.op, call.phase) for call in events[events["rank"] == rank].itertuples()] for rank in (0, 1)
+    ]
+    steps = range(STEPS)
+    step = ("send", "forward"), ("recv", "other")
+    sent = [(number, *call) for number in steps for call in (*step * MICRO_BATCHES, ("send", "other"))]
+    step = ("recv", "other"), ("send", "other")
+    received = [(number, *call) for number in steps for call in (*step * MICRO_BATCHES, ("recv", "other"))]
+    assert found == [[(-1, "send", "init"), *sent], [(-1, "recv", "init"), *received]]
