@@ -53,6 +53,25 @@ def _sharded(steps: int = 3, units: int = _UNITS, backward: int = _UNITS) -> dic
     }
 
 
+def _split(gathered: int, scattered: int = 0, steps: int = 3) -> dict[str, str]:
+    """Return the calls of FSDP2 with tensor and sequence parallelism, and those that recompute activations."""
+    both = 2 * _LAYERS
+    recomputed = [f"{op} {steps * number}" for op, number in (("all_gather", gathered), ("reduce_scatter", scattered))]
+    return {
+        **_sharded(steps),
+        "parameters distributed at start": "broadcast 1",
+        "activations": f"all_gather {steps * both}, reduce_scatter {steps * (both + 1)}",
+        "activation gradients": f"all_gather {steps * (both + 1)}, reduce_scatter {steps * both}",
+        "activations recomputed": ", ".join(text for text in recomputed if not text.endswith(" 0")),
+        # Norms have sharded inputs.
+        "gradients reduced": f"all_reduce {steps * (both + 1)}, reduce_scatter {steps * (_UNITS + 1)}",
+        "gradient norm": f"all_reduce {2 * steps}",
+        "distributed tensors outside of the model": f"all_gather {steps}",  # before the chunks of the loss
+        "loss": f"all_reduce {steps * 3 * 8}",  # of eight chunks
+        "metrics": f"all_reduce {2 * steps}",  # the loss is a DTensor that is not reduced
+    }
+
+
 def _staged(steps: int = 3, stages: int = 2) -> dict[str, str]:
     """Return the messages of the first of two ranks: four micro-batches, and a description of each at the start."""
     sent, received = 4 * (stages // 2), 4 * (stages // 2 - 1)
@@ -112,6 +131,15 @@ _TITAN: Final[Mapping[str, Program]] = {
         "pipeline",
         rules=3,
         miss=_NO_PIPELINES,
+    ),
+    f"{_SPLIT} selective": Program(
+        "torchtitan, tensor and FSDP2, selective checkpointing",
+        3,
+        {**_split(gathered=2 * _LAYERS), **_saved()},
+        "data tensor world",
+        ranks=4,
+        rules=3,
+        miss=_OWN_STYLES,
     ),
     # The program's own: tokens of experts, to balance their load.
     f"{_EXPERTS} selective": Program(

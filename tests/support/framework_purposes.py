@@ -122,9 +122,11 @@ _ACCELERATE_DDP: Final = {
     **_DDP_BUILT,
     "buckets agreed": "broadcast 2",
     "gradients reduced": "all_reduce 3",
-    "metrics": "all_gather 2",
-    "the program's own": "all_gather 6, barrier 1",
+    "metrics": "all_gather 2",  # gather_for_metrics
+    "the program's own": "all_gather 6, barrier 1",  # gather() and wait_for_everyone()
 }
+# Descriptions of batches as pickled objects (size and contents), and batches.
+_ACCELERATE_SENT: Final = {**_ACCELERATE_DDP, "data": "broadcast 32"}
 _TRAINER_RESUMED: Final = {
     "loss": "all_gather 4",
     "metrics": "all_gather 8",
@@ -215,18 +217,9 @@ PROGRAMS: Final[dict[str, Program]] = {
             "metrics": "all_gather 51",
         },
     ),
-    "accelerate_loop.py ddp dispatch": Program(
-        "accelerate, DDP, rank 0 loads the data",
-        3,
-        {
-            **_DDP_BUILT,
-            "buckets agreed": "broadcast 2",
-            "gradients reduced": "all_reduce 3",
-            # Descriptions of batches as pickled objects (size and contents), and batches.
-            "data": "broadcast 32",
-            "metrics": "all_gather 2",  # gather_for_metrics
-            "the program's own": "all_gather 6, barrier 1",  # gather() and wait_for_everyone()
-        },
+    "accelerate_loop.py ddp dispatch": Program("accelerate, DDP, rank 0 loads the data", 3, _ACCELERATE_SENT),
+    "accelerate_loop.py ddp dispatch resume": Program(
+        "accelerate, DDP, rank 0 loads the data, resumed", 3, _ACCELERATE_SENT
     ),
     "accelerate_loop.py zero2": Program("accelerate, ZeRO-2", 3, _ACCELERATE_ZERO2),
     "lightning_fit.py ddp": Program(
