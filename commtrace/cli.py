@@ -57,9 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names (default: sys.argv[1:]), and return the exit status."""
     arguments = sys.argv[1:] if argv is None else [*argv]
     if isinstance(sys.stdout, TextIOWrapper):
-        # A non-ASCII file name must not make a report fail on an ASCII terminal. With PYTHONUNBUFFERED, too, a short
-        # verdict is written at the end, when its status is known.
-        sys.stdout.reconfigure(errors="replace", write_through=False)
+        # A non-ASCII file name must not make a report fail on an ASCII terminal.
+        sys.stdout.reconfigure(errors="replace")
+        if sys.stdout is sys.__stdout__:
+            # With PYTHONUNBUFFERED, too, a short verdict is written when its status is known.
+            sys.stdout.reconfigure(write_through=False)
     status = PIPE_CLOSED
     try:
         status = _run(arguments)
