@@ -1,7 +1,7 @@
 """How-to pages, word for word: their program, their commands, and the table that they show.
 
-    pip install -r tests/external/requirements.txt
-    pytest -m external tests/external/test_pages.py
+pip install -r tests/external/requirements.txt
+pytest -m external tests/external/test_pages.py
 """
 
 from __future__ import annotations
