@@ -31,15 +31,18 @@ ROUTED_NOTE: Final = (
 )
 
 
-def compare_with_dry_run(dry: RecordedRun, recorded: RecordedRun, own: Sequence[str], name: str) -> Verdict:
-    """Compare a run with a dry run, called `name` in texts. Sizes that follow the routing of tokens may differ."""
+def compare_logs(accepted: RecordedRun, recorded: RecordedRun, own: Sequence[str], name: str) -> Verdict:
+    """Compare a run with an earlier one or a dry run, called `name` in texts.
+
+    In a dry run, sizes that follow the routing of tokens may differ.
+    """
 
     def compare(*, with_routing: bool) -> Verdict:
-        expected, measured = (read_calls(run, own, with_routing=with_routing) for run in (dry, recorded))
+        expected, measured = (read_calls(run, own, with_routing=with_routing) for run in (accepted, recorded))
         return compare_calls(replace(expected, name=name), measured)
 
     verdict = compare(with_routing=True)
-    if verdict.equal or "expert" not in recorded.labels.distinct("role"):
+    if verdict.equal or not accepted.simulated or "expert" not in recorded.labels.distinct("role"):
         return verdict
     without = compare(with_routing=False)
     if without.table.equals(verdict.table):

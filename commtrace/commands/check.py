@@ -58,7 +58,6 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,7 +215,7 @@ def _print_alternatives(arguments: argparse.Namespace) -> None:
 def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.compare.baseline import read_baseline
     from commtrace.analyses.compare.recorded_calls import read_calls
-    from commtrace.analyses.compare.two_runs import compare_calls, compare_with_dry_run
+    from commtrace.analyses.compare.two_runs import compare_calls, compare_logs
     from commtrace.run import open_run
 
     run.require_payloads()
@@ -230,11 +229,7 @@ def _check_calls(run: Run, arguments: argparse.Namespace) -> int:
             if arguments.dryrun:
                 repeat(arguments.program, run, Path(folder))
             against = open_run(arguments.against or folder, recover=True, executor=run.executor)
-            name = str(arguments.against or "the dry run")
-            if against.simulated:
-                verdict = compare_with_dry_run(against, run, own, name)
-            else:
-                verdict = compare_calls(replace(read_calls(against, own), name=name), read_calls(run, own))
+            verdict = compare_logs(against, run, own, str(arguments.against or "the dry run"))
         print_notes(against.notes, per_rank=arguments.per_rank)
         kind = "dry run" if against.simulated else "run"
         source = f"the {kind} {arguments.against or 'of ' + ' '.join(arguments.program)}"

@@ -208,13 +208,14 @@ _EXAMPLES: Final[Mapping[str, Program]] = {
 _PICOTRON: Final = "picotron_train.py"
 _NO_HOOKS: Final = "no rules; picotron has no hooks and names no dimension: its calls are the program's own, in `world`"
 _STARTED: Final = {"objects exchanged": "broadcast 4"}  # tokenizer and configuration: sizes and contents
+# The numbers of parameters, and in each step a bucket of gradients, and the loss.
+_REDUCED: Final = {**_STARTED, "the program's own": f"all_reduce {1 + 4 * 2}, barrier 6"}
 
 _PICOTRON_PROGRAMS: Final[Mapping[str, Program]] = {
-    # The numbers of parameters, and in each step a bucket of gradients, and the loss.
     f"{_PICOTRON} 1 1 1 2": Program(
         "picotron, data",
         4,
-        {**_STARTED, "the program's own": f"all_reduce {1 + 4 * 2}, barrier 6"},
+        _REDUCED,
         "world",
         rules=3,
         miss=_NO_HOOKS,
@@ -222,7 +223,7 @@ _PICOTRON_PROGRAMS: Final[Mapping[str, Program]] = {
     f"{_PICOTRON} 1 1 1 2 resume": Program(
         "picotron, data, resumed",
         4,
-        {**_STARTED, "the program's own": f"all_reduce {1 + 4 * 2}, barrier 6"},
+        _REDUCED,
         "world",
         rules=3,
         miss=_NO_HOOKS,
