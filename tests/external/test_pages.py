@@ -1,7 +1,9 @@
 """How-to pages, word for word: their program, their commands, and the table that they show.
 
-pip install -r tests/external/requirements.txt
-pytest -m external tests/external/test_pages.py
+    pip install -r tests/external/requirements.txt
+    pytest -m external tests/external/test_pages.py
+
+The lines of pages that install packages are not run.
 """
 
 from __future__ import annotations
