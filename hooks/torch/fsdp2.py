@@ -36,9 +36,8 @@ _patches = Patches()
 _rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
 _roots = Jobs(lambda root: _rows[root], roles)
 _passes = Passes(_roots)
-_roots_of_groups: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-# Number of a unit in the job of its root.
-_units: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# Root of a unit, and the unit's number in the job.
+_units: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], int]] = weakref.WeakKeyDictionary()
 # Forward passes of a root since its last backward.
 _forwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -59,7 +58,6 @@ def install() -> None:
     _patches.include(_roots, _passes)
     _patches.on_undo(_rows.clear)
     _patches.on_undo(_forwards.clear)
-    _patches.on_undo(_roots_of_groups.clear)
     _patches.on_undo(_units.clear)
 
 
@@ -76,9 +74,9 @@ def _complete(original: Callable[..., None], self: Any, /) -> None:
             _rows[root] = describe(root)  # now, because running the model replaces parameters
             _roots.add(root)
             for number, group in enumerate(groups_below(root)):
-                _roots_of_groups[group], _units[group] = weakref.ref(root), number
+                _units[group] = weakref.ref(root), number
                 if group.is_unsharded:  # by the program, before the first pass
-                    _passes.add(root, PassRow(kind="unsharded", times=1, modules=[number]))
+                    _note_unit(group, "unsharded")
 
 
 @around
@@ -124,28 +122,30 @@ def _note_resharding(original: Callable[..., None], self: Any, /) -> None:
     """Note that parameters are resharded outside of a pass: for a state dict, or by the program."""
     if self._training_state._name_ == "IDLE":  # seldom, while each unit is resharded in every pass
         with guard():
-            root = _roots_of_groups.get(self, lambda: None)()
-            if root is not None and not self.is_sharded:
-                _passes.add(root, PassRow(kind="resharded", times=1, modules=[_units[self]]))
+            if not self.is_sharded:
+                _note_unit(self, "resharded")
     original(self)
+
+
+def _note_unit(group: Any, kind: str) -> None:
+    """Note what the program does with a unit outside of a pass, unless its root has had no pass."""
+    if group in _units:
+        reference, number = _units[group]
+        root = reference()
+        if root is not None:
+            _passes.add(root, PassRow(kind=kind, times=1, modules=[number]))
 
 
 def _purpose_of_gathering(group: Any, *_: Any, **__: Any) -> int:
     purpose = _GATHERED_FOR.get(group._training_state._name_)
     if purpose is None:
         purpose = Purpose.PARAMETERS_STAGE if pipelining.stepping() else Purpose.PARAMETERS_ON_REQUEST
-        if purpose is Purpose.PARAMETERS_ON_REQUEST:
-            _note_unsharding(group)
+        is_missing = not group.is_unsharded and group._all_gather_result is None
+        if purpose is Purpose.PARAMETERS_ON_REQUEST and is_missing:
+            _note_unit(group, "unsharded")
     elif purpose is Purpose.PARAMETERS_FORWARD and torch._C._current_graph_task_id() >= 0:
         purpose = Purpose.PARAMETERS_RECOMPUTATION
     return purposes.number_in_module(purpose, group._module_fqn or "")
-
-
-def _note_unsharding(group: Any) -> None:
-    """Note that the program gathers a unit outside of a pass, unless it is gathered."""
-    root = _roots_of_groups.get(group, lambda: None)()
-    if root is not None and not group.is_unsharded and group._all_gather_result is None:
-        _passes.add(root, PassRow(kind="unsharded", times=1, modules=[_units[group]]))
 
 
 def _purpose_of_reducing(group: Any, *_: Any) -> int:
