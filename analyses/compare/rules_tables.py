@@ -91,7 +91,7 @@ class RuleComparison:
         if equal not in self._theory_of:
             self._theory_of[equal] = self._theory_row(expected, equal)
             if self._waterfall is None:
-                self._waterfall = self._waterfall_of(process, expected.prediction, equal, calls.ended)
+                self._waterfall = self._waterfall_of(process, expected.prediction, equal, calls.last_complete_step)
         self._ranks.append((process.rank, equal))
         self.theory.append({**summary, **self._theory_of[equal]})
 
@@ -133,7 +133,7 @@ class RuleComparison:
         ends_before = self._steps > measured.last_step
         flags = (
             self._steps < 0,
-            (self._steps == measured.last_step) & (not measured.ended),
+            (self._steps > measured.last_complete_step) & ~ends_before,
             ends_before,
             ~ends_before | measured.ended,
             np.full(len(self._steps), measured.lost_records > 0),
@@ -179,14 +179,13 @@ class RuleComparison:
         }
 
     def _waterfall_of(
-        self, process: Process, prediction: Prediction, equal: EqualRanks, has_ended: bool
+        self, process: Process, prediction: Prediction, equal: EqualRanks, last_step: int
     ) -> WaterfallRows | None:
-        """Return the waterfall of the last regular step, preferably of one without an activity such as a checkpoint.
+        """Return the waterfall of the last regular step up to `last_step`, preferably of one without an activity.
 
         Calls of activities are left out.
         """
-        has_calls = np.flatnonzero(equal.pairs.contents[1])
-        complete = has_calls if has_ended else has_calls[:-1]  # the last step may lack calls
+        complete = np.flatnonzero((equal.pairs.contents[1] > 0) & (self._steps <= last_step))
         for has_activity, index in itertools.product((False, True), complete[::-1].tolist()):
             number = int(self._steps[index])
             step = self.comparison.steps[equal.compared[index]]

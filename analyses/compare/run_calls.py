@@ -157,6 +157,11 @@ class RankCalls:
         """The last step that has a call; -1 without one."""
         return int(self.first[-1]) - 1 if len(self.first) else START_UP
 
+    @property
+    def last_complete_step(self) -> int:
+        """The last step that lacks no call: a rank that did not run to its end may have been within its last one."""
+        return self.last_step if self.ended else self.last_step - 1
+
     def at(self, steps: Array) -> Array:
         """Return the index into `RunCalls.contents` for each of these steps, int64, same shape as `steps`."""
         return np.append(0, self.content)[np.searchsorted(self.first, steps, side="right")]

@@ -43,8 +43,7 @@ def pair_steps(runs: tuple[RunCalls, RunCalls], ranks: tuple[RankCalls, RankCall
     if last_a < last_b:
         swapped = pair_steps(runs[::-1], ranks[::-1])
         return swapped._replace(contents=swapped.contents[::-1])
-    # The last step of a process that did not exit cleanly may be incomplete.
-    end = min([last_a, *(rank.last_step - 1 for rank in ranks if not rank.ended)])
+    end = min([last_a, *(rank.last_complete_step for rank in ranks if not rank.ended)])
     selections = [run.step_ranges for run in runs]
     if any(selections):
         compares_last = last_a == last_b or not select_steps(np.array([last_b + 1]), selections[1]).all()
