@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from commtrace.patching import Wrapper
 from commtrace.schema import Purpose
@@ -21,7 +21,6 @@ _UNMARKED: Final = 0
 _facts: list[dict[str, Any]] = [{}]
 _numbers: dict[tuple[object, ...], int] = {}
 """Number by the purpose's value (an Enum's hash is a function in Python), and the facts that go with it."""
-_in_modules: dict[tuple[str, str], int] = {}
 _lock = threading.Lock()
 
 
@@ -37,13 +36,16 @@ def number(purpose: Purpose, /, **facts: str | int) -> int:
     return known
 
 
-def number_in_module(purpose: Purpose, module: str) -> int:
-    """Return `number(purpose, module=module)`, which FSDP2 needs several times for each unit and step."""
-    key = purpose._value_, module
-    known = _in_modules.get(key)
-    if known is None:
-        known = _in_modules[key] = number(purpose, module=module)
-    return known
+class InModules(dict[str, int]):
+    """`number(purpose, module=module)` by module, which FSDP2 needs several times for each unit and step."""
+
+    def __init__(self, purpose: Purpose) -> None:
+        super().__init__()
+        self._purpose = purpose
+
+    def __missing__(self, module: str) -> int:
+        self[module] = known = number(self._purpose, module=module)
+        return known
 
 
 def facts(purpose: int) -> dict[str, Any]:
@@ -61,44 +63,72 @@ BARRIER: Final = number(Purpose.BARRIER)
 """Purpose of a barrier if a library calls it for no other reason. A program's barrier is its own."""
 
 
+class Store(Protocol):
+    """Where the marks of all threads are: here, or in a recorder that cannot read them here."""
+
+    def current(self) -> int:
+        """Return the calling thread's mark."""
+
+    def exchange(self, purpose: int, /) -> int:
+        """Set the calling thread's mark, and return the one before."""
+
+
 class _Thread(threading.local):
-    """Marks of one thread."""
+    """Marks of one thread. A Store."""
 
     purpose = _UNMARKED
+
+    def current(self) -> int:
+        return self.purpose
+
+    def exchange(self, purpose: int, /) -> int:
+        before, self.purpose = self.purpose, purpose
+        return before
+
+
+class _Autograd(threading.local):
+    """What autograd does in one thread."""
+
     recomputing = False
 
 
-_thread: Final = _Thread()
-_mirrors: list[Callable[[int], object]] = []
+_autograd: Final = _Autograd()
+_here = _Thread()
+_current: Callable[[], int] = _here.current
+_exchange: Callable[[int], int] = _here.exchange
 
 
-def mirror(set_purpose: Callable[[int], object]) -> Callable[[], None]:
-    """Pass each mark on to a recorder that cannot read it here. Return a function that ends this."""
-    _mirrors.append(set_purpose)
-    set_purpose(_thread.purpose)
-    return lambda: _mirrors.remove(set_purpose)
+def keep_in(store: Store) -> None:
+    """Keep marks in a store from now on. The calling thread's mark goes with it, and those of others end."""
+    global _current, _exchange
+    purpose = current()
+    _current, _exchange = store.current, store.exchange
+    _exchange(purpose)
+
+
+def keep_here() -> None:
+    """Keep marks here again."""
+    keep_in(_Thread())
 
 
 def current() -> int:
     """Return the number of the calling thread's purpose; 0: none is known."""
-    return _thread.purpose
+    return _current()
 
 
 def recomputing() -> bool:
     """Return whether the calling thread recomputes activations in a backward pass."""
-    return _thread.recomputing
+    return _autograd.recomputing
 
 
-def mark(purpose: int) -> None:
-    """Mark the calls of this thread from now on. Only within a `Marked`, which ends it."""
-    _thread.purpose = purpose
-    for set_purpose in _mirrors:
-        set_purpose(purpose)
+def mark(purpose: int) -> int:
+    """Mark the calls of this thread from now on, and return the mark before. Only within a `Marked`, which ends it."""
+    return _exchange(purpose)
 
 
 def unclaimed() -> bool:
     """Return whether no mark of this thread says more than that activations are recomputed."""
-    return _thread.purpose in (_UNMARKED, _RECOMPUTED)
+    return _current() in (_UNMARKED, _RECOMPUTED)
 
 
 class Marked:
@@ -111,11 +141,10 @@ class Marked:
         self._purpose, self._before = purpose, _UNMARKED
 
     def __enter__(self) -> None:
-        self._before = _thread.purpose
-        mark(self._purpose)
+        self._before = _exchange(self._purpose)
 
     def __exit__(self, *_: object) -> None:
-        mark(self._before)
+        _exchange(self._before)
 
 
 class Recomputing(Marked):
@@ -129,10 +158,10 @@ class Recomputing(Marked):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._outer, _thread.recomputing = _thread.recomputing, True
+        self._outer, _autograd.recomputing = _autograd.recomputing, True
 
     def __exit__(self, *_: object) -> None:
-        _thread.recomputing = self._outer
+        _autograd.recomputing = self._outer
         super().__exit__()
 
 
@@ -155,14 +184,13 @@ def marking_each(read: Callable[..., int]) -> Wrapper:
             except Exception:
                 count_fault()
                 purpose = _UNMARKED
-            before = _thread.purpose
-            if not purpose or purpose == before:
+            if not purpose:
                 return original(*args, **kwargs)
-            mark(purpose)
+            before = _exchange(purpose)
             try:
                 return original(*args, **kwargs)
             finally:
-                mark(before)
+                _exchange(before)
 
         return replacement
 

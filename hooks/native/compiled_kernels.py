@@ -82,7 +82,8 @@ def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
     if not _operators:
         _operators[:] = operators
         _library.install(operators, functional)
-    _patches.on_undo(purposes.mirror(_library.set_purpose))
+    purposes.keep_in(_library.purposes)
+    _patches.on_undo(purposes.keep_here)
     _library.arm(_begin)
     _patches.on_undo(_library.disarm)
 

@@ -162,12 +162,14 @@ void install_kernels(const py::sequence& operators, const std::vector<std::strin
 
 }  // namespace commtrace
 
-// A plain C function: FSDP2 calls it several times for each unit and step, and pybind11's dispatch takes 20 times as long.
-static PyObject* set_purpose(PyObject*, PyObject* purpose) {
+// The store of purposes' marks (purposes.Store). Plain C functions: FSDP2 calls them several times for each unit and step,
+// and pybind11's dispatch takes 20 times as long.
+static PyObject* current_purpose(PyObject*, PyObject*) { return PyLong_FromUnsignedLong(commtrace::thread_purpose); }
+
+static PyObject* exchange_purpose(PyObject*, PyObject* purpose) {
   const unsigned long number = PyLong_AsUnsignedLong(purpose);
   if (number == static_cast<unsigned long>(-1) && PyErr_Occurred()) return nullptr;
-  commtrace::thread_purpose = static_cast<uint32_t>(number);
-  Py_RETURN_NONE;
+  return PyLong_FromUnsignedLong(std::exchange(commtrace::thread_purpose, static_cast<uint32_t>(number)));
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -206,7 +208,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("layout", &layout);
   m.def("frames_agree", &frames_agree);
   m.def("shares_types", [] { return py::detail::get_type_info(typeid(c10d::ProcessGroup)) != nullptr; });
-  static PyMethodDef purpose_setter{"set_purpose", &set_purpose, METH_O, "Sets the purpose of this thread's calls."};
-  m.attr("set_purpose") = py::reinterpret_steal<py::object>(PyCFunction_New(&purpose_setter, nullptr));
+  static std::array<PyMethodDef, 2> store{
+      PyMethodDef{"current", &current_purpose, METH_NOARGS, "Returns the purpose of this thread's calls."},
+      PyMethodDef{"exchange", &exchange_purpose, METH_O, "Sets the purpose of this thread's calls; returns the last."}};
+  py::module_ purposes = m.def_submodule("purposes", "The store of purposes' marks.");
+  for (PyMethodDef& function : store)
+    purposes.attr(function.ml_name) = py::reinterpret_steal<py::object>(PyCFunction_New(&function, nullptr));
   m.def("crossing", &crossing, py::call_guard<py::gil_scoped_release>());
 }

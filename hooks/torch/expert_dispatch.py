@@ -218,8 +218,7 @@ def _mark_node(node: Any, purpose: int) -> None:
     before = [0]
 
     def begin(_: Any) -> None:
-        before[0] = purposes.current()
-        purposes.mark(purpose)
+        before[0] = purposes.mark(purpose)
 
     def end(_: Any, __: Any) -> None:
         purposes.mark(before[0])

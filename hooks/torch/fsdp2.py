@@ -29,7 +29,10 @@ from .passes import Passes
 STATES: Final = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 _PARAMETER_GROUPS: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-_GATHERED_FOR: Final = {"FORWARD": Purpose.PARAMETERS_FORWARD, "PRE_BACKWARD": Purpose.PARAMETERS_BACKWARD}
+_FORWARD: Final = purposes.InModules(Purpose.PARAMETERS_FORWARD)
+_RECOMPUTATION: Final = purposes.InModules(Purpose.PARAMETERS_RECOMPUTATION)
+_GRADIENTS: Final = purposes.InModules(Purpose.GRADIENTS)
+_GATHERED_FOR: Final = {"FORWARD": _FORWARD, "PRE_BACKWARD": purposes.InModules(Purpose.PARAMETERS_BACKWARD)}
 """Name of a group's training state -> why it gathers. In others, the program or a pipeline has called `unshard`."""
 
 _patches = Patches()
@@ -137,19 +140,25 @@ def _note_unit(group: Any, kind: str) -> None:
 
 
 def _purpose_of_gathering(group: Any, *_: Any, **__: Any) -> int:
-    purpose = _GATHERED_FOR.get(group._training_state._name_)
-    if purpose is None:
-        purpose = Purpose.PARAMETERS_STAGE if pipelining.stepping() else Purpose.PARAMETERS_ON_REQUEST
-        is_missing = not group.is_unsharded and group._all_gather_result is None
-        if purpose is Purpose.PARAMETERS_ON_REQUEST and is_missing:
-            _note_unit(group, "unsharded")
-    elif purpose is Purpose.PARAMETERS_FORWARD and torch._C._current_graph_task_id() >= 0:
-        purpose = Purpose.PARAMETERS_RECOMPUTATION
-    return purposes.number_in_module(purpose, group._module_fqn or "")
+    numbers = _GATHERED_FOR.get(group._training_state._name_)
+    if numbers is None:
+        return purposes.number(_purpose_outside_of_passes(group), module=group._module_fqn or "")
+    if numbers is _FORWARD and torch._C._current_graph_task_id() >= 0:
+        numbers = _RECOMPUTATION
+    return numbers[group._module_fqn or ""]
+
+
+def _purpose_outside_of_passes(group: Any) -> Purpose:
+    """Return why a unit is gathered outside of its passes, and note what the program gathers itself."""
+    if pipelining.stepping():
+        return Purpose.PARAMETERS_STAGE
+    if not group.is_unsharded and group._all_gather_result is None:
+        _note_unit(group, "unsharded")
+    return Purpose.PARAMETERS_ON_REQUEST
 
 
 def _purpose_of_reducing(group: Any, *_: Any) -> int:
-    return purposes.number_in_module(Purpose.GRADIENTS, group._module_fqn or "")
+    return _GRADIENTS[group._module_fqn or ""]
 
 
 def _root(state: Any) -> Any:
