@@ -2,8 +2,10 @@
 
 A training of a tiny model on a fake process group of eight ranks, where nothing is sent (DDP: on gloo with one rank),
 runs under callgrind with and without the recorder. Counted are the instructions of the thread that trains, in each of
-several steps after the first ones, without garbage collections. That is no time: what recording costs beyond its
-instructions, as caches that it displaces, shows in `native_step` only.
+several steps after the first ones, without garbage collections, and in several processes a side: where memory lies
+decides which keys of a hash table collide, so processes of the same program differ, too. Each has an environment of
+another size, which moves its memory. That is no time: what recording costs beyond its instructions, as caches that it
+displaces, shows in `native_step` only.
 
 Needs valgrind with its headers, a C compiler and, for ZeRO, DeepSpeed.
 """
@@ -18,11 +20,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import results
 import sides
@@ -41,6 +44,7 @@ LAYERS, WIDTH, TOKENS, SAMPLES = 6, 32, 8, 2  # little computation, which valgri
 SIDES = ("bare", "again", "native", "python")
 UNMARKED = ("native, unmarked", "native, unmarked again")
 """The native recorder, whose calls have no purposes; twice."""
+ALL_SIDES = (*SIDES, *UNMARKED)
 WITHOUT_MARKS = {("DDP", side) for side in UNMARKED}
 """The calls of DDP's reducer have their purpose without a mark."""
 
@@ -48,10 +52,11 @@ WITHOUT_MARKS = {("DDP", side) for side in UNMARKED}
 def main() -> None:
     """Count the instructions of all programs, and write the results."""
     parser = results.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=7, help="steps that are counted")
+    parser.add_argument("--steps", type=int, default=3, help="steps that are counted in a process")
+    parser.add_argument("--processes", type=int, default=4, help="processes of each side")
     parser.add_argument("--child", nargs=2, metavar=("PROGRAM", "SIDE"), help=argparse.SUPPRESS)
     parser.add_argument("--requests", help=argparse.SUPPRESS)
-    options = results.parsed(parser, steps=results.QUICK_PAIRS)
+    options = results.parsed(parser, steps=results.QUICK_PAIRS, processes=1)
     if options.child:
         program, side = options.child
         train(program, side, options.steps, options.requests)
@@ -59,9 +64,12 @@ def main() -> None:
     programs = [name for name in PROGRAMS if options.only in name]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         requests = compiled(Path(folder))
-        cases = [case for case in product(programs, (*SIDES, *UNMARKED)) if case not in WITHOUT_MARKS]
-        tasks = [(*case, options.steps, requests, Path(folder)) for case in cases]
-        counts = dict(zip(cases, pool.map(lambda task: counted(*task), tasks), strict=True))
+        cases = [case for case in product(programs, ALL_SIDES) if case not in WITHOUT_MARKS]
+        processes = [(case, number) for number in range(options.processes) for case in cases]
+        counts: dict[tuple[str, str], list[Counted]] = {case: [] for case in cases}
+        run = partial(counted, steps=options.steps, requests=requests, folder=Path(folder))
+        for (case, _), result in zip(processes, pool.map(lambda process: run(*process), processes), strict=True):
+            counts[case].append(result)
     rows = [row for program in programs for row in rows_of(program, counts)]
     for row in rows:
         results.show(row)
@@ -76,22 +84,35 @@ def compiled(folder: Path) -> Path:
     return library
 
 
-def counted(program: str, side: str, steps: int, requests: Path, folder: Path) -> tuple[list[int], int]:
-    """Return the instructions of the training thread in each step, and the calls of a step (0 without recorder)."""
-    out = folder / re.sub(r"\W+", "-", f"{program}-{side}")
+class Counted(NamedTuple):
+    """What one process counts."""
+
+    steps: list[int]
+    """Instructions of the training thread in each step."""
+    calls: int
+    """Calls of a step; 0 without recorder."""
+
+
+def counted(case: tuple[str, str], number: int, *, steps: int, requests: Path, folder: Path) -> Counted:
+    """Run a process of a side."""
+    program, side = case
+    out = folder / re.sub(r"\W+", "-", f"{program}-{side}-{number}")
     child = ["--child", program, side, "--steps", str(steps), "--requests", str(requests)]
     result = subprocess.run(
         [
             "valgrind", "--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes",
             f"--callgrind-out-file={out}", sys.executable, __file__, *child,
         ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "DS_ACCELERATOR": "cpu"},
+        env={
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "DS_ACCELERATOR": "cpu",
+            "MOVES_MEMORY": "." * 512 * (number * len(ALL_SIDES) + ALL_SIDES.index(side)),
+        },
         capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     if result.returncode:
         raise RuntimeError(f"{program}, {side}: status {result.returncode}\n{result.stdout}\n{result.stderr[-4000:]}")
     calls = re.search(r"^calls (\d+)$", result.stdout, re.MULTILINE)
-    return [instructions(out, step) for step in range(steps)], int(calls[1]) if calls else 0
+    return Counted([instructions(out, step) for step in range(steps)], int(calls[1]) if calls else 0)
 
 
 def instructions(out: Path, step: int) -> int:
@@ -105,8 +126,8 @@ def instructions(out: Path, step: int) -> int:
     raise RuntimeError(f"{out}: no count of step {step}")
 
 
-def rows_of(program: str, counts: dict[tuple[str, str], tuple[list[int], int]]) -> list[Row]:
-    """Return a row for each recorder, in thousands of instructions. The control is another process without recorder.
+def rows_of(program: str, counts: Mapping[tuple[str, str], Sequence[Counted]]) -> list[Row]:
+    """Return a row for each recorder, in thousands of instructions. The control is other processes without recorder.
 
     The last row is the share of purposes: the native recorder beside itself without them.
     """
@@ -117,10 +138,10 @@ def rows_of(program: str, counts: dict[tuple[str, str], tuple[list[int], int]]) 
     ):
         if (program, baselines[0]) in WITHOUT_MARKS:
             continue
-        traced, calls = counts[program, side]
-        bare, again = (counts[program, baseline][0] for baseline in baselines)
-        triples = zip(bare, again, traced, strict=True)
-        rounds = [Round(*(number / 1000 for number in triple)) for triple in triples]
+        of_sides = [counts[program, which] for which in (*baselines, side)]
+        steps = ([number / 1000 for process in processes for number in process.steps] for processes in of_sides)
+        rounds = [Round(*triple) for triple in zip(*steps, strict=True)]
+        calls = of_sides[-1][0].calls
         rows.append(compared(f"step of {program}, {calls} calls", name, "thousand instructions", rounds))
     return rows
 
