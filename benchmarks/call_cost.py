@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import runpy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,9 @@ import sides
 import torch
 import torch.distributed as dist
 from measuring import Row
+
+from commtrace.hooks import purposes
+from commtrace.schema import Purpose
 
 
 def main() -> None:
@@ -41,6 +45,7 @@ def on_fake(options: argparse.Namespace) -> list[Row]:
     switches = {**sides.commtrace_sides(), **sides.summary_sides(), **sides.torch_sides()}
     rows = measure(case, switches, all_reduce, options.fake_calls, options, warm=options.fake_calls)
     rows += through_mappings(options)
+    rows += with_purpose(all_reduce, options)
     for times in sorted({min(200, options.fake_calls), options.fake_calls}):
         rows += with_deepspeed(case, times, options)
     return rows
@@ -66,17 +71,41 @@ def reduce(tensor):
 
 
 def through_mappings(options: argparse.Namespace) -> list[Row]:
-    """Measure the cost of recording the caller beside the call site, as in `mpu/mappings.py`; both sides are traced."""
-    amount = groups.Amount(options.fake_calls, options.pairs, options.settle, options.fake_calls)
-    rows: list[Row] = []
+    """Measure the cost of recording the caller beside the call site, as in `mpu/mappings.py`."""
     with tempfile.TemporaryDirectory() as directory:
         reduce = [reduce_of(Path(directory) / "megatron" / "mpu" / name) for name in ("sums.py", "mappings.py")]
         plain, mapping = (partial(function, torch.ones(1024)) for function in reduce)
-        for name, switch in sides.commtrace_sides().items():
-            if options.only in name and "with call sites" in name:
-                case = "all_reduce through mpu/mappings.py, beside another file"
-                rows.append(groups.Comparison(case, name, switch, plain, mapping, base=switch).microseconds(amount))
-    return rows
+        return beside("all_reduce through mpu/mappings.py, beside another file", plain, mapping, options)
+
+
+def with_purpose(all_reduce: Callable[[], object], options: argparse.Namespace) -> list[Row]:
+    """Measure the cost of recording a purpose, and of it with the mark that a hook makes for a single call."""
+    marked = purposes.marking(Purpose.GRADIENTS)(all_reduce)
+    rows = beside("all_reduce with a purpose, beside without", all_reduce, all_reduce, options, within_mark)
+    return rows + beside("all_reduce in a marked function, beside another", all_reduce, marked, options)
+
+
+@contextmanager
+def within_mark(switch: sides.Switch) -> Iterator[None]:
+    """Switch on, and mark all calls."""
+    with switch(), purposes.Marked(purposes.GRADIENTS):
+        yield
+
+
+def beside(
+    case: str,
+    plain: Callable[[], object],
+    other: Callable[[], object],
+    options: argparse.Namespace,
+    around: Callable[[sides.Switch], AbstractContextManager[object]] = lambda switch: switch(),
+) -> list[Row]:
+    """Return the cost of a call beside a plain one, both traced; what is `around` the switch is for that call only."""
+    amount = groups.Amount(options.fake_calls, options.pairs, options.settle, options.fake_calls)
+    return [
+        groups.Comparison(case, name, partial(around, switch), plain, other, base=switch).microseconds(amount)
+        for name, switch in sides.commtrace_sides().items()
+        if options.only in name and "with call sites" in name
+    ]
 
 
 def reduce_of(path: Path) -> Callable[[torch.Tensor], object]:
