@@ -27,7 +27,7 @@ from .table_specs import shared_columns as shared
 from .table_specs.equivalent_ranks import ALIKE
 from .table_specs.spec import TableSpec, bytes_column, count, ratio, word_column
 
-MAX_RANKS: Final = 16
+SHOWN_RANKS: Final = 16
 """Ranks shown one by one."""
 
 _BY_PAYLOAD: Final = "A row per {}, the largest payload first."
@@ -192,10 +192,10 @@ def _show_ranks(report: Report) -> Iterator[Block]:
         yield Paragraph(f"All {len(table):,} recorded ranks are identical: {calls} and a payload of {payload} each.")
         return
     rows = report.rows(RANKS)
-    if len(table) <= MAX_RANKS or ALIKE in rows:
+    if len(table) <= SHOWN_RANKS or ALIKE in rows:
         yield ShownTable(RANKS, rows)
         return
-    half = MAX_RANKS // 2
+    half = SHOWN_RANKS // 2
     ordered = table.sort_values("payload_bytes", kind="stable")
     yield ShownTable(RANKS, pd.concat([ordered.head(half), ordered.tail(half)]))
     yield Paragraph(f"The {half} ranks with the least payload and the {half} with the most, of {len(table):,}.")

@@ -126,14 +126,6 @@ def _calls_by_step(prediction: Prediction, steps: Array) -> tuple[list[tuple[Exp
 # ---- the job of a process --------------------------------------------------------------------------------------------
 
 
-def captured_job(process: Process) -> Mapping[str, Any]:
-    """Return the job row of a process. Raise NotPredictedError unless it trained one model."""
-    jobs = [*process.tables.jobs.values()]
-    if len(jobs) != 1:
-        raise NotPredictedError(f"the process trained {len(jobs)} models" if jobs else "no job was captured")
-    return jobs[0]
-
-
 def versions_of(process: Process) -> Mapping[str, Any]:
     """Return the versions of libraries in a process, by name."""
     known = process.tables.process.get("versions")

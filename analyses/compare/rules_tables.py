@@ -16,13 +16,14 @@ from commtrace.analyses.table_specs.spec import TableSpec
 from commtrace.reading.process_reader import Process
 from commtrace.schema import Purpose
 from commtrace.theory import ExpectedCall, NotPredictedError, Prediction
+from commtrace.theory.job import only_job
 from commtrace.theory.rules.registry import other_versions
 
 from .call_keys import CellKey
 from .causes import UNEXPLAINED
 from .compared_ranks import Comparison, EqualRanks
 from .own_calls import ACTIVITY_NAMES, EVALUATION, is_activity, is_own
-from .rules_run import ExpectedRun, ExpectedSteps, RuledStep, captured_job, versions_of
+from .rules_run import ExpectedRun, ExpectedSteps, RuledStep, versions_of
 from .run_calls import RankCalls, RunCalls, StepCalls
 from .step_differences import ComparedStep
 from .step_pairs import StepPairs
@@ -75,7 +76,7 @@ class RuleComparison:
         versions = versions_of(process)
         summary: _Row = {"rank": process.rank, "other_versions": other_versions(versions)}
         try:
-            job = captured_job(process) if given_job is None else given_job
+            job = only_job([*process.tables.jobs.values()]) if given_job is None else given_job
             expected = self._expected.of({**job, "versions": versions})
             if problem:
                 raise NotPredictedError(problem)

@@ -14,7 +14,7 @@ from commtrace.formatting import MAX_SINGLE, format_duration, is_known
 from . import style
 from .style import finish, in_order, label, numbered_rows, span_bars, time_scale
 
-MAX_RANKS: Final = 64
+SHOWN_RANKS: Final = 64
 """Maximum number of rows of a critical path: the ranks with the largest part of it."""
 MAX_ROWS: Final = 48
 MAX_COLUMNS: Final = 160
@@ -64,7 +64,7 @@ def _range(numbers: pd.Index[Any]) -> str:
 def critical_path(table: pd.DataFrame) -> go.Figure:
     """Draw `critical_path` of the slowest step: a row per rank that it goes through."""
     path = table.loc[table["which"] == "slowest"]
-    on_path = path.groupby("rank")["ns"].sum().nlargest(MAX_RANKS)
+    on_path = path.groupby("rank")["ns"].sum().nlargest(SHOWN_RANKS)
     ranks = sorted(on_path.index)
     path = path.loc[path["rank"].isin(ranks)]
     place = {rank: number for number, rank in enumerate(ranks)}

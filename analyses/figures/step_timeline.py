@@ -17,13 +17,13 @@ from .style import finish, in_order, label, numbered_rows, operation_style, span
 MAX_BARS: Final = 3000
 """If there are more calls, neighbours of one operation are drawn as one bar."""
 
-MAX_RANKS: Final = 16
+SHOWN_RANKS: Final = 16
 
 
 def timeline(table: pd.DataFrame) -> go.Figure:
-    """Draw the calls of `timeline` over time: a row per rank, up to MAX_RANKS, and within it one per operation."""
+    """Draw the calls of `timeline` over time: a row per rank, up to SHOWN_RANKS, and within it one per operation."""
     every_rank = sorted(table["rank"].unique())
-    ranks = every_rank[:MAX_RANKS]
+    ranks = every_rank[:SHOWN_RANKS]
     spans = _spans(table.loc[table["rank"].isin(ranks)])
     operations = in_order(spans["op"])
     scale = time_scale(spans["end"])

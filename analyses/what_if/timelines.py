@@ -19,11 +19,11 @@ from .recorded_graph import Part, Replay
 
 BEFORE, AFTER = "as recorded", "changed"
 COMPUTATION: Final = "computation"
-MAX_RANKS: Final = 8
+SHOWN_RANKS: Final = 8
 """Ranks that are shown: the first ones."""
 
 STEP_TIMELINES: Final = TableSpec("step_timelines", "A step before and after",
-    f"A row per computation and transfer of the first {MAX_RANKS} ranks; waits are the time between.", (
+    f"A row per computation and transfer of the first {SHOWN_RANKS} ranks; waits are the time between.", (
     word_column("state", "state", f'"{BEFORE}" or "{AFTER}".'),
     count("step", "step", "Number of the step."),
     count("rank", "rank", "Rank."),
@@ -53,7 +53,7 @@ def _rows(run: ReplayedRun, delays: Array, step: int) -> pd.DataFrame:
     begin, end = (ends[step - 1] if step else replay.begin_ns), ends[step]
     edges, from_ns, to_ns = _intervals(replay, times, delays)
     process = replay.process[edges]
-    kept = (to_ns > begin) & (from_ns < end) & (process < MAX_RANKS)
+    kept = (to_ns > begin) & (from_ns < end) & (process < SHOWN_RANKS)
     edges, from_ns, to_ns = edges[kept], np.maximum(from_ns[kept], begin), np.minimum(to_ns[kept], end)
     is_computation, call = replay.part[edges] == Part.COMPUTATION, replay.call[edges]
     return pd.DataFrame({

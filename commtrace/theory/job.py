@@ -43,6 +43,17 @@ def reading_job() -> Iterator[None]:
         raise NotPredictedError(f"the job in the log cannot be read ({type(error).__name__}: {error})") from error
 
 
+def only_job(rows: Sequence[Item]) -> Item:
+    """Return the job of a process from its rows of the log's `job` table, or from what was read of them.
+
+    Raises:
+        NotPredictedError: It trained no model that was captured, or several.
+    """
+    if len(rows) != 1:
+        raise NotPredictedError(f"the process trained {len(rows)} models" if rows else "no job was captured")
+    return rows[0]
+
+
 def refuse(*reasons: tuple[object, str]) -> None:
     """Raise NotPredictedError with the first reason whose condition holds."""
     for is_refused, reason in reasons:

@@ -16,7 +16,7 @@ from commtrace.job_row import JobRow, ScheduledStageRow
 from commtrace.schema import Purpose
 
 from .expected_calls import ExpectedCall
-from .job import Job, NotPredictedError, reading_job
+from .job import Job, NotPredictedError, only_job, reading_job
 from .rules.schemes import predict_parameters
 from .rules.torch import fsdp
 
@@ -84,11 +84,10 @@ def purpose_forms(rows: Sequence[Mapping[str, Any]]) -> list[PurposeForm]:
     with reading_job():
         if jobs and all(job.row.source == "fsdp" for job in jobs):
             return [*_of_units(jobs)]
-        if len(jobs) != 1:
-            raise NotPredictedError(f"the process trained {len(jobs)} models" if jobs else "no job was captured")
-        if jobs[0].row.source == "dtensor":
+        job = only_job(jobs)
+        if job.row.source == "dtensor":
             return []  # the sizes of activations are not in the job
-        return [*_of_rules(jobs[0])]
+        return [*_of_rules(job)]
 
 
 def stage_forms(rows: Iterable[Mapping[str, Any]]) -> list[PurposeForm]:
