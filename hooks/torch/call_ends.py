@@ -68,20 +68,26 @@ class Works:
                 self._recorder.ended(call, t_wait, t_end, Clock.WAIT)
             else:
                 self._recorder.unobservable(call, t_wait)
-        if pending.cost:
-            self._recorder.counters.note_cost(pending.cost + now() - t_end, sampled=True, first=pending.first)
+        self._note_cost(pending, now() - t_end)
 
     def polled(self, pending: PendingWork, t_end: int) -> None:
         """Record the end of these calls after a poll has shown that the Work is complete."""
         if pending.on_host and self._take(pending):
             for call in pending.calls:
                 self._recorder.ended(call, 0, t_end, Clock.TEST)
+            self._note_cost(pending, now() - t_end)
 
     def failed(self, pending: PendingWork) -> None:
         """Record that these calls failed after a wait has raised an exception."""
         if self._take(pending):
             for call in pending.calls:
                 self._recorder.failed(call)
+            self._note_cost(pending)
+
+    def _note_cost(self, pending: PendingWork, ns: int = 0) -> None:
+        """Count the cost of calls that have ended, if it was sampled; `ns`: that of their end."""
+        if pending.cost:
+            self._recorder.counters.note_cost(pending.cost + ns, sampled=True, first=pending.first)
 
     def _take(self, pending: PendingWork) -> bool:
         if self._pending.get(pending.key) is not pending:
@@ -100,8 +106,7 @@ class Works:
             return  # in a forked child, or the calls have ended, or the log is closed
         for call in pending.calls:
             self._recorder.unobservable(call)
-        if pending.cost:
-            self._recorder.counters.note_cost(pending.cost, sampled=True, first=pending.first)
+        self._note_cost(pending)
 
     def release(self) -> None:
         """Drop Works whose callers have had time to take them. Called by the drain thread.
