@@ -16,6 +16,16 @@ from .interrupts import reraise_if_from_signal_handler
 COST_SAMPLES: Final = 1024
 
 
+def is_sampled(slot: int) -> bool:
+    """Return whether the cost of the call in a slot is measured: one of sixteen, at a varying position.
+
+    At a fixed one, it would always be the same call in a program whose steps make a multiple of 16 calls. C++ recorders
+    have the same rule (`in_sample` in hooks/native/slots.h).
+    """
+    position = (slot >> 4) * 0x9E3779B1 >> 28
+    return (position ^ slot) & 15 == 0
+
+
 class Counters:
     """The counters of one recorder.
 
@@ -59,7 +69,7 @@ class Counters:
         """Count the cost of recording one call.
 
         Args:
-            ns: Processor time of the program's thread in the hook.
+            ns: Time of the program's thread in the hook.
             sampled: Whether the call is in the sample that represents all calls.
             first: Whether the call looked something up for the first time (`TableLines.lookups`).
         """

@@ -16,6 +16,7 @@ from commtrace.hooks import call_site, recorder_setup
 from commtrace.hooks.call_context import CallContext
 from commtrace.identity import RankIdentity
 from commtrace.operations import OPERATIONS, Extent
+from commtrace.recording.counters import is_sampled
 from commtrace.recording.recorder import Recorder
 from commtrace.recording.session import session
 from commtrace.schema import Clock, Flag
@@ -27,7 +28,6 @@ from .requests import PendingReceive, Requests
 from .windows import Windows
 
 now: Final = time.monotonic_ns
-SAMPLE_MASK: Final = 15  # the cost of one call in sixteen is measured
 
 _ASYNC, _COALESCED, _OBJECT, _UNEVEN = (int(flag) for flag in (Flag.ASYNC, Flag.COALESCED, Flag.OBJECT, Flag.UNEVEN))
 _PREDEFINED_OPS: Final = {name: op for name, op in vars(MPI).items() if isinstance(op, MPI.Op) and op != MPI.OP_NULL}
@@ -129,7 +129,7 @@ class MpiEntry:
     @property
     def sampled(self) -> bool:
         """Whether the cost of this call is measured."""
-        return self.records[0].slot & SAMPLE_MASK == 0
+        return is_sampled(self.records[0].slot)
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Begin to measure pickled objects, and return the arguments for the method.

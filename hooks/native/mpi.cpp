@@ -549,7 +549,7 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject*
     return nullptr;
   }
   note_success(call, place, status.get(), t_return);
-  note_cost(record.t_begin - entered + now() - t_return, (slot & 15) == 0, first);
+  note_cost(record.t_begin - entered + now() - t_return, in_sample<4, 0>(slot), first);
   return result;
 }
 

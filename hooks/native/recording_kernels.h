@@ -371,14 +371,6 @@ static void unrecorded(Recording& recording, const c10::OperatorHandle& op, Disp
 
 // ---- kernels -----------------------------------------------------------------------------------------------------------
 
-// The cost of one call in 32 is measured: the 16th of the first 32, then a varying one. At a fixed position, it would
-// always be the same call in a program whose steps make a multiple of 32 calls.
-static bool to_sample(uint32_t number) {
-  constexpr uint32_t kMask = 31, kFirst = 15, kGoldenRatio = 0x9E3779B1;
-  const uint32_t position = ((number / (kMask + 1)) * kGoldenRatio >> 27) + kFirst;
-  return (number & kMask) == (position & kMask);
-}
-
 class CallKernel : public c10::OperatorKernel {
  public:
   explicit CallKernel(const Plan& plan) : plan_(plan) {}
@@ -392,7 +384,7 @@ class CallKernel : public c10::OperatorKernel {
     if (recording == nullptr) return redispatch(op, keys, stack);
     Thread& thread = Thread::current(*recording);
     Call call{recording, plan_, {}};
-    call.sampled = to_sample(thread.calls++);
+    call.sampled = in_sample<5, 15>(thread.calls++);
     if (call.sampled) call.entered = now();
     thread.looked_up = 0;
     if (!before(call, thread, args, sample)) return unrecorded(*recording, op, keys, stack);

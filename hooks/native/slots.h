@@ -26,6 +26,16 @@ struct Handle {
   explicit operator bool() const { return bits != kNone; }
 };
 
+// Whether the cost of a call is measured, by its number: of the first 2^bits calls the one after `first`, and of as many
+// further ones one at a varying position. At a fixed one, it would always be the same call in a program whose steps make a
+// multiple of 2^bits calls.
+template <uint32_t bits, uint32_t first>
+bool in_sample(uint32_t number) {
+  constexpr uint32_t kMask = (1U << bits) - 1, kGoldenRatio = 0x9E3779B1;
+  const uint32_t position = ((number >> bits) * kGoldenRatio >> (32 - bits)) + first;
+  return ((number ^ position) & kMask) == 0;
+}
+
 // Spin lock, only for critical sections of a few stores that never block.
 class SpinLock {
  public:

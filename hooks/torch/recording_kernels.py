@@ -11,12 +11,12 @@ import torch
 from commtrace import reduce_ops
 from commtrace.hooks import recorder_setup
 from commtrace.hooks.recorder_setup import KernelBackend, count_fault
+from commtrace.recording.counters import is_sampled
 from commtrace.recording.session import session
 
 from .c10d_operators import Operator
 from .dispatcher import BELOW
 from .tracer import (
-    SAMPLE_MASK,
     TorchEntry,
     TorchTracer,
     current,
@@ -79,7 +79,7 @@ def _return(entry: TorchEntry, operator: Operator, args: Sequence[Any], result: 
     t_return = now()
     try:
         entry.returned(operator, args, result, t_return)
-        sampled = entry.slot & SAMPLE_MASK == 0
+        sampled = is_sampled(entry.slot)
         if sampled or entry.first:
             entry.cost(cost + now() - t_return, sampled)
     except Exception:

@@ -27,7 +27,6 @@ from .call_ends import Batch, Batches, PendingWork, TensorWaits, Works
 from .process_groups import TorchGroups
 
 now: Final = time.monotonic_ns
-SAMPLE_MASK: Final = 15  # the cost of one call in sixteen is measured
 
 call_context.register_autograd(torch._C._current_graph_task_id, torch.is_grad_enabled)
 _unbox_work: Final = dist.Work.unbox

@@ -9,6 +9,7 @@ import signal
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from processes import NewRecorder
 
 from commtrace.recording import ring
+from commtrace.recording.counters import is_sampled
 from commtrace.recording.log_writer import LogWriter
 from commtrace.recording.recorder import PendingCall
 from commtrace.schema import Clock, Records, State
@@ -330,6 +332,14 @@ def test_errors_of_callbacks_do_not_keep_records_from_the_disk(tmp_path: Path) -
     log = processes.read_one(tmp_path)
     assert len(log.records) == 1
     assert log.stats["hook_errors"] >= 2
+
+
+def test_a_sample_is_not_always_the_same_call_of_a_step() -> None:
+    sampled = [slot for slot in range(1 << 14) if is_sampled(slot)]
+    assert [slot >> 4 for slot in sampled] == [*range(1 << 10)]
+    counts = Counter(slot & 15 for slot in sampled)
+    assert set(counts) == {*range(16)}
+    assert max(counts.values()) < 2 * min(counts.values())
 
 
 def test_what_calls_cost(tmp_path: Path) -> None:
