@@ -5,7 +5,8 @@ memory (`untouched_memory`, `dispatch_mode`), and collectives send nothing (`col
 else is real: the program, torch, DeepSpeed, autograd, and the recording hooks. Examples and limits are in
 docs/how-to/dry-run.md.
 
-    dry_run, distinct_ranks        which ranks run; their log
+    dry_run                        the ranks of `--ranks` (without it: rank 0), and their log
+    distinct_ranks                 the search of `--ranks all-distinct`
     rank_processes                 processes of simulated ranks, and of ranks whose messages they need
     rank_messages                  small values of sends, broadcasts and scatters
     isolation/                     what the program writes does not reach the user's files

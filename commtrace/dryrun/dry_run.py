@@ -23,7 +23,7 @@ from commtrace.reading.log import Log, open_log
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.recording.recovery import recover_records
 
-from .distinct_ranks import find_distinct
+from .distinct_ranks import RankMismatchError, find_distinct
 from .isolation.policy import Writes, can_be_private, can_refuse
 from .rank_processes import CUDA_REQUIRED, DryRunRequest, RankOutcome, SimulatedJob, run_ranks
 from .simulated_log import write_simulated_log
@@ -90,7 +90,9 @@ def _dry_run(request: DryRunRequest, ranks: Sequence[int], device: str) -> None:
                 represented = _find_distinct_ranks(job, outcomes)
         except _RankFailedError as error:
             failure, output = error.args
-            raise DryRunError(f"{failure}; {_write_incomplete(job, outcomes, ranks)}{output}") from None
+            raise DryRunError(f"{failure}; {_write_incomplete(job, outcomes)}{output}") from None
+        except RankMismatchError as error:
+            raise DryRunError(f"{error}; {_write_incomplete(job, outcomes)}") from None
         log_directory = _write_logs(job, outcomes, represented)
     print(f"the log of run {run_id} is in {log_directory}")
 
@@ -317,13 +319,14 @@ def _write_logs(
     return out
 
 
-def _write_incomplete(job: SimulatedJob, outcomes: Mapping[int, RankOutcome], ranks: Sequence[int]) -> str:
+def _write_incomplete(job: SimulatedJob, outcomes: Mapping[int, RankOutcome]) -> str:
     """Write the logs of complete ranks, and of the failed one until its failure, and return a clause that says so."""
-    complete = [rank for rank in ranks if rank in outcomes and not outcomes[rank].status]
-    failed = [rank for rank, outcome in outcomes.items() if outcome.status and _has_calls(outcome)]
-    if not complete and not failed:
+    recorded = [rank for rank, outcome in sorted(outcomes.items()) if _has_calls(outcome)]
+    complete = [rank for rank in recorded if not outcomes[rank].status]
+    failed = [rank for rank in recorded if outcomes[rank].status]
+    if not recorded:
         return "no log was written"
-    directory = _write_logs(job, outcomes, dict.fromkeys((*complete, *failed), ()))
+    directory = _write_logs(job, outcomes, dict.fromkeys(recorded, ()))
     noun = "rank" if len(complete) == 1 else "ranks"
     clauses = [f"the log of {noun} {format_ranks(complete)}, finished before the failure, is in {directory}"] * bool(
         complete

@@ -1,4 +1,4 @@
-"""What the parent of the ranks does about isolation: choose how, and start each rank in it."""
+"""What the parent of the ranks says of isolation: the command that starts a rank in it, and the choices there are."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Isolation:
 
     @property
     def temporary(self) -> Path:
-        """The only directory in which a rank whose writes are refused may write."""
+        """The temporary files of a rank whose writes are refused: beside `shared`, the only place it may write to."""
         return self.folder / "temporary"
 
     def command(self, command: Sequence[str]) -> list[str]:

@@ -237,6 +237,34 @@ def test_what_was_recorded_before_a_rank_failed_is_not_lost(tmp_path: Path) -> N
 
 
 @pytest.mark.exhaustive
+def test_logs_are_kept_when_a_distinct_rank_fails(tmp_path: Path) -> None:
+    """Also of ranks that only the search for distinct ones has run."""
+    result = dry_run(tmp_path, "--world-size", "3", "--ranks", "all-distinct", "--jobs", "1", script=FAILING)
+    assert result.status == 2
+    assert "rank 2 exited with status 1; the log of ranks 0-1, finished before the failure, is in" in result.err
+    assert open_run(tmp_path / "log").events().groupby("rank").size().to_dict() == {0: 1, 1: 1, 2: 1}
+
+
+MISFIT: Final = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4 if dist.get_rank() == 6 else 3))
+"""
+"""Rank 6 of 16 differs, which only the check of ranks drawn at random sees."""
+
+
+@pytest.mark.exhaustive
+def test_logs_are_kept_when_a_rank_differs_from_the_one_that_represents_it(tmp_path: Path) -> None:
+    result = dry_run(tmp_path, "--world-size", "16", "--ranks", "all-distinct", "--jobs", "2", script=MISFIT)
+    assert result.status == 2
+    assert "rank 6 does not communicate like rank 0" in result.err
+    assert "finished before the failure, is in" in result.err
+    assert {0, 6, 8, 15} <= {process.rank for process in open_run(tmp_path / "log").processes}
+
+
+@pytest.mark.exhaustive
 def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     result = dry_run(tmp_path, "--world-size", "4", "--ranks", "3", "--timeout", "20", script=FAILING)
     assert result.status == 2
