@@ -319,9 +319,7 @@ def _perfetto_messages() -> Any:
     try:
         return import_module("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
     except ImportError:
-        raise MissingLibraryError(
-            "--format perfetto: needs the package perfetto; pip install 'commtrace[perfetto]'"
-        ) from None
+        raise MissingLibraryError.of_extra("--format perfetto", "perfetto", "perfetto") from None
 
 
 def _rows(tracks: _Lanes) -> tuple[Array, Array]:

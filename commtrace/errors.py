@@ -40,6 +40,11 @@ class OutputError(CommtraceError):
 class MissingLibraryError(CommtraceError):
     """An optional library is not installed."""
 
+    @classmethod
+    def of_extra(cls, feature: str, library: object, extra: str, alternative: str = "") -> MissingLibraryError:
+        """Return the error of a feature whose library an extra of commtrace installs; `alternative`: other help."""
+        return cls(f"{feature}: needs {library}; pip install 'commtrace[{extra}]'{alternative}")
+
 
 class ClusterError(CommtraceError):
     """A Dask cluster cannot be reached, lacks memory or workers, or has another version of commtrace."""

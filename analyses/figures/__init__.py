@@ -40,7 +40,7 @@ from commtrace.errors import MissingLibraryError
 try:
     import plotly.graph_objects as go
 except ImportError:
-    raise MissingLibraryError("figures need plotly; pip install 'commtrace[html]'") from None
+    raise MissingLibraryError.of_extra("figures", "plotly", "html") from None
 
 from .delays_and_paths import critical_path, delays
 from .expected_and_recorded import differences, expected_and_measured, waterfall, waterfall_by_role

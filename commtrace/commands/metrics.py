@@ -50,7 +50,6 @@ _NICE: Final = 10
 """Lower priority with which the command gives way to the training that started it."""
 _WRITE_SECONDS: Final = 1.0
 """Time in which records reach the log: twice the interval in which they are written."""
-_NEEDS = "needs {}; pip install 'commtrace[metrics]'"
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +169,7 @@ def _tensorboard(folder: Path) -> Iterator[Callable[[LiveRun | None], None]]:
     try:
         from tensorboard.summary import Writer
     except ImportError:
-        raise MissingLibraryError(f"--tensorboard: {_NEEDS.format('tensorboard')}") from None
+        raise MissingLibraryError.of_extra("--tensorboard", "tensorboard", "metrics") from None
     writer, written = Writer(str(folder)), -1
 
     def write(live: LiveRun | None) -> None:
@@ -197,7 +196,7 @@ def _openmetrics(arguments: argparse.Namespace) -> Iterator[Callable[[LiveRun | 
         from prometheus_client import CollectorRegistry, make_wsgi_app
         from prometheus_client.openmetrics.exposition import generate_latest
     except ImportError:
-        raise MissingLibraryError(f"--openmetrics: {_NEEDS.format('prometheus-client')}") from None
+        raise MissingLibraryError.of_extra("--openmetrics", "prometheus-client", "metrics") from None
     families: list[Any] = []
 
     class Present:

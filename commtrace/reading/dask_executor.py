@@ -103,7 +103,7 @@ def _import_distributed() -> Any:
     try:
         return import_module("distributed")
     except ImportError:
-        raise MissingLibraryError("--dask: needs distributed; pip install 'commtrace[dask]'") from None
+        raise MissingLibraryError.of_extra("--dask", "distributed", "dask") from None
 
 
 class DaskExecutor(Executor):

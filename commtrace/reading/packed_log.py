@@ -65,8 +65,7 @@ def import_parquet(feature: str, alternative: str = "") -> tuple[Any, Any]:
     try:
         return import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
-        message = f"{feature}: needs pyarrow; pip install 'commtrace[parquet]'{alternative}"
-        raise MissingLibraryError(message) from None
+        raise MissingLibraryError.of_extra(feature, "pyarrow", "parquet", alternative) from None
 
 
 class UnreadableFileError(LogError):

@@ -18,7 +18,7 @@ try:
     import markupsafe
     from plotly.offline import get_plotlyjs
 except ImportError as error:
-    raise MissingLibraryError(f"--html: needs {error.name}; pip install 'commtrace[html]'") from None
+    raise MissingLibraryError.of_extra("--html", error.name, "html") from None
 
 
 @dataclass(frozen=True)

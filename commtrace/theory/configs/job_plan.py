@@ -78,9 +78,7 @@ def _read(name: str) -> Mapping[str, Any]:
 
             from .gpt_neox.yaml_files import find_file, read_file
         except ImportError as error:
-            raise MissingLibraryError(
-                f"{name}: GPT-NeoX's YAML needs {error.name}; pip install 'commtrace[theory]'"
-            ) from error
+            raise MissingLibraryError.of_extra(f"{name}, YAML of GPT-NeoX", error.name, "theory") from error
         return {key: setting.value for key, setting in read_file(find_file(name)).items()}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
