@@ -247,7 +247,7 @@ def _compare(step: StepCalls, process_forms: _Forms, routing: Routing) -> tuple[
     """Return the volumes of a step by place and by purpose, beside closed forms."""
     places: _Volumes = defaultdict(_Volume)
     for calls in step.calls:
-        if calls.key.phase != "evaluation":
+        if calls.key.phase != EVALUATION:
             volume = places[_Key(calls.purpose, calls.key.role, calls.key.op, calls.place)]
             volume.calls += calls.calls
             volume.size += calls.bytes

@@ -1,6 +1,6 @@
 """Drain thread: moves finished records from the ring to the log, every 500 ms and at the end.
 
-Only this thread writes to the file system, so that no call of the program ever waits for it.
+Only this thread writes to the log directory, so that no call of the program ever waits for it.
 """
 
 from __future__ import annotations
