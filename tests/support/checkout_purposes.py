@@ -182,6 +182,9 @@ _REQUESTED: Final = {
 _FULL_STATE: Final = {"distributed tensors outside of the model": f"all_gather {3 * _PARAMETERS}"}
 """Each parameter and both of its moments, gathered by `full_tensor` to be saved."""
 _DISTRIBUTED: Final = {"parameters distributed at start": f"scatter {3 * _PARAMETERS}"}
+_NO_STYLES: Final = "no rules for parallelize_module"
+_ROWWISE: Final = {"parameters distributed at start": "broadcast 1, scatter 3"}
+"""Two layers: only the bias of the second one is on all ranks."""
 
 _EXAMPLES: Final[Mapping[str, Program]] = {
     _FSDP2: Program("pytorch/examples, FSDP2", 10, {**_TRAINED, **_FULL_STATE}),
@@ -201,6 +204,41 @@ _EXAMPLES: Final[Mapping[str, Program]] = {
         {**_REQUESTED, **_FULL_STATE, **_DISTRIBUTED},
     ),
     f"{_FSDP2} resume": Program("pytorch/examples, FSDP2, resumed", 10, {**_TRAINED, **_FULL_STATE, **_DISTRIBUTED}),
+    # The gradient of the input is not needed.
+    "pytorch_examples.py tensor_parallelism/tensor_parallel_example.py": Program(
+        "pytorch/examples, tensor",
+        10,
+        {**_ROWWISE, "activations": "all_reduce 10"},
+        "tensor",
+        ranks=4,
+        rules=3,
+        miss=_NO_STYLES,
+    ),
+    "pytorch_examples.py tensor_parallelism/sequence_parallel_example.py": Program(
+        "pytorch/examples, tensor and sequence",
+        10,
+        {**_ROWWISE, "activations": "all_gather 10, reduce_scatter 10", "activation gradients": "all_gather 10"},
+        "tensor",
+        ranks=4,
+        rules=3,
+        miss=_NO_STYLES,
+    ),
+    # Two layers, and one unit of FSDP2. The head's outputs are gathered. Norms have sharded inputs.
+    "pytorch_examples.py tensor_parallelism/fsdp_tp_example.py": Program(
+        "pytorch/examples, tensor and FSDP2",
+        10,
+        {
+            "parameters distributed at start": f"scatter {2 * 7 + 2}",
+            "activations": f"all_gather {10 * (2 * 2 + 2)}, reduce_scatter {10 * (2 * 2 + 1)}",
+            "activation gradients": f"all_gather {10 * (2 * 2 + 1)}, reduce_scatter {10 * (2 * 2 + 1)}",
+            "parameters gathered for forward": "all_gather 10",
+            "gradients reduced": f"all_reduce {10 * (2 * 2 + 1)}, reduce_scatter 10",
+        },
+        "data tensor",
+        ranks=4,
+        rules=3,
+        miss=_NO_STYLES,
+    ),
 }
 
 # ---- picotron: four steps of two micro-batches of a Llama with two layers, a checkpoint ------------------------------
