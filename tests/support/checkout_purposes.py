@@ -247,7 +247,8 @@ _PICOTRON: Final = "picotron_train.py"
 _NO_HOOKS: Final = "no rules; picotron has no hooks and names no dimension: its calls are the program's own, in `world`"
 _STARTED: Final = {"objects exchanged": "broadcast 4"}  # tokenizer and configuration: sizes and contents
 # The numbers of parameters, and in each step a bucket of gradients, and the loss.
-_REDUCED: Final = {**_STARTED, "the program's own": f"all_reduce {1 + 4 * 2}, barrier 6"}
+_BUCKETS_AND_LOSSES: Final = f"all_reduce {1 + 4 * 2}, barrier 6"
+_REDUCED: Final = {**_STARTED, "the program's own": _BUCKETS_AND_LOSSES}
 
 _PICOTRON_PROGRAMS: Final[Mapping[str, Program]] = {
     f"{_PICOTRON} 1 1 1 2": Program(
@@ -287,6 +288,17 @@ _PICOTRON_PROGRAMS: Final[Mapping[str, Program]] = {
         "world",
         rules=3,
         miss=_NO_HOOKS,
+    ),
+    # Keys and values go around a ring of two ranks, in 4 steps of 2 micro-batches through 2 layers: once in forward
+    # and in backward, and their gradients twice.
+    f"{_PICOTRON} 1 2 1 2": Program(
+        "picotron, context and data",
+        4,
+        {**_STARTED, "the program's own": f"{_BUCKETS_AND_LOSSES}, recv {16 * (2 + 2 + 4)}, send {16 * (2 + 2 + 4)}"},
+        "unknown world",
+        ranks=4,
+        rules=3,
+        miss=f"{_NO_HOOKS}, or in `unknown` if they are among two of the four ranks",
     ),
 }
 
