@@ -107,6 +107,19 @@ _TITAN: Final[Mapping[str, Program]] = {
     f"{_LLAMA} --parallelism.fsdp_reshard_after_forward never": Program(
         "torchtitan, FSDP2, never resharded", 3, {**_sharded(backward=1), **_saved()}, rules=3, miss=_LOSS_IN_CHUNKS
     ),
+    # Gradients are summed over the ranks that have the same shard, too.
+    f"{_LLAMA} --parallelism.data_parallel_replicate_degree 2": Program(
+        "torchtitan, HSDP",
+        3,
+        {
+            **_sharded(),
+            "gradients reduced": f"all_reduce {3 * (_UNITS + 1)}, reduce_scatter {3 * (_UNITS + 1)}",
+            **_saved(),
+        },
+        ranks=4,
+        rules=3,
+        miss=_LOSS_IN_CHUNKS,
+    ),
     # Eight layers, and one unit of the embedding, the norm and the head, whose weight is the embedding's.
     "titan.py --module qwen3 --config qwen3_debugmodel": Program(
         "torchtitan, Qwen3 with FSDP2",
@@ -129,6 +142,24 @@ _TITAN: Final[Mapping[str, Program]] = {
         3,
         {**_staged(stages=4), **_saved()},
         "pipeline",
+        rules=3,
+        miss=_NO_PIPELINES,
+    ),
+    # Of the first stage: the embedding and three layers, gathered once a step, and to agree on shapes. The norm is
+    # reduced over shards, then over stages.
+    f"{_STAGES} 1F1B --parallelism.data_parallel_shard_degree 2": Program(
+        "torchtitan, 1F1B and FSDP2",
+        3,
+        {
+            **_staged(),
+            "parameters gathered for forward": f"all_gather {4 * (1 + 3)}",
+            "gradients reduced": f"reduce_scatter {4 * 3}",
+            "gradient norm": f"all_reduce {2 * 3}",
+            "metrics": f"all_reduce {4 * 3}",
+            **_saved(),
+        },
+        "data pipeline world",
+        ranks=4,
         rules=3,
         miss=_NO_PIPELINES,
     ),
