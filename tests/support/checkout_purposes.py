@@ -86,6 +86,30 @@ def _staged(steps: int = 3, stages: int = 2) -> dict[str, str]:
     }
 
 
+def _split_and_routed(steps: int = 3) -> dict[str, str]:
+    """Return the calls of `_split` and `_routed` together, with full checkpointing: experts have units of their own."""
+    layers, units = _LAYERS - 1, _UNITS + _LAYERS - 1
+    tokens = f"all_to_all {steps * layers}"
+    split = _split(gathered=2 * _LAYERS, scattered=2 * _LAYERS, steps=steps)
+    summed = 2 * _LAYERS + 1 + 2 * _LAYERS + layers  # norms, the latents' projections and norms, routers
+    return {
+        **split,
+        **_sharded(steps, units, units),
+        # Routers take a local tensor, whose gradient is summed.
+        "activation gradients": f"all_gather {steps * (2 * _LAYERS + 1)}, all_reduce {steps * layers}, "
+        f"reduce_scatter {steps * 2 * _LAYERS}",
+        "activations recomputed": f"all_gather {steps * 2 * _LAYERS}, all_to_all {steps * 3 * layers}, "
+        f"reduce_scatter {steps * 2 * _LAYERS}",
+        "gradients reduced": f"all_reduce {steps * summed}, reduce_scatter {steps * (units + 1)}",
+        "gradient norm": f"all_reduce {4 * steps}",  # over both dimensions of the experts and of the others
+        "metrics": split["metrics"],
+        "numbers of tokens of experts": tokens,
+        "tokens dispatched to experts": tokens,
+        "tokens combined from experts": tokens,
+        "gradients of tokens of experts": f"all_to_all {2 * steps * layers}",
+    }
+
+
 def _routed(steps: int = 3) -> dict[str, str]:
     """Return the calls of five layers with experts; selective checkpointing keeps what was received."""
     layers = _LAYERS - 1
@@ -186,6 +210,15 @@ _TITAN: Final[Mapping[str, Program]] = {
         2,
         {**_routed(2), **_LOADED, **_saved(all_reduce="2")},
         "data expert world",
+        rules=3,
+        miss="no rules for experts",
+    ),
+    f"{_EXPERTS} full --parallelism.tensor_parallel_degree 2": Program(
+        "torchtitan, DeepSeek-V3 with experts and tensor",
+        3,
+        {**_split_and_routed(), **_saved(all_reduce="3")},
+        "data expert tensor world",
+        ranks=4,
         rules=3,
         miss="no rules for experts",
     ),
