@@ -53,16 +53,18 @@ def _sharded(steps: int = 3, units: int = _UNITS, backward: int = _UNITS) -> dic
     }
 
 
-def _split(gathered: int, scattered: int = 0, steps: int = 3) -> dict[str, str]:
+def _split(gathered: int = 0, scattered: int = 0, steps: int = 3) -> dict[str, str]:
     """Return the calls of FSDP2 with tensor and sequence parallelism, and those that recompute activations."""
     both = 2 * _LAYERS
-    recomputed = [f"{op} {steps * number}" for op, number in (("all_gather", gathered), ("reduce_scatter", scattered))]
+    recomputed = [
+        f"{op} {steps * number}" for op, number in (("all_gather", gathered), ("reduce_scatter", scattered)) if number
+    ]
     return {
+        **({"activations recomputed": ", ".join(recomputed)} if recomputed else {}),
         **_sharded(steps),
         "parameters distributed at start": "broadcast 1",
         "activations": f"all_gather {steps * both}, reduce_scatter {steps * (both + 1)}",
         "activation gradients": f"all_gather {steps * (both + 1)}, reduce_scatter {steps * both}",
-        "activations recomputed": ", ".join(text for text in recomputed if not text.endswith(" 0")),
         # Norms have sharded inputs.
         "gradients reduced": f"all_reduce {steps * (both + 1)}, reduce_scatter {steps * (_UNITS + 1)}",
         "gradient norm": f"all_reduce {2 * steps}",
@@ -191,6 +193,24 @@ _TITAN: Final[Mapping[str, Program]] = {
         "torchtitan, tensor and FSDP2, selective checkpointing",
         3,
         {**_split(gathered=2 * _LAYERS), **_saved()},
+        "data tensor world",
+        ranks=4,
+        rules=3,
+        miss=_OWN_STYLES,
+    ),
+    f"{_SPLIT} full": Program(
+        "torchtitan, tensor and FSDP2, full checkpointing",
+        3,
+        {**_split(gathered=2 * _LAYERS, scattered=2 * _LAYERS), **_saved()},
+        "data tensor world",
+        ranks=4,
+        rules=3,
+        miss=_OWN_STYLES,
+    ),
+    f"{_SPLIT} none": Program(
+        "torchtitan, tensor and FSDP2, no checkpointing",
+        3,
+        {**_split(), **_saved()},
         "data tensor world",
         ranks=4,
         rules=3,
