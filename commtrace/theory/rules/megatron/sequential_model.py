@@ -22,13 +22,20 @@ _KNOWN_MODULES: Final = {
 
 @rule("megatron.model.utils.SequentialWrapper.forward; megatron.model.gpt2_model.GPT2ModelPipe.to_sequential", GPT_NEOX)
 def executed_model(job: Job) -> ModuleNode:
-    """Return the model with its layers, which it calls itself, as children. A tied head has the embedding's weight."""
-    names, positions = [_name(job, child) for child in job.root.children], job.model.pos_emb
+    """Return the model with its layers, which it calls itself, as children. A tied head has the embedding's weight.
+
+    The module `sequential`, whose layers they are, is not called. Logs may list it as idle, and it is no node then.
+    """
+    layers, positions = job.root.children, job.model.pos_emb
+    if [_name(job, child) for child in layers] == ["sequential"]:
+        layers = layers[0].children
+    names = [job.row.modules[layer.number].name for layer in layers]
+    is_other = len(names) < 2 or not all(name.startswith("sequential.") for name in names)
     refuse(
-        (names != ["sequential"], "the modules in the log are not those of GPT-NeoX"),
+        (is_other, "the modules in the log are not those of GPT-NeoX"),
         (positions not in _POSITIONS, f"GPT-NeoX under ZeRO-3 with {positions} positions has no rules yet"),
     )
-    first, *others, last = (executed_module(job, layer) for layer in job.root.children[0].children)
+    first, *others, last = (executed_module(job, layer) for layer in layers)
     if not job.model.no_weight_tying:
         last = replace(last, parameters=first.children[0].parameters)
     return replace(job.root, children=(first, *others, last))
