@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from commtrace.current_step import progress
+from commtrace.hooks import purposes
 from commtrace.hooks.marked_sources import imported
 from commtrace.hooks.recorder_setup import guard
 from commtrace.hooks.torch import training as torch_training
@@ -26,7 +27,7 @@ from commtrace.hooks.torch.passes import Passes
 from commtrace.hooks.torch.recording_kernels import kernel_for
 from commtrace.job_row import PassRow
 from commtrace.patching import Patches, around
-from commtrace.schema import Phase
+from commtrace.schema import Phase, Purpose
 
 from . import engine_job, expert_layers, parameter_states, purpose_sources
 from .pipeline_job import note_dtypes
@@ -60,6 +61,7 @@ _OPTIMIZERS = (
     ("fp16.unfused_optimizer", "FP16_UnfusedOptimizer"),
 )
 """Optimizers that an engine makes around the program's own."""
+_SET_UP = purposes.number(Purpose.PIPELINE_SET_UP)
 _stepping: list[Any] = []
 """The engine, or the optimizer, that takes a step."""
 
@@ -93,14 +95,19 @@ uninstall = _patches.undo
 
 
 def _init_of(engine: type) -> Callable[..., Any]:
-    """Return the wrapper of an engine's constructor, which adds the engine."""
+    """Return the wrapper of an engine's constructor, which adds the engine.
+
+    PipelineEngine.__init__ calls DeepSpeedEngine.__init__ first, when the stages are not known yet, and then counts the
+    parameters of all stages and connects them.
+    """
 
     @around
     def init(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
-        with progress.marked(Phase.INIT), torch_training.steps.suspended():
+        with progress.marked(Phase.INIT), torch_training.steps.suspended(), purposes.Marked(purposes.current()):
             original(self, *args, **kwargs)
-        # PipelineEngine.__init__ calls DeepSpeedEngine.__init__ first, when the stages are not known yet.
-        if engine is PipelineEngine or not isinstance(self, PipelineEngine):
+        if engine is DeepSpeedEngine and isinstance(self, PipelineEngine):
+            purposes.mark(_SET_UP)  # until PipelineEngine.__init__ ends
+        else:
             torch_training.steps.engine_marks_steps = True
             engine_job.arguments[self] = kwargs.get("args", args[0] if args else None)
             _engines.add(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import groupby
 
 import pytest
@@ -208,6 +209,14 @@ def test_messages_between_stages_are_the_pipeline_s(rank: int, ran: list[Ran]) -
     assert (row["role"], groups[row["group"]]) == ("pipeline", ("0-1", "default_pg"))
     calls = [call for call in ran[rank].section("pipeline step 0", "evaluation") if call.op in ("send", "recv")]
     assert {call.group["id"] for call in calls} == {row["group"]}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_sets_up_the_stages_has_that_purpose(rank: int, ran: list[Ran]) -> None:
+    """The numbers of parameters of all stages, and the message that connects two neighbours."""
+    marked = [call for call in ran[rank].log.calls if call.purpose.get("name") == Purpose.PIPELINE_SET_UP.value]
+    assert Counter(call.op for call in marked) == {"all_reduce": 1, ("send", "recv")[rank]: 1}
+    assert {call.phase for call in marked} == {Phase.INIT}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
