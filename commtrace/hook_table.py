@@ -38,6 +38,7 @@ HOOKS = {
     "lightning.fabric.fabric": "commtrace.hooks.frameworks.lightning",
     "lightning_fabric.fabric": "commtrace.hooks.frameworks.lightning",
     "torchmetrics.metric": "commtrace.hooks.frameworks.lightning",
+    "picotron.process_group_manager": "commtrace.hooks.frameworks.picotron",
     "megatron.core.parallel_state": "commtrace.hooks.megatron.core_groups",
     "megatron.core.optimizer.optimizer": "commtrace.hooks.megatron.core_optimizer",
     "megatron.core.pipeline_parallel.schedules": "commtrace.hooks.megatron.core_schedules",

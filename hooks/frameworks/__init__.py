@@ -1,4 +1,4 @@
-"""Hooks of frameworks that train with torch or DeepSpeed. They only mark purposes: the calls are torch's.
+"""Hooks of frameworks that train with torch or DeepSpeed: purposes, and roles of groups. The calls are torch's.
 
-accelerate, transformers, lightning
+accelerate, transformers, lightning, picotron
 """

@@ -16,17 +16,18 @@ from .tracer import TorchTracer
 
 
 class Registry:
-    """Hook for a module that makes all groups in one function and keeps them in globals."""
+    """Hook for a module that makes all groups in one function and keeps them in globals, or in one object."""
 
-    def __init__(self, module: str, maker: str, roles: Mapping[str, str]) -> None:
+    def __init__(self, module: str, maker: str, roles: Mapping[str, str], holder: str = "") -> None:
         """Describe a module.
 
         Args:
             module: Its dotted name.
             maker: Name of the function that makes the groups.
             roles: Name of a global -> role. A global may hold a group, a list or dict of groups, or None.
+            holder: A global whose attributes these are instead; "": none.
         """
-        self._name, self._maker, self._roles = module, maker, roles
+        self._name, self._maker, self._roles, self._holder = module, maker, roles, holder
         self._patches = Patches()
         self.install = self._patches.installer(self._install)
         self.uninstall = self._patches.undo
@@ -45,7 +46,10 @@ class Registry:
 
     def _groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
         """Yield the groups that exist, with the name of their global."""
-        variables = vars(sys.modules[self._name]) if self._name in sys.modules else {}
+        owner: Any = sys.modules.get(self._name)
+        if self._holder:
+            owner = getattr(owner, self._holder, None)
+        variables = vars(owner) if owner is not None else {}
         for name in self._roles:
             value = variables.get(name)
             groups = (

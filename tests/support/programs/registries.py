@@ -1,4 +1,4 @@
-"""python registries.py FOLDER LOG: a call in each group that stand-ins for Megatron's registries (in FOLDER) make."""
+"""python registries.py FOLDER LOG: a call in each group that stand-ins for registries (in FOLDER) make."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ import torch.distributed as dist
 
 import commtrace
 
-MODULES = ("megatron.core.parallel_state", "megatron.mpu.initialize")
+MAKERS = {
+    "megatron.core.parallel_state": "initialize_model_parallel",
+    "megatron.mpu.initialize": "initialize_model_parallel",
+    "picotron.process_group_manager": "setup_process_group_manager",
+}
 
 
 def groups(module: ModuleType) -> list[dist.ProcessGroup]:
-    """Return the process groups in the module's globals, also in lists."""
-    values = [value for _, value in sorted(vars(module).items())]
+    """Return the process groups in the module's globals, also in lists, or in its manager."""
+    holder = getattr(module, "process_group_manager", module)
+    values = [value for _, value in sorted(vars(holder).items())]
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return [item for item in flat if isinstance(item, dist.ProcessGroup)]
 
@@ -26,9 +31,9 @@ def main(folder: str, log: str) -> None:
     sys.path.insert(0, folder)
     commtrace.start(log)
     dist.init_process_group("gloo")
-    for name in MODULES:
+    for name, maker in MAKERS.items():
         module = importlib.import_module(name)
-        module.initialize_model_parallel()
+        getattr(module, maker)()
         for group in groups(module):
             dist.all_reduce(torch.ones(1), group=group)
     commtrace.stop()

@@ -1,4 +1,4 @@
-"""Roles from the registries of Megatron-LM and GPT-NeoX: stand-ins with the names and globals of their modules."""
+"""Roles from registries of Megatron-LM, GPT-NeoX and picotron: stand-ins with the names of their modules and groups."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ NEOX = {
     "_CONTEXT_PARALLEL_GROUP": [[0, 3], [1, 2]],
     "_DATA_PARALLEL_GROUP": [[0, 1, 2, 3]],
 }
+MANAGER = """
+import torch.distributed as dist
+
+class ProcessGroupManager:
+    def __init__(self):
+        self.cp_group, _ = [dist.new_group(ranks) for ranks in ([1, 2, 3], [0])][:: -1 if dist.get_rank() == 0 else 1]
+
+def setup_process_group_manager():
+    global process_group_manager
+    process_group_manager = ProcessGroupManager()
+"""
 LISTS = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS")
 STAND_INS = {"core/parallel_state": CORE, "mpu/initialize": NEOX}
 
@@ -37,6 +48,7 @@ EXPECTED = {
     *(("0,3", "expert"), ("1-2", "expert"), ("0-3", "data"), ("0-2", "pipeline"), ("0-1,3", "context")),
     *(("0,2-3", "model"), ("1", "self"), ("2", "self"), ("3", "self")),
     *(("0,2", "pipeline"), ("1,3", "pipeline"), ("0,3", "context"), ("1-2", "context")),
+    *(("1-3", "context"), ("0", "self")),
 }
 
 
@@ -64,6 +76,10 @@ def test_roles_are_those_of_the_registries(tmp_path: Path) -> None:
         for folder in (module.parent, module.parent.parent):
             (folder / "__init__.py").touch()
         module.write_text(stand_in(made))
+    manager = tmp_path / "modules" / "picotron" / "process_group_manager.py"
+    manager.parent.mkdir()
+    (manager.parent / "__init__.py").touch()
+    manager.write_text(MANAGER)
     log = tmp_path / "log"
     started = trainings.parent().start(
         "registries", tmp_path / "none", tmp_path / "modules", log, ranks=4, traced=False
