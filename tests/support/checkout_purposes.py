@@ -328,7 +328,7 @@ _EXAMPLES: Final[Mapping[str, Program]] = {
 # ---- picotron: four steps of two micro-batches of a Llama with two layers, a checkpoint ------------------------------
 
 _PICOTRON: Final = "picotron_train.py"
-_NO_HOOKS: Final = "no rules; picotron has no hooks and names no dimension: its calls are the program's own, in `world`"
+_NO_RULES: Final = "no rules for picotron, whose calls are lines of the program: no purpose but the program's own"
 _STARTED: Final = {"objects exchanged": "broadcast 4"}  # tokenizer and configuration: sizes and contents
 # The numbers of parameters, and in each step a bucket of gradients, and the loss.
 _BUCKETS_AND_LOSSES: Final = f"all_reduce {1 + 4 * 2}, barrier 6"
@@ -339,26 +339,26 @@ _PICOTRON_PROGRAMS: Final[Mapping[str, Program]] = {
         "picotron, data",
         4,
         _REDUCED,
-        "world",
+        "data",
         rules=3,
-        miss=_NO_HOOKS,
+        miss=_NO_RULES,
     ),
     f"{_PICOTRON} 1 1 1 2 resume": Program(
         "picotron, data, resumed",
         4,
         _REDUCED,
-        "world",
+        "data",
         rules=3,
-        miss=_NO_HOOKS,
+        miss=_NO_RULES,
     ),
     # The first of two stages.
     f"{_PICOTRON} 1 1 2 1": Program(
         "picotron, pipeline",
         4,
         {**_STARTED, "the program's own": f"all_reduce 1, barrier 6, recv {4 * 2}, send {4 * 2}"},
-        "world",
+        "pipeline",
         rules=3,
-        miss=_NO_HOOKS,
+        miss=_NO_RULES,
     ),
     # Forward: the embedding, and two projections of each layer, backward: five of each layer, and the head, whose
     # outputs are gathered.
@@ -369,9 +369,9 @@ _PICOTRON_PROGRAMS: Final[Mapping[str, Program]] = {
             **_STARTED,
             "the program's own": f"all_gather {4 * 2}, all_reduce {1 + 4 + 4 * 2 * (1 + 2 * 2 + 2 * 5 + 1)}, barrier 6",
         },
-        "world",
+        "tensor",
         rules=3,
-        miss=_NO_HOOKS,
+        miss=_NO_RULES,
     ),
     # Keys and values go around a ring of two ranks, in 4 steps of 2 micro-batches through 2 layers: once in forward
     # and in backward, and their gradients twice.
@@ -379,10 +379,10 @@ _PICOTRON_PROGRAMS: Final[Mapping[str, Program]] = {
         "picotron, context and data",
         4,
         {**_STARTED, "the program's own": f"{_BUCKETS_AND_LOSSES}, recv {16 * (2 + 2 + 4)}, send {16 * (2 + 2 + 4)}"},
-        "unknown world",
+        "context data world",
         ranks=4,
         rules=3,
-        miss=f"{_NO_HOOKS}, or in `unknown` if they are among two of the four ranks",
+        miss=_NO_RULES,
     ),
 }
 
