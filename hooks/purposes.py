@@ -73,15 +73,17 @@ class Store(Protocol):
         """Set the calling thread's mark, and return the one before."""
 
 
-class _Thread(threading.local):
-    """Marks of one thread. A Store."""
+class ThreadLocalStore(threading.local):
+    """A store in Python."""
 
     purpose = _UNMARKED
 
     def current(self) -> int:
+        """Return the calling thread's mark."""
         return self.purpose
 
     def exchange(self, purpose: int, /) -> int:
+        """Set the calling thread's mark, and return the one before."""
         before, self.purpose = self.purpose, purpose
         return before
 
@@ -93,7 +95,7 @@ class _Autograd(threading.local):
 
 
 _autograd: Final = _Autograd()
-_here = _Thread()
+_here = ThreadLocalStore()
 _current: Callable[[], int] = _here.current
 _exchange: Callable[[int], int] = _here.exchange
 
@@ -108,7 +110,7 @@ def keep_in(store: Store) -> None:
 
 def keep_here() -> None:
     """Keep marks here again."""
-    keep_in(_Thread())
+    keep_in(ThreadLocalStore())
 
 
 def current() -> int:

@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -56,11 +56,16 @@ def run(command: str, cwd: Path, **variables: str) -> str:
     return done.stdout
 
 
+def squeezed(lines: Iterable[str]) -> list[str]:
+    """Return lines with single spaces: columns of a page may be more narrow than those of a report."""
+    return [" ".join(line.split()) for line in lines]
+
+
 def assert_shown(lines: list[str], report: str) -> None:
-    """Assert that a report has the lines of a page, which may be more narrow."""
+    """Assert that a report has the lines of a page."""
     assert len(lines) > 5
-    reported = {" ".join(line.split()) for line in report.splitlines()}
-    assert [line for line in lines if " ".join(line.split()) not in reported] == [], report
+    reported = squeezed(report.splitlines())
+    assert [line for line in squeezed(lines) if line not in reported] == [], report
 
 
 def checkout(variable: str) -> Path:
@@ -111,8 +116,7 @@ def test_the_page_of_torchtitan(tmp_path: Path) -> None:
     run(on_cpus, folder, PYTHONPATH=str(folder))
     reported = run(report, folder)
     rows = re.findall(r"^\| (?!purpose|---)(.*) \|$", text, re.MULTILINE)
-    lines = {" ".join(line.split()) for line in reported.splitlines()}
-    shown = [" ".join(row.replace("|", " ").split()) for row in rows]
+    lines, shown = squeezed(reported.splitlines()), squeezed(row.replace("|", " ") for row in rows)
     assert len(shown) > 5
     assert [row for row in shown if not any(line.startswith(row) for line in lines)] == [], reported
     run(dry_run, folder, PYTHONPATH=str(folder))

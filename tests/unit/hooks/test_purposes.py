@@ -11,27 +11,14 @@ from commtrace.hooks import purposes
 from commtrace.schema import Purpose
 
 
-class _OtherStore(threading.local):
-    """A store as a recorder in C++ has."""
-
-    purpose = 0
-
-    def current(self) -> int:
-        return self.purpose
-
-    def exchange(self, purpose: int, /) -> int:
-        before, self.purpose = self.purpose, purpose
-        return before
-
-
 @pytest.fixture
-def store() -> Iterator[_OtherStore]:
-    yield _OtherStore()
+def store() -> Iterator[purposes.ThreadLocalStore]:
+    yield purposes.ThreadLocalStore()
     purposes.keep_here()
     assert purposes.current() == 0
 
 
-def test_a_mark_goes_with_its_thread_to_another_store_and_back(store: _OtherStore) -> None:
+def test_a_mark_goes_with_its_thread_to_another_store_and_back(store: purposes.ThreadLocalStore) -> None:
     outer, inner = purposes.number(Purpose.DATA), purposes.number(Purpose.LOSS)
     with purposes.Marked(outer):
         purposes.keep_in(store)
@@ -44,7 +31,7 @@ def test_a_mark_goes_with_its_thread_to_another_store_and_back(store: _OtherStor
         assert store.purpose == inner  # nothing reads it any more
 
 
-def test_marks_of_threads_are_separate(store: _OtherStore) -> None:
+def test_marks_of_threads_are_separate(store: purposes.ThreadLocalStore) -> None:
     seen = []
     purposes.keep_in(store)
     with purposes.Marked(purposes.number(Purpose.DATA)):
@@ -54,7 +41,7 @@ def test_marks_of_threads_are_separate(store: _OtherStore) -> None:
     assert seen == [0]
 
 
-def test_a_marked_function_restores_the_mark_when_it_raises(store: _OtherStore) -> None:
+def test_a_marked_function_restores_the_mark_when_it_raises(store: purposes.ThreadLocalStore) -> None:
     purposes.keep_in(store)
 
     def fail() -> None:
