@@ -68,7 +68,7 @@ class PeerWatch:
         self._peers: dict[int, _Peer] = {}
         self._counts: dict[Path, tuple[int, int]] = {}  # time of reading and number
         self._seen: set[Path] = set()
-        self._lock = threading.Lock()
+        self._lock, self._searching = threading.Lock(), threading.Lock()
         self._stopped = False
         self._thread: threading.Thread | None = None
         if own_ring.path is None or not hasattr(os, "pidfd_open"):
@@ -89,8 +89,13 @@ class PeerWatch:
         """Add rows for peers that have ended by now, also for those whose memory the kernel is still releasing.
 
         A process has an exit status only after that, which may take long; its files are closed before, among them its
-        sockets, which its peers notice, and its ring.
+        sockets, which its peers notice, and its ring. In a short run, the thread may not have found all peers yet.
         """
+        if self._thread is not None and self._searching.acquire(timeout=STOP_SECONDS):
+            try:
+                self._search()
+            finally:
+                self._searching.release()
         poll = select.poll()
         with self._lock:
             peers = [*self._peers.values()]
@@ -123,7 +128,8 @@ class PeerWatch:
         while not self._stopped:
             try:
                 if time.monotonic() >= search_at:
-                    self._search()
+                    with self._searching:
+                        self._search()
                     search_at = time.monotonic() + seconds
                     seconds = min(2 * seconds, LONGEST_SEARCH_SECONDS)
                 self._read_counters()
