@@ -23,6 +23,7 @@ from mkdocs.structure.files import File, Files
 from commtrace import settings
 from commtrace.analyses.analysis_catalog import SECTIONS, TABLE_GROUPS
 from commtrace.cli import COMMANDS
+from commtrace.commands import exit_status
 from commtrace.job_facts import MISSING, Facts, fields_of
 from commtrace.job_row import JobRow
 from commtrace.theory import predict  # imports every rule, and so fills RULES
@@ -118,12 +119,10 @@ def _frameworks() -> Iterator[str]:
 
 
 def commands_page() -> str:
-    """Return the help text of every command as Markdown."""
-    parts = [
-        "# Commands\n\nExit status: 0 success (also for a report of a damaged log), 1 an error, whose "
-        "message says how to fix it (`check`, `diff`: also a difference), 2 wrong arguments, 3 `check` or `diff` could "
-        "not compare everything, 4 `check`: the job hangs or died in a call, 130 interrupted."
-    ]
+    """Return the exit statuses, and the help text of every command, as Markdown."""
+    statuses = _documented_values(Path(inspect.getfile(exit_status)))
+    rows = "\n".join(f"| {getattr(exit_status, name)} | {meaning} |" for name, meaning in statuses)
+    parts = [f"# Commands\n\n| exit status | meaning |\n| ---: | --- |\n{rows}"]
     for name in COMMANDS:
         command = import_module(f"commtrace.commands.{name}")
         parser = argparse.ArgumentParser(
@@ -148,7 +147,7 @@ def settings_page() -> str:
         "| variable | default | meaning |",
         "| --- | --- | --- |",
     ]
-    for name, meaning in _documented_fields(Path(inspect.getfile(settings)), "Settings"):
+    for name, meaning in _documented_values(Path(inspect.getfile(settings)), "Settings"):
         variable = "COMMTRACE" if name == "directory" else f"COMMTRACE_{name.upper()}"
         default = getattr(settings.Settings, name, "unset")
         shown = int(default) if isinstance(default, bool) else default
@@ -286,10 +285,11 @@ def rules_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _documented_fields(path: Path, class_name: str) -> Iterator[tuple[str, str]]:
-    """Yield the annotated fields of a class with the string literal that follows each."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+def _documented_values(path: Path, class_name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the annotated names of a class, or of the module, with the string literal that follows each."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    if class_name:
+        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == class_name)
     for field, documentation in pairwise(body):
         if (
             isinstance(field, ast.AnnAssign)
