@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commtrace.theory.configs.gpt_neox.derived_settings import neox_args
+from commtrace.theory.configs.gpt_neox.engine_settings import neox_args
 
 from .config import TrainingConfig
 from .model import GPTNeoX, language_model_loss, weight_decay_groups

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from commtrace.errors import ConfigError
-from commtrace.theory.configs.gpt_neox.derived_settings import deepspeed_config, neox_args
+from commtrace.theory.configs.gpt_neox.engine_settings import deepspeed_config, neox_args
 
 from .config import TrainingConfig
 from .experts import separate_experts

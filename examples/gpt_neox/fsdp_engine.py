@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from commtrace.theory.configs.gpt_neox.derived_settings import neox_args
+from commtrace.theory.configs.gpt_neox.engine_settings import neox_args
 
 from .config import TrainingConfig
 from .dtensor_parallel import clip_gradients, parallelize

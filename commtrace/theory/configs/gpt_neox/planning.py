@@ -15,7 +15,7 @@ from commtrace.theory.configs.torch_job_rows import ddp_row, fsdp_row
 from commtrace.theory.model_shapes import ModelShape, gpt_neox_model, neox_shape
 
 from .config import NeoxConfig, check_engine, load_config
-from .derived_settings import deepspeed_config, neox_args
+from .engine_settings import deepspeed_config, neox_args
 from .program_config import ProgramConfig
 from .program_modules import sequential_model
 from .yaml_files import find_file, read_file

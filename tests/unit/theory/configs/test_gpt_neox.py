@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("yaml")
 pytest.importorskip("torch")
 
-from commtrace.theory.configs.gpt_neox.derived_settings import deepspeed_config
+from commtrace.theory.configs.gpt_neox.engine_settings import deepspeed_config
 from commtrace.theory.configs.gpt_neox.yaml_files import BUILT_IN
 from examples.gpt_neox import ConfigError, TrainingConfig, load_config
 from examples.gpt_neox.options import arguments, overrides

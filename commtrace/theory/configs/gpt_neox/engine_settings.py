@@ -1,4 +1,4 @@
-"""Settings that GPT-NeoX derives from its keys: DeepSpeed's configuration, and its models' attribute `neox_args`."""
+"""What GPT-NeoX passes on of its keys: DeepSpeed's configuration, and its models' attribute `neox_args`."""
 
 from __future__ import annotations
 
