@@ -174,6 +174,7 @@ def test_the_variable_switches_on(way: str, environment: Callable[[str], Environ
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_the_line_twice_is_harmless(wheels: Wheels, tmp_path: Path) -> None:
     installed = Environment(tmp_path / "venv")
     installed.install(wheels["plain"])
@@ -273,6 +274,7 @@ def test_interrupted_and_simultaneous_builds_leave_one_library_each(
     assert all(path.startswith(str(cache)) for path in loaded.out.split())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", ["removed", "broken"])
 def test_a_package_that_is_damaged_stops_no_program(damage: str, wheels: Wheels, tmp_path: Path) -> None:
     installed = Environment(tmp_path / "venv")

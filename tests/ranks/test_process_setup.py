@@ -74,6 +74,7 @@ def limited(controller: str, name: str, value: str) -> Iterator[str]:
         folder.rmdir()
 
 
+@pytest.mark.long
 def test_equal_runs_have_no_differences_and_a_variable_is_named(tmp_path: Path) -> None:
     always_different = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/tmp/a1", "NCCL_COMM_ID": "10.0.0.1:4001"}
     cases: dict[str, dict[str, Any]] = {

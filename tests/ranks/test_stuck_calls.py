@@ -150,6 +150,7 @@ def test_a_timeout_and_a_rank_that_never_came(nursery: Nursery, tmp_path: Path) 
     assert (call.waiting_ranks, call.absent_ranks) == ("0", "1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, DRAWS))])
 def test_runs_that_end_well_or_are_interrupted(seed: int, nursery: Nursery, tmp_path: Path) -> None:
     choose = random.Random(seed)

@@ -80,6 +80,7 @@ def test_records_with_impossible_values_are_left_out_and_named(tmp_path: Path, f
     assert note.what in run.table("notes")["what"].tolist()
 
 
+@pytest.mark.long
 def test_records_of_a_clock_with_large_values_are_all_reported(tmp_path: Path) -> None:
     """A clock may start anywhere: only the process's own other times show which ones are damaged."""
     start = 1_800_000_000 * 10**9

@@ -158,6 +158,7 @@ def test_no_compiler_is_needed_and_the_same_command_gives_the_same_bits(tmp_path
     assert not extensions.exists()
 
 
+@pytest.mark.long
 @needs_deepspeed
 def test_fp16_files_train_in_bf16_without_a_gpu() -> None:
     options = ("--train-iters", "2", "--micro-batch", "1", "--seq-length", "16", "--precision", "fp16")
@@ -183,6 +184,7 @@ def test_a_process_that_nobody_launched_is_the_only_one() -> None:
     assert len(alone()) == 8
 
 
+@pytest.mark.long
 def test_what_is_impossible_is_said_before_anything_starts() -> None:
     status, output = Command(("-m", MODULE, "nowhere.yml"), environment()).finish()
     assert status == 2
@@ -190,6 +192,7 @@ def test_what_is_impossible_is_said_before_anything_starts() -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 @needs_deepspeed
 def test_deepspeed_s_own_complaints_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "given.yml"

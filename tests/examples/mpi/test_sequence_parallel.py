@@ -40,6 +40,7 @@ def test_results_are_those_of_one_process(case: Case, ranks: int) -> None:
         assert rank["error"] < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, FOUR])
 @pytest.mark.parametrize("case", [case for case in CASES if case[2] != "gloo"], ids=str)
 def test_calls_and_bytes_are_those_of_the_formula(case: Case, ranks: int) -> None:

@@ -427,6 +427,7 @@ def test_shares_of_two_widths_are_compared() -> None:
     assert not [*time_claims.scale(points.iloc[:1], "")]
 
 
+@pytest.mark.long
 def test_schemes_differ_only_beyond_the_spread(tmp_path: Path) -> None:
     periods = {"DDP": (2_000, 2_200), "ZeRO-1": (2_100, 2_400), "ZeRO-2": (4_000, 4_400)}
     names = {scheme.name: scheme for scheme in SCHEMES}
@@ -498,6 +499,7 @@ def test_sections_say_what_they_lack(tmp_path: Path) -> None:
     assert not sections[3].figures
 
 
+@pytest.mark.long
 def test_the_command_shows_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("plotly")
     pytest.importorskip("jinja2")

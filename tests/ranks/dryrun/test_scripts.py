@@ -107,6 +107,7 @@ def test_a_loop_like_hugging_faces_trainer(tmp_path: Path) -> None:
     dry_runs.assert_same(expected, dry_here("trainer", tmp_path, f"output={tmp_path / 'out'}"))
 
 
+@pytest.mark.long
 def test_objects_that_are_larger_than_what_is_computed(tmp_path: Path) -> None:
     """Gathered bytes are as if every rank sent the same, others are the root's: the program loads the objects."""
     expected = real("objects", tmp_path)

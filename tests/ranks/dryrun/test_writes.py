@@ -130,6 +130,7 @@ def test_libraries_that_save(name: str, library: str, mode: str, tmp_path: Path)
     assert result.status == (0 if mode == "private" else 2), result.err
 
 
+@pytest.mark.long
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     """The private layer is on a disk of 4 MiB."""
     needs("private")
@@ -171,6 +172,7 @@ def test_a_dry_run_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     assert not [*(tmp_path / "temporary").iterdir()]
 
 
+@pytest.mark.long
 def test_loggers_are_switched_off_and_uploads_refused(tmp_path: Path) -> None:
     """A bucket is on another host; a server on this machine may be written to."""
     script = (

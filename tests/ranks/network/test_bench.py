@@ -179,6 +179,7 @@ def test_two_ranks_of_gloo(tmp_path: Path) -> None:
 SHARED = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 
+@pytest.mark.long
 def test_three_ranks_of_mpi4py_and_a_group_of_two(tmp_path: Path) -> None:
     mpi_launch.needs("mpich")
     path = tmp_path / "network.json"

@@ -275,6 +275,7 @@ def test_opening_a_log_may_recover_records_first(log: Path) -> None:
     assert "100 records" in str(note)
 
 
+@pytest.mark.long
 def test_packing_a_log_recovers_records_first(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave(log)
     packed = pack(log)

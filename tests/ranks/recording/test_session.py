@@ -50,6 +50,7 @@ def test_endings(how: str, status: int, reason: str | None, nursery: Nursery, tm
     assert not processes.rings(tmp_path / "log")
 
 
+@pytest.mark.long
 def test_only_selected_ranks_are_recorded(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log"
     statuses, outputs = nursery.run("changed_training", log, 3, "none", ranks=4, RANKS="1,2-3:8")

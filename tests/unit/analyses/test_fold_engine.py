@@ -150,6 +150,7 @@ def test_blocks_that_span_processes_have_the_labels_of_each(tmp_path: Path) -> N
             assert table["payload_bytes"].to_dict() == expected["sum"].to_dict()
 
 
+@pytest.mark.long
 def test_tables_do_not_depend_on_the_size_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = differently_numbered(tmp_path)
     expected = fold(run, ALL)

@@ -172,6 +172,7 @@ def in_another_process(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", imports + code, *paths], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long
 def test_a_read_only_file_system_stays_read_only(work: Path, private_problem: str) -> None:
     if private_problem or os.geteuid():
         pytest.skip("needs the right to mount")

@@ -138,6 +138,7 @@ def test_tables_of_other_code_do_not_count(
     assert reads
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 12))])
 def test_damaged_tables_change_no_report(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged_logs.unpack(tmp_path)

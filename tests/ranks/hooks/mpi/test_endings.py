@@ -58,6 +58,7 @@ def test_processes_that_were_spawned_are_another_run(mpi: str, tmp_path: Path) -
     assert all((log.records["peer"][log.records["tag"] >= 0] == -1).all() for log in logs)
 
 
+@pytest.mark.long
 def test_torch_beside_it_writes_into_the_same_log(mpi: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     mpi_launch.succeeds(mpi, "ending", "with torch", tmp_path / "store", ranks=2, log=tmp_path / "log")

@@ -118,6 +118,7 @@ def test_all_reports_agree_with_the_model(seed: int, tmp_path: Path, capsys: pyt
     assert_steps_agree(run, reference)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 4])
 def test_the_page_shows_the_times_of_the_model(seed: int, tmp_path: Path) -> None:
     pytest.importorskip("plotly")

@@ -94,6 +94,7 @@ def test_a_prediction_agrees_with_the_simulator(before: int, after: int, rank_us
     assert back.replayed is replayed, "nothing changes"
 
 
+@pytest.mark.long
 def test_changes_compose(tmp_path: Path) -> None:
     """In both orders, since times of messages are fitted to the transfers after the changes before."""
     trained(tmp_path / "before", 3)
