@@ -164,12 +164,12 @@ void install_kernels(const py::sequence& operators, const std::vector<std::strin
 
 // The store of purposes' marks (purposes.Store). Plain C functions: FSDP2 calls them several times for each unit and step,
 // and pybind11's dispatch takes 20 times as long.
-static PyObject* current_purpose(PyObject*, PyObject*) { return PyLong_FromUnsignedLong(commtrace::thread_purpose); }
+static PyObject* current_purpose(PyObject*, PyObject*) { return PyLong_FromUnsignedLong(commtrace::Thread::current().purpose); }
 
 static PyObject* exchange_purpose(PyObject*, PyObject* purpose) {
   const unsigned long number = PyLong_AsUnsignedLong(purpose);
   if (number == static_cast<unsigned long>(-1) && PyErr_Occurred()) return nullptr;
-  return PyLong_FromUnsignedLong(std::exchange(commtrace::thread_purpose, static_cast<uint32_t>(number)));
+  return PyLong_FromUnsignedLong(std::exchange(commtrace::Thread::current().purpose, static_cast<uint32_t>(number)));
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

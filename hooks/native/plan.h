@@ -122,7 +122,7 @@ inline const std::map<std::string, Plan::Measure> kForms{
 template <typename T>
 T* unboxed(const c10::IValue& value) {
   if (!value.isObject()) return nullptr;
-  auto* held = static_cast<const c10::intrusive_ptr_target*>(value.toObjectRef().getSlot(0).internalToPointer());
+  auto* held = static_cast<const c10::intrusive_ptr_target*>(value.toObjectRef().slots().front().internalToPointer());
   return static_cast<T*>(const_cast<c10::intrusive_ptr_target*>(held));
 }
 

@@ -28,20 +28,34 @@
 
 namespace commtrace {
 
-// Call sites of one recording. Each thread has a cache.
+// A thread's cache of call sites.
+struct ThreadSites {
+  SiteCache sites;
+  uint64_t epoch = 0;
+
+  void renew(uint64_t current) {
+    if (epoch == current) return;
+    sites.clear();
+    epoch = current;
+  }
+};
+
+// Call sites of one recording.
 class CallSites {
  public:
   explicit CallSites(const PythonRows& rows) : rows_(rows) {}
 
-  CallSite find(bool deep, bool numbered, Marks marks) {
+  // `cache`: the calling thread's; null if it has none yet.
+  CallSite find(bool deep, bool numbered, Marks marks, ThreadSites*& cache) {
     std::optional<py::gil_scoped_acquire> gil;
     if (frames_need_gil()) gil.emplace();
-    Cache& cache = cache_of_thread();
-    return cache.sites.find(
+    if (cache == nullptr) cache = &cache_of_thread();
+    cache->renew(epoch_.load(std::memory_order_acquire));
+    return cache->sites.find(
         deep, numbered, marks,
         [&](int depth) {
           const int64_t kind = classify(depth);
-          cache.renew(epoch_.load(std::memory_order_acquire));  // Python may have released code objects
+          cache->renew(epoch_.load(std::memory_order_acquire));  // Python may have released code objects
           return kind;
         },
         [&](int depth, int caller, uint32_t purpose) { return number(depth, caller, purpose); });
@@ -51,23 +65,7 @@ class CallSites {
   void forget() { epoch_.store(next_epoch()); }
 
  private:
-  struct Cache {
-    SiteCache sites;
-    uint64_t epoch = 0;
-
-    void renew(uint64_t current) {
-      if (epoch == current) return;
-      sites.clear();
-      epoch = current;
-    }
-  };
-
-  Cache& cache_of_thread() {
-    static thread_local std::unique_ptr<Cache> cache;
-    if (!cache) cache = std::make_unique<Cache>();
-    cache->renew(epoch_.load(std::memory_order_acquire));
-    return *cache;
-  }
+  static ThreadSites& cache_of_thread();
 
   // Returns the properties of the frame at this depth; -1: there is no result.
   int64_t classify(int depth) const {
@@ -386,11 +384,11 @@ class Recording {
 // The running recording; null if there is none.
 inline std::atomic<Recording*> current{nullptr};
 
-// State of the calling thread in the running recording.
+// State of the calling thread.
 struct Thread {
+  // In the running recording.
   uint64_t log = 0;
   uint16_t number = 0;
-  int functional = 0;  // nesting depth of functional collectives, whose waits name a tensor and not a Work
   uint32_t calls = 0;
   int64_t looked_up = 0;  // when the running call first looked up something new; 0: it has not
   struct {
@@ -402,27 +400,40 @@ struct Thread {
     uint32_t purpose = 0, site = 0;
   } backward;  // the last backward pass, on a thread without Python frames
 
+  // Between recordings, too.
+  int functional = 0;  // nesting depth of functional collectives, whose waits name a tensor and not a Work
+  uint32_t purpose = kNoPurpose;  // its mark, a number of hooks/purposes.py
+  ThreadSites* sites = nullptr;
+
   static Thread& current(Recording& recording) {
     Thread& thread = current();
     const uint64_t log = recording.log.load(std::memory_order_relaxed);
     if (thread.log != log) {
-      const int functional = thread.functional;
-      thread = Thread{};
-      thread.log = log;
-      thread.functional = functional;
-      thread.number = static_cast<uint16_t>(std::min<uint32_t>(++recording.threads, 65535));
+      Thread begun;
+      begun.log = log;
+      begun.number = static_cast<uint16_t>(std::min<uint32_t>(++recording.threads, 65535));
+      begun.functional = thread.functional, begun.purpose = thread.purpose, begun.sites = thread.sites;
+      thread = begun;
     }
     return thread;
   }
 
   static Thread& current() {
     static thread_local Thread thread;
-    return thread;
+    Thread* known = &thread;
+    asm("" : "+r"(known));  // else GCC calls __tls_get_addr again for each member
+    return *known;
   }
 };
 
-// The calling thread's mark, a number of hooks/purposes.py. Threads keep theirs between recordings.
-inline thread_local uint32_t thread_purpose = kNoPurpose;
+inline ThreadSites& CallSites::cache_of_thread() {
+  static thread_local struct Owner {
+    std::unique_ptr<ThreadSites> cache = std::make_unique<ThreadSites>();
+    ~Owner() { Thread::current().sites = nullptr; }  // destructors of other variables may still communicate
+  } owner;
+  if (!owner.cache) owner.cache = std::make_unique<ThreadSites>();
+  return *owner.cache;
+}
 
 inline uint32_t Recording::site_of_backward(int task, uint32_t purpose) {
   auto& last = Thread::current(*this).backward;

@@ -149,14 +149,15 @@ static Trained trained_message(const Plan& plan, const at::Tensor* sample) {
 }
 
 // Finds the call site and sets the record's site, phase and step, as CallContext.find does in Python.
-static CallSite call_context(Recording& recording, Record& record, uint32_t reducer, Trained trained) {
+static CallSite call_context(Recording& recording, Thread& thread, Record& record, uint32_t reducer, Trained trained) {
   Progress& progress = *recording.progress;
   const int mark = progress.get(progress.mark), task = torch::autograd::get_current_graph_task_id();
   int phase = task == -1 || mark == kInit || mark == kEvaluation ? mark : kBackwardPhase;
   const bool by_frames = phase == kUnmarked;
-  const Marks marks{thread_purpose, reducer};
+  const Marks marks{thread.purpose, reducer};
   CallSite seen;
-  if (by_frames || recording.sites_wanted) seen = recording.callsites.find(by_frames, recording.sites_wanted, marks);
+  if (by_frames || recording.sites_wanted)
+    seen = recording.callsites.find(by_frames, recording.sites_wanted, marks, thread.sites);
   if (by_frames) {
     const int default_phase = progress.get(progress.step) < 0 ? kInit : kOther;
     phase = seen.seen & kForward ? kForwardPhase : seen.seen & kOptimizer ? kOptimizerPhase : default_phase;
@@ -241,7 +242,7 @@ static bool record_call(Call& call, Thread& thread, Arguments args, const at::Te
   }
   const Size size = plan.measure(plan, args, group->size, group->rank);
   const bool typed = sample != nullptr && !plan.barrier, functional = thread.functional > 0;
-  const CallSite seen = call_context(recording, record, reducer_purpose(recording, plan, sample, functional),
+  const CallSite seen = call_context(recording, thread, record, reducer_purpose(recording, plan, sample, functional),
                                      trained_message(plan, sample));
   const auto* reduce_op = plan.reduce_op_at < 0 ? nullptr : unboxed<c10d::ReduceOp>(args[plan.reduce_op_at]);
   record.kind = recording.kind(plan, typed ? static_cast<int>(sample->scalar_type()) : -1,
