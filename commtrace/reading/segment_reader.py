@@ -255,6 +255,10 @@ def inspect_segment(path: Path) -> tuple[Segment | None, list[Note]]:
             return segment, [Note("cut", path, what, Statement("{:,} are missing", stated - count))]
         what = Statement("the header states {:,} records, but there are {:,}", stated, count)
         return segment, [Note("cut", path, what, "all were read")]
+    if is_closed and rest:
+        return segment, [
+            Note("garbled", path, Statement("{:,} bytes follow the last record", rest), "they are left out")
+        ]
     return segment, [Note("cut", path, "cut within its last record", "that record is missing")] if rest else []
 
 

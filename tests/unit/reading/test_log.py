@@ -353,6 +353,17 @@ def test_a_header_that_promises_less_than_is_there(tmp_path: Path) -> None:
     assert kinds(log) == ["cut"]
 
 
+def test_bytes_after_the_last_record_are_not_a_missing_record(tmp_path: Path) -> None:
+    process = LogFactory(tmp_path).process().write(record())
+    with open(process.segments[0], "ab") as file:
+        file.write(b"x" * 7)
+    log = open_log(tmp_path)
+    assert len(read(log)) == 1
+    assert [(note.kind, note.text, note.consequence) for note in log.notes] == [
+        ("garbled", "7 bytes follow the last record", "they are left out")
+    ]
+
+
 def test_rows_of_a_dry_run_have_no_times(tmp_path: Path) -> None:
     LogFactory(tmp_path).process(0).add("leaving", step=3, status=None, exception=None).write(record())
     log = open_log(tmp_path)
