@@ -34,7 +34,13 @@ _CPU: Final = torch.device("cpu")
 _PROPERTIES: Final = {
     "name": "simulated by commtrace dryrun", "major": 9, "minor": 0, "total_memory": 80 << 30,
     "multi_processor_count": 132, "warp_size": 32, "L2_cache_size": 50 << 20, "gcnArchName": "",
+    "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "regs_per_multiprocessor": 65536,
+    "shared_memory_per_block": 48 << 10, "shared_memory_per_block_optin": 227 << 10,
+    "shared_memory_per_multiprocessor": 228 << 10, "clock_rate": 1_980_000, "memory_clock_rate": 2_619_000,
+    "memory_bus_width": 5120, "is_integrated": 0, "is_multi_gpu_board": 0,
+    "pci_bus_id": 0, "pci_device_id": 0, "pci_domain_id": 0,
 }  # fmt: skip
+"""Those of an H100 with 80 GB; clocks in kHz, the width in bits."""
 _CONSTANT_RESULTS: Final[tuple[tuple[Any, tuple[str, ...]], ...]] = (
     (True, ("is_available", "is_initialized", "is_bf16_supported", "is_tf32_supported", "can_device_access_peer")),
     (False, ("is_current_stream_capturing", "_is_in_bad_fork")),
@@ -263,6 +269,9 @@ def install(devices: int) -> DeviceTensors:
         current = index if index >= 0 else previous
         return previous
 
+    def set_device(device: Any) -> None:
+        exchange(device)
+
     generators = tuple(SimulatedGenerator() for _ in range(devices))
     functions: dict[str, Callable[..., Any]] = {
         name: functools.partial(_return_constant, value) for value, names in _CONSTANT_RESULTS for name in names
@@ -270,7 +279,7 @@ def install(devices: int) -> DeviceTensors:
     functions |= dict.fromkeys(("Stream", "ExternalStream", "Event"), SimulatedStreamOrEvent)
     functions |= dict.fromkeys(("current_stream", "default_stream"), lambda device=None: SimulatedStreamOrEvent(device))
     functions |= dict.fromkeys(("current_device", "current_device_index"), lambda: current)
-    functions |= dict.fromkeys(("set_device", "set_device_index"), lambda device: exchange(device) and None)
+    functions |= dict.fromkeys(("set_device", "set_device_index"), set_device)
     functions |= dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), exchange)
     functions |= dict.fromkeys(("_accelerator_exchangeDevice", "_accelerator_maybeExchangeDevice"), exchange)
     functions |= dict.fromkeys(("manual_seed", "manual_seed_all"), lambda seed: _seed(generators, seed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,10 @@ torch.cuda.set_device(local_rank)
 dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
 here = torch.cuda.current_device()
 assert here == local_rank < torch.cuda.device_count()
+set_device: Any = torch.cuda.set_device
+assert set_device(here) is None
 assert torch.cuda.get_device_properties(here).total_memory == torch.cuda.mem_get_info()[1] > 0
+assert torch.cuda.get_device_properties(here).max_threads_per_multi_processor == 2048
 half = dist.new_group([*range(dist.get_world_size() // 2)], backend="nccl")
 torch.cuda.manual_seed(7)
 state = torch.cuda.get_rng_state()
