@@ -6,8 +6,10 @@ An mkdocs hook (`hooks:` in mkdocs.yml). The search of the site finds in it wher
 from __future__ import annotations
 
 import ast
+import io
 import re
-from collections.abc import Iterator, Sequence
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,8 +26,9 @@ All modules but the tests', and the names in them that have a description. First
 search of this site finds all words of this page.
 """
 _Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_DIRECTIVES: Final = ("fmt:", "type:", "noqa", "pragma")
 _CPP_NAME: Final = re.compile(
-    r" {0,2}(?:(?:class|struct|enum(?: class)?) (\w+)|[\w:<>,*& ]+ [*&]?(\w+)(?:\(| = |\{|;))"
+    r" {0,2}(?! )(?:(?:class|struct|enum(?: class)?) (\w+)|[\w:<>,*& ]+ [*&]?(\w+)(?:\(| = |\{|;))"
 )
 """What a line of C++ after a comment defines: a type, a function, or a variable."""
 
@@ -45,14 +48,14 @@ def modules_page() -> str:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
             tree = ast.parse(text)
-            about, names = ast.get_docstring(tree) or "", [*_names(tree.body)]
+            about, names = ast.get_docstring(tree) or "", [*_names(_comments(text), tree.body)]
         else:
             (about, _), *names = _described_in_cpp(text)
         if path.parent != folder:
             folder = path.parent
             lines += (f"## {folder.relative_to(ROOT).as_posix()}/", "")
         if about:
-            lines += (f"### {name}", "", _plain(about.split("\n\n")[0]), "")
+            lines += (f"### {name}", "", *_paragraphs(about if path.name == "__init__.py" else about.split("\n\n")[0]))
             lines += (f"- `{name}`: {_plain(meaning)}" for name, meaning in names)
             lines.append("")
     return "\n".join(lines)
@@ -67,20 +70,51 @@ def _sources(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _names(body: Sequence[ast.stmt], owner: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the names that a module or class describes, each with the first sentence of its description."""
+def _names(comments: Mapping[int, str], body: Sequence[ast.stmt], owner: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the names that a module or class describes, each with the first sentence of its description.
+
+    A constant is described by a string after it, or by a comment at the end of its line or before it.
+    """
     following: list[ast.stmt | None] = [*body[1:], None]
     for node, after in zip(body, following, strict=True):
         if isinstance(node, _Documented):
             if node.name != "__init__" and (meaning := ast.get_docstring(node)):
                 yield owner + node.name, _first_sentence(meaning)
             if isinstance(node, ast.ClassDef):
-                yield from _names(node.body, f"{owner}{node.name}.")
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and (meaning := _string(after)):
+                attributes = _attributes(ast.get_docstring(node) or "")
+                yield from ((f"{owner}{node.name}.{name}", meaning) for name, meaning in attributes)
+                yield from _names(comments, node.body, f"{owner}{node.name}.")
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            meaning = _string(after) or comments.get(node.end_lineno or 0) or comments.get(-node.lineno, "")
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                if isinstance(target, ast.Name):
-                    yield owner + target.id, _first_sentence(meaning)
+            parts = (part for target in targets for part in ast.walk(target))
+            names = (part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store))
+            yield from ((owner + name, _first_sentence(meaning)) for name in names if meaning)
+
+
+def _comments(text: str) -> dict[int, str]:
+    """Return the comments of a module by the line that they end, or -line of the statement that they precede."""
+    found: dict[int, str] = {}
+    above: list[str] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            words = token.string.lstrip("# ")
+            if token.line[: token.start[1]].strip():
+                found[token.start[0]] = words
+            else:
+                above.append(words)
+        elif token.type not in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
+            if above:
+                found[-token.start[0]] = " ".join(above)
+            above = []
+    return {line: words for line, words in found.items() if not words.startswith(_DIRECTIVES)}
+
+
+def _attributes(docstring: str) -> Iterator[tuple[str, str]]:
+    """Yield the attributes that a class describes in its docstring."""
+    section = re.search(r"^Attributes:\n((?:[ ]{4}.*\n?|\n)+)", docstring, re.MULTILINE)
+    entries = re.findall(r"^[ ]{4}(\w+): ((?:.*\n?(?=[ ]{8}))*.*)", section[1] if section else "", re.MULTILINE)
+    yield from ((name, _first_sentence(meaning)) for name, meaning in entries)
 
 
 def _string(node: ast.stmt | None) -> str:
@@ -102,6 +136,15 @@ def _described_in_cpp(text: str) -> Iterator[tuple[str, str]]:
         elif comment and (defined := _CPP_NAME.match(line)):
             yield defined[1] or defined[2], _first_sentence(" ".join(comment))
         comment = []
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Yield the lines of a description: its paragraphs, and lists of modules as they are."""
+    for paragraph in text.split("\n\n"):
+        if re.search(r" {3}", paragraph):
+            yield from ("```text", paragraph, "```", "")
+        else:
+            yield from (_plain(paragraph), "")
 
 
 def _first_sentence(text: str) -> str:

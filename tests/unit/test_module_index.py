@@ -38,11 +38,29 @@ def test_names_have_the_first_sentence_of_their_description(page: str) -> None:
     assert any(line.startswith("- `PeerWatch.check`: Add rows for peers that have ended by now") for line in lines)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "- `_WRAPPERS`: Path prefixes of wrappers, relative to the packages' root.",  # a comment before it
+        '- `_CONTRACTION`: "can\'t" is not a quotation mark',  # a comment beside it
+        "- `ExpectedCall.calls`: Number of calls.",  # in the description of the class
+    ],
+)
+def test_descriptions_in_other_places(line: str, page: str) -> None:
+    assert any(found.startswith(line) for found in page.splitlines())
+
+
+def test_the_list_of_a_folder_s_modules_is_shown(page: str) -> None:
+    part = page.partition("### hooks/megatron/__init__.py\n")[2].partition("\n##")[0]
+    assert "```text\ncore_groups, gpt_neox_groups        roles of their groups\n" in part
+
+
 def test_names_in_cpp(page: str) -> None:
     lines = page.partition("### hooks/native/recording_kernels.h\n")[2].partition("\n##")[0].splitlines()
     expected = "- `future_of`: The future that shows the end of a call on the host; null if the backend has none."
     assert expected in lines
-    assert not any("fetch" in line.partition(":")[0] for line in lines)  # a comment within a function
+    variables = ("fetch_add", "in_stream")  # with a comment within a function
+    assert not any(line.startswith(f"- `{name}`") for name in variables for line in lines)
 
 
 def test_what_markdown_would_read_is_escaped() -> None:
