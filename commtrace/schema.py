@@ -152,7 +152,7 @@ class Purpose(Enum):
     DATA = "data"  # batches, and what ranks agree on about them
     PIPELINE_ACTIVATIONS = "pipeline activations"
     PIPELINE_GRADIENTS = "pipeline gradients"
-    PIPELINE_SET_UP = "pipeline stages set up"  # shapes agreed, and connections made, before the first step
+    PIPELINE_SET_UP = "pipeline stages set up"  # shapes agreed, and connections made
     EXPERT_TOKENS = "tokens of experts"
     EXPERT_COUNTS = "numbers of tokens of experts"
     EXPERT_DISPATCH = "tokens dispatched to experts"
@@ -182,7 +182,7 @@ OWN_PURPOSES: Final = frozenset(
         *(Purpose.METRICS, Purpose.DATA, Purpose.FLAGS, Purpose.BARRIER),
     }
 )
-"""Purposes of other calls that the program, or a framework that runs its loop, requests. No closed form has them."""
+"""Purposes of other calls that the program, or a framework that runs its loop, requests. Only rules have forms."""
 
 WITHOUT_RECORD: Final = ("dropped", "removed", "lost", "unrecorded")
 """Counters (table `stats`) of the calls of a process that are missing from its log."""

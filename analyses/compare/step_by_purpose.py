@@ -1,7 +1,7 @@
 """The typical step of a rank by purpose and by place, beside closed forms.
 
 A rank's typical step is its most frequent one without activities such as checkpoints, neither in it nor in the step
-before. Numbers are means over ranks.
+before, and not the first step of the training, in which libraries set up what they need. Numbers are means over ranks.
 """
 
 from __future__ import annotations
@@ -159,9 +159,10 @@ class _TypicalStep(NamedTuple):
 
 
 class _Activities(NamedTuple):
-    """Whether a step has an activity, whether it has an evaluation, and whether it has other calls."""
+    """Whether a step has an activity, one among its training calls, an evaluation, and training calls at all."""
 
     any: bool
+    among_training: bool
     evaluation: bool
     others: bool
 
@@ -169,6 +170,7 @@ class _Activities(NamedTuple):
     def of(step: StepCalls) -> _Activities:
         return _Activities(
             any(is_activity(equal.purpose, equal.key.phase) for equal in step.calls),
+            any(is_activity(equal.purpose, equal.key.phase) for equal in step.calls if equal.key.phase != EVALUATION),
             any(equal.key.phase == EVALUATION for equal in step.calls),
             any(equal.key.phase != EVALUATION for equal in step.calls),
         )
@@ -179,21 +181,23 @@ def _typical_step(
 ) -> _TypicalStep | None:
     """Return a rank's most frequent training step, before `end` if there are facts only of these; None without any.
 
-    It has no activities, nor has the step before it, if there is such a step. Of several, it is the latest, or if these
-    are many, the one with the median payload. A step that was cut off by the end of the process does not count.
+    It is not the first one and has no activities, nor has the step before it, if there is such a step. Of several, it
+    is the latest, or if these are many, the one with the median payload. A step that was cut off by the end of the
+    process does not count.
     """
     last = calls.last_step + calls.ended
     begins = np.maximum(calls.first, 0)
     last = last if end is None else min(last, end)
     ends = np.minimum(np.append(begins[1:], calls.last_step + 1), last)[: len(begins)]
-    lengths: dict[tuple[bool, bool, bool], Counter[int]] = defaultdict(Counter)  # by what is against a step
+    lengths: dict[tuple[bool, ...], Counter[int]] = defaultdict(Counter)  # by what is against a step
     before = _Activities.of(NO_CALLS)
-    for content, length in zip(calls.content.tolist(), (ends - begins).tolist(), strict=True):
+    for content, begin, length in zip(calls.content.tolist(), begins.tolist(), (ends - begins).tolist(), strict=True):
         own = activities[content]
         if own.others and length > 0:
-            _add_last(lengths[before.evaluation, own.any, before.any], content, 1)
+            first = own.among_training, begin == 0, before.evaluation, own.any, before.any
+            _add_last(lengths[first], content, 1)
             if length > 1:
-                _add_last(lengths[own.evaluation, own.any, own.any], content, length - 1)
+                _add_last(lengths[own.among_training, False, own.evaluation, own.any, own.any], content, length - 1)
         before = own
     if not lengths:
         return None
@@ -203,8 +207,8 @@ def _typical_step(
     candidates = [content for content, length in frequent.items() if length == most]
     if len(candidates) > 2:
         candidates.sort(key=lambda content: contents[content].volume[1])
-        return _TypicalStep(candidates[len(candidates) // 2], against[0])
-    return _TypicalStep(candidates[-1], against[0])
+        return _TypicalStep(candidates[len(candidates) // 2], against[2])
+    return _TypicalStep(candidates[-1], against[2])
 
 
 def _number(calls: RankCalls, step: _TypicalStep) -> int:

@@ -31,6 +31,7 @@ ROOT: Final = "(root)"
 _PURPOSES: Final[Mapping[str, tuple[Purpose, ...]]] = {
     "gradients": (Purpose.GRADIENTS,),
     "gradients of tied weights": (Purpose.GRADIENTS,),
+    "gradients of norms and biases, which see a part of the sequence": (Purpose.GRADIENTS,),
     "norm of the gradients": (Purpose.GRADIENT_NORM,),
     "overflow check": (Purpose.GRADIENT_OVERFLOW,),
     "small parameters": (Purpose.PARAMETERS_AFTER_OPTIMIZER,),
@@ -41,7 +42,21 @@ _PURPOSES: Final[Mapping[str, tuple[Purpose, ...]]] = {
         Purpose.ACTIVATIONS_RECOMPUTED,
         Purpose.ACTIVATION_GRADIENTS,
     ),
-    "activations and their gradients": (Purpose.PIPELINE_ACTIVATIONS, Purpose.PIPELINE_GRADIENTS),
+    "inputs of recomputed layers": (Purpose.ACTIVATIONS_RECOMPUTED,),
+    "the batch, for the ranks that share a model": (Purpose.DATA,),
+    "losses, averaged": (Purpose.METRICS,),
+    **dict.fromkeys(
+        (
+            "activations and their gradients",
+            "metadata of partitioned activations",
+            "the attention mask, as 16-bit numbers",
+            "activations gathered from partitions",
+        ),
+        (Purpose.PIPELINE_ACTIVATIONS, Purpose.PIPELINE_GRADIENTS),
+    ),
+    **dict.fromkeys(
+        ("vocabulary-parallel loss", "the loss, averaged", "the loss, broadcast to all stages"), (Purpose.LOSS,)
+    ),
 }
 """What rules say that calls are for -> the purposes that hooks record for them."""
 
@@ -161,13 +176,14 @@ _FORMULAS: Final = {
 def _of_rules(job: Job) -> Iterator[PurposeForm]:
     """Yield the forms that rules have for the calls of a step."""
     prediction = predict_parameters(job.row)
-    sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    alike: dict[tuple[tuple[Purpose, ...], str, str], list[ExpectedCall]] = defaultdict(list)
     for call in prediction.steps[-1]:
-        sums[call.cause, call.role, call.op][0] += call.calls
-        sums[call.cause, call.role, call.op][1] += call.bytes
-    for (cause, role, op), (calls, size) in sums.items():
-        if purposes := _purposes_of(job, cause):
-            yield PurposeForm(purposes, role, op, "", calls, size, f"{prediction.scheme}: {cause}")
+        alike[_purposes_of(job, call.cause), call.role, call.op].append(call)
+    for (purposes, role, op), calls in alike.items():
+        if purposes:
+            formula = f"{prediction.scheme}: {'; '.join(dict.fromkeys(call.cause for call in calls))}"
+            number, size = sum(call.calls for call in calls), sum(call.bytes for call in calls)
+            yield PurposeForm(purposes, role, op, "", number, size, formula)
 
 
 def _purposes_of(job: Job, cause: str) -> tuple[Purpose, ...]:

@@ -52,6 +52,14 @@ _PHASES = {
     "OptimizerStep": Phase.OPTIMIZER,
 }
 
+_PURPOSES = {
+    "RecvActivation": Purpose.PIPELINE_ACTIVATIONS,
+    "SendActivation": Purpose.PIPELINE_ACTIVATIONS,
+    "RecvGrad": Purpose.PIPELINE_GRADIENTS,
+    "SendGrad": Purpose.PIPELINE_GRADIENTS,
+    "ReduceTiedGrads": Purpose.GRADIENTS,
+}
+"""Instructions of a pipeline that communicate, and not only through methods that have a purpose themselves."""
 
 _OPTIMIZERS = (
     ("zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
@@ -64,6 +72,8 @@ _OPTIMIZERS = (
 _SET_UP = purposes.number(Purpose.PIPELINE_SET_UP)
 _stepping: list[Any] = []
 """The engine, or the optimizer, that takes a step."""
+_executing: list[Any] = []
+"""The engine whose pipeline executes an instruction."""
 
 
 @_patches.installer
@@ -86,6 +96,9 @@ def install() -> None:
     _patches.wrap(TorchBackend, "__init__", _backend_init)
     # The engine looks up its instructions in this table, not on the class.
     _patches.replace(PipelineEngine, "_INSTRUCTION_MAP", _traced_instructions)
+    partitioned = imported("deepspeed.runtime.utils", "PartitionedTensor")
+    if partitioned is not None:
+        _patches.wrap(partitioned, "full", purposes.marking_each(_purpose_of_partitions))
     _patches.include(_engines, _passes, purpose_sources, parameter_states, expert_layers)
     _patches.on_undo(torch_training.steps.reset)
 
@@ -211,17 +224,39 @@ def _traced_instructions(instructions: Mapping[type, Callable[..., Any]]) -> dic
 
 
 def _traced_instruction(instruction: type, execute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an instruction that sets phase and micro-batch, and marks messages with their purpose."""
     name = instruction.__name__
-    phase = _PHASES.get(name, Phase.OTHER)
+    phase, purpose = _PHASES.get(name, Phase.OTHER), _PURPOSES.get(name)
 
     def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
         buffers = _buffers.get(self)  # None in an evaluation
         buffer = kwargs.get("buffer_id")
         progress.micro_batch = -1 if buffers is None or buffer is None else buffers.micro_batch(name, buffer)
-        with progress.marked(phase):
-            return execute(self, *args, **kwargs)
+        _executing.append(self)
+        try:
+            with progress.marked(phase), purposes.Marked(_purpose_of(self, purpose)):
+                return execute(self, *args, **kwargs)
+        finally:
+            _executing.pop()
 
     return traced
+
+
+def _purpose_of(engine: Any, purpose: Purpose | None) -> int:
+    """Return the number of an instruction's purpose; of an instruction without one, of the mark that there is."""
+    if purpose is None:
+        return purposes.current()
+    return purposes.number(purpose) if purpose is Purpose.GRADIENTS else purposes.number(purpose, stage=engine.stage_id)
+
+
+def _purpose_of_partitions(tensor: Any, *_: Any, **__: Any) -> int:
+    """Return the purpose of gathering what tensor-parallel ranks received in parts from another stage."""
+    if not _executing:
+        return 0
+    engine, own = _executing[-1], tensor.local_data.untyped_storage()._cdata
+    received = engine.grad_layer if isinstance(engine.grad_layer, tuple | list) else ()
+    is_gradient = any(part is not None and part.untyped_storage()._cdata == own for part in received)
+    return _purpose_of(engine, Purpose.PIPELINE_GRADIENTS if is_gradient else Purpose.PIPELINE_ACTIVATIONS)
 
 
 # ---- the all_reduce through shared memory ----------------------------------------------------------------------------

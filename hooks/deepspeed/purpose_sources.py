@@ -47,7 +47,20 @@ _SOURCES: Final = MarkedSources(
     ),
     Source(f"{_RUNTIME}.engine", "", {"clip_grad_norm_": Purpose.GRADIENT_NORM}),
     Source(f"{_RUNTIME}.utils", "CheckOverflow", {"has_overflow": Purpose.GRADIENT_OVERFLOW}),  # without ZeRO
-    Source(f"{_RUNTIME}.pipe.engine", "PipelineEngine", {"_aggregate_total_loss": Purpose.LOSS}),
+    Source(
+        f"{_RUNTIME}.pipe.engine",
+        "PipelineEngine",
+        {
+            **dict.fromkeys(("_aggregate_total_loss", "_bcast_pipe_scalar", "_reduce_outputs"), Purpose.LOSS),
+            **dict.fromkeys(("_send_tensor_meta", "_recv_tensor_meta"), Purpose.PIPELINE_SET_UP),
+        },
+    ),
+    Source(f"{_RUNTIME}.pipe.module", "PipelineModule", {"_synchronize_tied_weights": Purpose.PARAMETERS_AT_START}),
+    Source(
+        f"{_RUNTIME}.activation_checkpointing.checkpointing",
+        "",
+        {"gather_partitioned_activations": Purpose.ACTIVATIONS_RECOMPUTED},
+    ),
     *(
         Source(f"{_RUNTIME}.{module}", name, _STEP)
         for module, cls in (

@@ -13,6 +13,8 @@ from commtrace.current_step import progress
 from commtrace.patching import Patches, around
 from commtrace.schema import Phase
 
+from . import gpt_neox_purposes
+
 _patches = Patches()
 
 
@@ -29,6 +31,7 @@ def install() -> None:
     _patches.wrap(module, "train_step", _train_step)
     _patches.wrap(module, "forward_step", progress.wrapper(Phase.FORWARD))
     _patches.wrap(module, "evaluate", progress.wrapper(Phase.EVALUATION))
+    _patches.include(gpt_neox_purposes)
 
 
 uninstall = _patches.undo

@@ -19,6 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
+import commtrace
+from commtrace.reading.labels import NOT_RECORDED
+from commtrace.schema import Purpose
 from commtrace.theory.rules.registry import GPT_NEOX, RULES, Rule
 
 VARIABLE = "COMMTRACE_GPT_NEOX"
@@ -81,6 +84,11 @@ def test_every_call_of_a_training_is_expected(name: str, tmp_path: Path) -> None
     log, dry = trained(tmp_path, ranks, script), simulated(tmp_path, ranks, script)
     run([*COMMTRACE, "check", log], ranks)
     run([*COMMTRACE, "check", log, "--against", dry], ranks)
+    table = commtrace.open(log).table("step_by_purpose")
+    assert (table["difference_bytes"].dropna() == 0).all()
+    without_form = set(table.loc[table["expected_calls"].isna(), "purpose"])
+    assert without_form <= {Purpose.MODEL_CHECKED.value}  # ZeRO-3 compares the order of modules while it is recorded
+    assert NOT_RECORDED not in set(commtrace.open(log).table("volume_by_purpose")["purpose"])
 
 
 @pytest.mark.parametrize(

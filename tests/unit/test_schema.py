@@ -8,7 +8,7 @@ import struct
 import numpy as np
 from processes import ROOT
 
-from commtrace.schema import EVENT_COLUMNS, RECORD, RECORD_STRUCT, Clock, Flag, Phase, State
+from commtrace.schema import EVENT_COLUMNS, RECORD, RECORD_STRUCT, Clock, Flag, Phase, Purpose, State
 
 DOCUMENT = (ROOT / "docs" / "reference" / "log-format.md").read_text()
 
@@ -38,6 +38,12 @@ def test_the_document_names_every_code() -> None:
     for flag in Flag:
         assert f"{flag.value} {str(flag.name).lower()}" in text
     assert [clock.value for clock in Clock] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_the_document_names_every_purpose_and_no_other() -> None:
+    table = DOCUMENT.partition("### Purposes\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([a-z' ,]+) \|", table, re.MULTILINE)
+    assert sorted(name for row in rows for name in row.split(", ")) == sorted(purpose.value for purpose in Purpose)
 
 
 def test_normal_form_has_no_column_twice() -> None:

@@ -213,10 +213,29 @@ def test_messages_between_stages_are_the_pipeline_s(rank: int, ran: list[Ran]) -
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_sets_up_the_stages_has_that_purpose(rank: int, ran: list[Ran]) -> None:
-    """The numbers of parameters of all stages, and the message that connects two neighbours."""
+    """The numbers of parameters of all stages, the message that connects two neighbours, and shapes of activations."""
     marked = [call for call in ran[rank].log.calls if call.purpose.get("name") == Purpose.PIPELINE_SET_UP.value]
-    assert Counter(call.op for call in marked) == {"all_reduce": 1, ("send", "recv")[rank]: 1}
-    assert {call.phase for call in marked} == {Phase.INIT}
+    at_start = [call for call in marked if call.phase == Phase.INIT]
+    message = ("send", "recv")[rank]
+    assert Counter(call.op for call in at_start) == {"all_reduce": 1, message: 1}
+    shapes = [(call.op, call.payload, call.phase) for call in marked if call.phase != Phase.INIT]
+    assert shapes == [(message, 1024, FORWARD)]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_what_stages_exchange_has_a_purpose_and_the_stage(step: int, ran: list[Ran]) -> None:
+    for rank in (0, 1):
+        for phase, purpose in ((FORWARD, Purpose.PIPELINE_ACTIVATIONS), (BACKWARD, Purpose.PIPELINE_GRADIENTS)):
+            calls = [*messages(ran, rank, step, "send", phase), *messages(ran, rank, step, "recv", phase)]
+            purposes = [call.purpose for call in calls if call.payload == 64]
+            assert purposes == [{"name": purpose.value, "stage": rank}] * 4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_call_of_a_pipeline_has_a_purpose(rank: int, ran: list[Ran]) -> None:
+    calls = ran[rank].section("pipeline step 0", "pipeline end")
+    assert calls
+    assert [(call.op, call.function) for call in calls if not call.purpose] == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -129,11 +129,21 @@ def test_a_step_after_an_evaluation_is_typical_only_if_all_are(tmp_path: Path) -
     after = step()[1:]
     table = write(tmp_path / "once", [step(), evaluated, after, step()]).table("step_by_purpose")
     assert (table["difference_bytes"] == 0).all()
-    table = write(tmp_path / "always", [evaluated, [*after, evaluated[-1]], after]).table("step_by_purpose")
-    assert (table["difference_bytes"].dropna() == 0).all()  # that of the first step
-    table = write(tmp_path / "resumed", [[evaluated[-1]], after]).table("step_by_purpose")
-    assert table["expected_calls"].isna().all()
-    assert table["reason"].str.contains("each step follows an evaluation").all()
+    always = [evaluated, [*after, evaluated[-1]], after]
+    for name, steps in (("always", always), ("resumed", [[evaluated[-1]], after])):
+        table = write(tmp_path / name, steps).table("step_by_purpose")
+        assert table["expected_calls"].isna().all()
+        assert table["reason"].str.contains("each step follows an evaluation").all()
+
+
+def test_the_first_step_is_typical_only_if_it_is_the_only_one(tmp_path: Path) -> None:
+    """In the first step, ZeRO-3 gathers each parameter alone, and later several at once."""
+    more = [*step(), *[Made(GATHER, FORWARD, LAST, 128)] * 3]
+    evaluated = [*step(), Made(GATHER, Purpose.EVALUATION, "", 128)]
+    table = write(tmp_path / "later", [more, evaluated, step()[1:]]).table("step_by_purpose")
+    assert (table["difference_bytes"] == 0).all()
+    table = write(tmp_path / "only", [more]).table("step_by_purpose")
+    assert table["difference_bytes"].sum() == 3 * 128
 
 
 Change = Callable[[list[Made]], list[Made]]
