@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import pandas as pd
 
@@ -20,6 +20,9 @@ from .table_specs.equivalent_ranks import reduce_ranks
 from .table_specs.spec import TableSpec
 
 Tables: TypeAlias = Mapping[str, pd.DataFrame]
+
+MAX_ROWS: Final = 40
+"""Rows of a table that a report in text shows."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Report:
     tables: Tables
     run: RecordedRun | None = None
     sites: int = 10
-    max_rows: int = 40
+    max_rows: int = MAX_ROWS
     per_rank: bool = False
     sections_chosen: bool = False
 

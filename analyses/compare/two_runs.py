@@ -51,7 +51,7 @@ def compare_logs(accepted: RecordedRun, recorded: RecordedRun, own: Sequence[str
 
 
 def compare_calls(a: RunCalls, b: RunCalls) -> Verdict:
-    """Compare two runs."""
+    """Compare two runs: each rank with that of the same number. A rank that only one of them has is a difference."""
     comparison = Comparison(a, b, functools.partial(pair_steps, (a, b)))
     reasons: dict[str, list[int]] = defaultdict(list)
     notes: dict[str, list[int]] = defaultdict(list)

@@ -19,7 +19,9 @@ from .own_calls import OwnCalls, OwnKey
 from .verdict import Verdict, format_steps
 
 MAX_PARAGRAPHS: Final = 40
+"""Groups of differences, of equal steps and ranks, that the text shows."""
 MAX_ROWS: Final = 40
+"""Differing calls of a group that the text shows."""
 
 _INDENT: Final = " " * 4
 _MAX_RANGES: Final = 8

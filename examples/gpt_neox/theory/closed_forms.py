@@ -1,7 +1,8 @@
 """Closed forms of further schemes: communication volumes from the literature, as published; each names its source.
 
 Conventions are those of `commtrace.theory.closed_forms`: elements, unless the function's name ends in `_bytes`, for the
-algorithms that send the fewest bytes.
+algorithms that send the fewest bytes. Only the examples' own predictions and tests read them: the rules of
+`commtrace.theory` have their own.
 """
 
 from __future__ import annotations
