@@ -7,6 +7,14 @@ HOOKS = {
     "torch": "commtrace.hooks.torch.hook",
     "mpi4py.MPI": "commtrace.hooks.mpi.hook",
     "deepspeed": "commtrace.hooks.deepspeed.hook",
+    **dict.fromkeys(
+        (
+            *(f"deepspeed.sequence.{module}" for module in ("layer", "cross_entropy", "linear_cross_entropy")),
+            "deepspeed.sequence.vocab_parallel_ops",
+            "deepspeed.runtime.sequence_parallel.ulysses_sp",
+        ),
+        "commtrace.hooks.deepspeed.sequence_purposes",
+    ),
     "torch.distributed._local_tensor": "commtrace.hooks.torch.blind_spot_warnings",
     "torch.distributed.tensor.parallel.api": "commtrace.hooks.torch.dtensor",
     "torch.distributed.tensor._api": "commtrace.hooks.torch.redistribution",

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from commtrace.current_step import progress
 from commtrace.patching import Patches, Wrapper, around
@@ -47,6 +47,33 @@ class MarkedSources:
         """Restore everything."""
         for patches in self._patches:
             patches.undo()
+
+
+class Hook(Protocol):
+    """A hook that marks calls of modules that are imported one after another."""
+
+    def install(self) -> None:
+        """Mark the functions of the modules that are imported."""
+
+    def uninstall(self) -> None:
+        """Restore everything."""
+
+
+class Hooks:
+    """A hook made of several."""
+
+    def __init__(self, *hooks: Hook) -> None:
+        self._hooks: Final = hooks
+
+    def install(self) -> None:
+        """Mark the functions of the modules that are imported."""
+        for hook in self._hooks:
+            hook.install()
+
+    def uninstall(self) -> None:
+        """Restore everything."""
+        for hook in self._hooks:
+            hook.uninstall()
 
 
 def imported(module: str, name: str) -> Any:

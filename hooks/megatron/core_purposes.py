@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from commtrace.hooks.marked_sources import MarkedSources, Source
+from commtrace.hooks.marked_sources import Hooks, MarkedSources, Source
 from commtrace.hooks.torch.autograd_functions import MarkedFunctions
 from commtrace.schema import Purpose
 
@@ -58,18 +58,5 @@ _FUNCTIONS: Final = (
     ),
     MarkedFunctions(f"{_CORE}.tensor_parallel.cross_entropy", Purpose.LOSS, Purpose.LOSS),
 )
-
-
-_HOOKS: Final[tuple[MarkedSources | MarkedFunctions, ...]] = (_SOURCES, *_FUNCTIONS)
-
-
-def install() -> None:
-    """Mark the functions of the modules that are imported."""
-    for hook in _HOOKS:
-        hook.install()
-
-
-def uninstall() -> None:
-    """Restore everything."""
-    for hook in _HOOKS:
-        hook.uninstall()
+_hooks: Final = Hooks(_SOURCES, *_FUNCTIONS)
+install, uninstall = _hooks.install, _hooks.uninstall

@@ -1,4 +1,4 @@
-"""python pipeline.py FOLDER: a DeepSpeed engine trained in torch's style, then DeepSpeed's pipeline of two stages."""
+"""python pipeline.py FOLDER: a DeepSpeed engine trained in torch's style, its pipeline of two stages, and Ulysses."""
 
 from __future__ import annotations
 
@@ -90,9 +90,27 @@ def step_the_optimizer() -> None:
     mark("optimizer's end")
 
 
+def share_sequences() -> None:
+    """Attend as Ulysses does, and sum up the losses of the parts of a sequence."""
+    from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
+    from deepspeed.sequence.layer import DistributedAttention
+
+    query = torch.ones(PARTS, 2, 4, WIDTH, requires_grad=True)
+    attend = DistributedAttention(lambda query, key, value: query + key + value, dist.group.WORLD, 2, 1)
+    mark("sequence forward")
+    output = attend(query, query, query, 0)
+    mark("sequence backward")
+    output.sum().backward()
+    mark("sequence loss")
+    logits = torch.ones(PARTS, 2, WIDTH, requires_grad=True)
+    vocab_sequence_parallel_cross_entropy(logits, torch.zeros(PARTS, 2, dtype=torch.long), dist.group.WORLD)
+    mark("sequence end")
+
+
 train_as_torch_does()
 step_the_optimizer()
 train_pipeline()
+share_sequences()
 mark("shared memory")
 shared = torch.ones(6)
 torch.ops.deepspeed.inference_all_reduce_(shared)

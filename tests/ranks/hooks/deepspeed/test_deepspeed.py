@@ -287,3 +287,14 @@ def test_purposes_of_a_phase(phase: Phase, op: str, training: Training) -> None:
     for log in training.logs:
         found = {call.purpose.get("name") for call in log.calls if (call.phase, call.op) == (phase, op)}
         assert found == {purpose.value for purpose in PURPOSES[phase, op]}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_purposes_of_sequence_parallelism(rank: int, ran: list[Ran]) -> None:
+    for begin, end_of_part, op, times, purpose in (
+        ("forward", "backward", "all_to_all", 4, Purpose.ACTIVATIONS),
+        ("backward", "loss", "all_to_all", 4, Purpose.ACTIVATION_GRADIENTS),
+        ("loss", "end", "all_gather", 1, Purpose.LOSS),
+    ):
+        calls = ran[rank].section(f"sequence {begin}", f"sequence {end_of_part}")
+        assert [(call.op, call.purpose) for call in calls] == [(op, {"name": purpose.value})] * times
