@@ -52,7 +52,8 @@ def real_programs_page() -> str:
         "# Real programs\n\n`train.py` of [GPT-NeoX](https://github.com/EleutherAI/gpt-neox) at "
         f"{GPT_NEOX[1]}, unedited, on CPU ranks with gloo and DeepSpeed {DEEPSPEED[1]}: calls of a rank in all steps; "
         "unexpected and missing ones, by the rules; whether the calls of all ranks equal those of its dry run "
-        "(`commtrace check --against`; -: not recorded). `tests/external` runs it again.\n",
+        "(`commtrace check --against`; -: not recorded). `tests/external` runs it again, where each call has a purpose "
+        "and the typical step equals its closed forms, purpose by purpose.\n",
         "| configuration | ranks | scheme | calls | not as expected | matches dry run |\n"
         "| --- | ---: | --- | ---: | ---: | --- |",
     ]
