@@ -28,10 +28,10 @@ def _train_step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 def install() -> None:
     """Hook the functions of `megatron.training` in GPT-NeoX. Megatron-LM's module does not have them."""
     module = sys.modules["megatron.training"]
-    _patches.wrap(module, "train_step", _train_step)
-    _patches.wrap(module, "forward_step", progress.wrapper(Phase.FORWARD))
-    _patches.wrap(module, "evaluate", progress.wrapper(Phase.EVALUATION))
-    _patches.include(gpt_neox_purposes)
+    if _patches.wrap(module, "train_step", _train_step):
+        _patches.wrap(module, "forward_step", progress.wrapper(Phase.FORWARD))
+        _patches.wrap(module, "evaluate", progress.wrapper(Phase.EVALUATION))
+        _patches.include(gpt_neox_purposes)
 
 
 uninstall = _patches.undo
