@@ -15,17 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
 from commtrace.current_step import progress
-from commtrace.hooks import purposes
 from commtrace.hooks.recorder_setup import guard
-from commtrace.hooks.torch import captured_jobs
+from commtrace.hooks.torch import captured_jobs, marked_batches
 from commtrace.hooks.torch.captured_jobs import Jobs
 from commtrace.hooks.torch.model_facts import architecture, available, buffers, parameters
 from commtrace.job_row import JobRow
 from commtrace.patching import Patches, around
-from commtrace.schema import Phase, Purpose
+from commtrace.schema import Phase
 
 _PACKAGE: Final = "megatron.core.pipeline_parallel"
 _SCHEDULES: Final = (
@@ -34,17 +32,10 @@ _SCHEDULES: Final = (
     "forward_backward_pipelining_with_interleaving",
 )
 
-_PURPOSES: Final = {
-    Phase.FORWARD: purposes.number(Purpose.PIPELINE_ACTIVATIONS),
-    Phase.BACKWARD: purposes.number(Purpose.PIPELINE_GRADIENTS),
-}
-
 _patches = Patches()
 _rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
 _models = Jobs(lambda model: _rows[model], lambda model: iter(()))
 _backward_numbers: Iterator[int] = itertools.repeat(-1)
-_batch: Sequence[Phase] = ()
-"""Phases of the messages, in order, of a batch that serves both directions."""
 
 
 @_patches.installer
@@ -56,8 +47,7 @@ def install() -> None:
     _patches.wrap(schedules, "forward_step", _forward_step)
     _patches.wrap(schedules, "backward_step", _backward_step)
     _patches.wrap(getattr(messages, "P2PCommunicator", messages), "_communicate", _communicate)
-    _patches.wrap(dist, "batch_isend_irecv", _batch_isend_irecv)
-    _patches.include(_models)
+    _patches.include(_models, marked_batches)
     _patches.on_undo(_rows.clear)
 
 
@@ -106,21 +96,8 @@ def _in_micro_batch(number: int, phase: Phase, original: Callable[..., Any], arg
 
 @around
 def _communicate(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    global _batch
     phases = list(_phases(kwargs))
-    if not phases:
-        return original(*args, **kwargs)
-    both_directions = len({*phases}) > 1
-    _batch = phases if both_directions else ()
-    try:
-        # Messages in both directions that are not sent as a batch cannot be distinguished.
-        if both_directions:
-            with progress.marked(Phase.OTHER):
-                return original(*args, **kwargs)
-        with progress.marked(phases[0]), purposes.Marked(_PURPOSES[phases[0]]):
-            return original(*args, **kwargs)
-    finally:
-        _batch = ()
+    return marked_batches.send(phases, original, *args, **kwargs) if phases else original(*args, **kwargs)
 
 
 def _phases(exchange: Any) -> Iterator[Phase]:
@@ -133,25 +110,6 @@ def _phases(exchange: Any) -> Iterator[Phase]:
         yield Phase.FORWARD
     if exchange.get("recv_next"):
         yield Phase.BACKWARD
-
-
-class _MarkedOperations(list[Any]):
-    """The operations of a batch. Iteration marks phase and purpose of each while torch starts it."""
-
-    def __init__(self, operations: Sequence[Any], phases: Sequence[Phase]) -> None:
-        super().__init__(operations)
-        self._phases = phases
-
-    def __iter__(self) -> Iterator[Any]:
-        for operation, phase in zip(super().__iter__(), self._phases, strict=True):
-            with progress.marked(phase), purposes.Marked(_PURPOSES[phase]):
-                yield operation
-
-
-@around
-def _batch_isend_irecv(original: Callable[..., Any], /, p2p_op_list: Any) -> Any:
-    marks = len(_batch) > 0 and isinstance(p2p_op_list, list) and len(p2p_op_list) == len(_batch)
-    return original(_MarkedOperations(p2p_op_list, _batch) if marks else p2p_op_list)
 
 
 # ---- the job ---------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ steps, and torch's parallel libraries
 purposes of other calls
     fsdp1, batch_norm, expert_dispatch, recomputation
     autograd_functions   tensor-parallel layers of libraries
+    marked_batches       messages between stages of libraries, also in batches that serve both directions
     redistribution       DTensor, with placements and the module
     entry_points         functions with one purpose, whatever they call: gradient norms, checkpoints, the loss
 rows of the job table: settings that determine communication

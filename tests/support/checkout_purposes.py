@@ -328,11 +328,11 @@ _EXAMPLES: Final[Mapping[str, Program]] = {
 # ---- picotron: four steps of two micro-batches of a Llama with two layers, a checkpoint ------------------------------
 
 _PICOTRON: Final = "picotron_train.py"
-_NO_RULES: Final = "no rules for picotron, whose calls are lines of the program: no purpose but the program's own"
-_STARTED: Final = {"objects exchanged": "broadcast 4"}  # tokenizer and configuration: sizes and contents
-# The numbers of parameters, and in each step a bucket of gradients, and the loss.
-_BUCKETS_AND_LOSSES: Final = f"all_reduce {1 + 4 * 2}, barrier 6"
-_REDUCED: Final = {**_STARTED, "the program's own": _BUCKETS_AND_LOSSES}
+_NO_RULES: Final = "no rules for picotron"
+# Tokenizer and configuration: sizes and contents. The program's own: the number of parameters.
+_STARTED: Final = {"objects exchanged": "broadcast 4", "the program's own": "all_reduce 1, barrier 6"}
+# In each step a bucket of gradients, and the loss.
+_REDUCED: Final = {**_STARTED, "gradients reduced": "all_reduce 4", "metrics": "all_reduce 4"}
 
 _PICOTRON_PROGRAMS: Final[Mapping[str, Program]] = {
     f"{_PICOTRON} 1 1 1 2": Program(
@@ -351,11 +351,11 @@ _PICOTRON_PROGRAMS: Final[Mapping[str, Program]] = {
         rules=3,
         miss=_NO_RULES,
     ),
-    # The first of two stages.
+    # The first of two stages, in four steps of two micro-batches.
     f"{_PICOTRON} 1 1 2 1": Program(
         "picotron, pipeline",
         4,
-        {**_STARTED, "the program's own": f"all_reduce 1, barrier 6, recv {4 * 2}, send {4 * 2}"},
+        {**_STARTED, "pipeline activations": f"send {4 * 2}", "pipeline gradients": f"recv {4 * 2}"},
         "pipeline",
         rules=3,
         miss=_NO_RULES,
@@ -367,7 +367,9 @@ _PICOTRON_PROGRAMS: Final[Mapping[str, Program]] = {
         4,
         {
             **_STARTED,
-            "the program's own": f"all_gather {4 * 2}, all_reduce {1 + 4 + 4 * 2 * (1 + 2 * 2 + 2 * 5 + 1)}, barrier 6",
+            "activations": f"all_gather {4 * 2}, all_reduce {4 * 2 * (1 + 2 * 2)}",
+            "activation gradients": f"all_reduce {4 * 2 * (2 * 5 + 1)}",
+            "metrics": "all_reduce 4",
         },
         "tensor",
         rules=3,
@@ -378,7 +380,11 @@ _PICOTRON_PROGRAMS: Final[Mapping[str, Program]] = {
     f"{_PICOTRON} 1 2 1 2": Program(
         "picotron, context and data",
         4,
-        {**_STARTED, "the program's own": f"{_BUCKETS_AND_LOSSES}, recv {16 * (2 + 2 + 4)}, send {16 * (2 + 2 + 4)}"},
+        {
+            **_REDUCED,
+            "keys and values of other ranks": f"recv {16 * 2}, send {16 * 2}",
+            "gradients of keys and values of other ranks": f"recv {16 * (2 + 4)}, send {16 * (2 + 4)}",
+        },
         "context data world",
         ranks=4,
         rules=3,
