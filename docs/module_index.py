@@ -55,7 +55,8 @@ def modules_page() -> str:
             folder = path.parent
             lines += (f"## {folder.relative_to(ROOT).as_posix()}/", "")
         if about:
-            lines += (f"### {name}", "", *_paragraphs(about if path.name == "__init__.py" else about.split("\n\n")[0]))
+            shown = about if path.name == "__init__.py" else about.split("\n\n")[0]
+            lines += (f"### `{name}`", "", *_paragraphs(shown))
             lines += (f"- `{name}`: {_plain(meaning)}" for name, meaning in names)
             lines.append("")
     return "\n".join(lines)

@@ -21,7 +21,7 @@ def page() -> str:
 
 
 def test_each_file_has_a_part(page: str) -> None:
-    headings = {line.removeprefix("### ") for line in page.splitlines() if line.startswith("### ")}
+    headings = {line.removeprefix("### ").strip("`") for line in page.splitlines() if line.startswith("### ")}
     for folder in ("commtrace", "hooks", "analyses", "wheels", "examples", "benchmarks"):
         files = [path for ending in ("*.py", "*.h", "*.cpp") for path in (ROOT / folder).rglob(ending)]
         names = {path.relative_to(ROOT).as_posix() for path in files if path.read_text().startswith(('"""', "//"))}
@@ -31,7 +31,7 @@ def test_each_file_has_a_part(page: str) -> None:
 
 
 def test_names_have_the_first_sentence_of_their_description(page: str) -> None:
-    lines = page.partition("### commtrace/recording/peer_watch.py\n")[2].partition("\n##")[0].splitlines()
+    lines = page.partition("### `commtrace/recording/peer_watch.py`\n")[2].partition("\n##")[0].splitlines()
     assert (peer_watch.__doc__ or "").splitlines()[0] in lines
     (constant,) = (line for line in lines if line.startswith("- `MAX_PEERS`: "))
     assert constant == "- `MAX_PEERS`: Processes that one process watches: those of the next higher ranks on its host."
@@ -51,12 +51,12 @@ def test_descriptions_in_other_places(line: str, page: str) -> None:
 
 
 def test_the_list_of_a_folder_s_modules_is_shown(page: str) -> None:
-    part = page.partition("### hooks/megatron/__init__.py\n")[2].partition("\n##")[0]
+    part = page.partition("### `hooks/megatron/__init__.py`\n")[2].partition("\n##")[0]
     assert "```text\ncore_groups, gpt_neox_groups        roles of their groups\n" in part
 
 
 def test_names_in_cpp(page: str) -> None:
-    lines = page.partition("### hooks/native/recording_kernels.h\n")[2].partition("\n##")[0].splitlines()
+    lines = page.partition("### `hooks/native/recording_kernels.h`\n")[2].partition("\n##")[0].splitlines()
     expected = "- `future_of`: The future that shows the end of a call on the host; null if the backend has none."
     assert expected in lines
     variables = ("fetch_add", "in_stream")  # with a comment within a function
