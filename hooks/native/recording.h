@@ -428,7 +428,7 @@ struct Thread {
 
 inline ThreadSites& CallSites::cache_of_thread() {
   static thread_local struct Owner {
-    std::unique_ptr<ThreadSites> cache = std::make_unique<ThreadSites>();
+    std::unique_ptr<ThreadSites> cache;
     ~Owner() { Thread::current().sites = nullptr; }  // destructors of other variables may still communicate
   } owner;
   if (!owner.cache) owner.cache = std::make_unique<ThreadSites>();
