@@ -159,21 +159,39 @@ class _TypicalStep(NamedTuple):
 
 
 class _Activities(NamedTuple):
-    """Whether a step has an activity, one among its training calls, an evaluation, and training calls at all."""
+    """Whether a step has an activity among its training calls, an evaluation, and training calls at all."""
 
-    any: bool
     among_training: bool
     evaluation: bool
     others: bool
 
+    @property
+    def any(self) -> bool:
+        """Whether it has any activity."""
+        return self.among_training or self.evaluation
+
     @staticmethod
     def of(step: StepCalls) -> _Activities:
         return _Activities(
-            any(is_activity(equal.purpose, equal.key.phase) for equal in step.calls),
             any(is_activity(equal.purpose, equal.key.phase) for equal in step.calls if equal.key.phase != EVALUATION),
             any(equal.key.phase == EVALUATION for equal in step.calls),
             any(equal.key.phase != EVALUATION for equal in step.calls),
         )
+
+
+class _Against(NamedTuple):
+    """What is against taking a step for the typical one, the worst first."""
+
+    among_training: bool
+    is_first: bool
+    follows_evaluation: bool
+    own: bool
+    before: bool
+
+    @staticmethod
+    def of(own: _Activities, before: _Activities, *, is_first: bool = False) -> _Against:
+        """Return it for a step with these activities, after a step with those."""
+        return _Against(own.among_training, is_first, before.evaluation, own.any, before.any)
 
 
 def _typical_step(
@@ -189,15 +207,14 @@ def _typical_step(
     begins = np.maximum(calls.first, 0)
     last = last if end is None else min(last, end)
     ends = np.minimum(np.append(begins[1:], calls.last_step + 1), last)[: len(begins)]
-    lengths: dict[tuple[bool, ...], Counter[int]] = defaultdict(Counter)  # by what is against a step
+    lengths: dict[_Against, Counter[int]] = defaultdict(Counter)
     before = _Activities.of(NO_CALLS)
     for content, begin, length in zip(calls.content.tolist(), begins.tolist(), (ends - begins).tolist(), strict=True):
         own = activities[content]
         if own.others and length > 0:
-            first = own.among_training, begin == 0, before.evaluation, own.any, before.any
-            _add_last(lengths[first], content, 1)
+            _add_last(lengths[_Against.of(own, before, is_first=begin == 0)], content, 1)
             if length > 1:
-                _add_last(lengths[own.among_training, False, own.evaluation, own.any, own.any], content, length - 1)
+                _add_last(lengths[_Against.of(own, own)], content, length - 1)
         before = own
     if not lengths:
         return None
@@ -207,8 +224,8 @@ def _typical_step(
     candidates = [content for content, length in frequent.items() if length == most]
     if len(candidates) > 2:
         candidates.sort(key=lambda content: contents[content].volume[1])
-        return _TypicalStep(candidates[len(candidates) // 2], against[2])
-    return _TypicalStep(candidates[-1], against[2])
+        return _TypicalStep(candidates[len(candidates) // 2], against.follows_evaluation)
+    return _TypicalStep(candidates[-1], against.follows_evaluation)
 
 
 def _number(calls: RankCalls, step: _TypicalStep) -> int:

@@ -12,7 +12,7 @@ from commtrace.hooks import purposes
 from commtrace.patching import Patches, around
 from commtrace.schema import Phase, Purpose
 
-PURPOSES: Final = {
+_PURPOSES: Final = {
     Phase.FORWARD: purposes.number(Purpose.PIPELINE_ACTIVATIONS),
     Phase.BACKWARD: purposes.number(Purpose.PIPELINE_GRADIENTS),
 }
@@ -39,7 +39,7 @@ def send(phases: Sequence[Phase], original: Callable[..., Any], /, *args: Any, *
     """
     global _batch
     if len({*phases}) < 2:
-        with progress.marked(phases[0]), purposes.Marked(PURPOSES[phases[0]]):
+        with progress.marked(phases[0]), purposes.Marked(_PURPOSES[phases[0]]):
             return original(*args, **kwargs)
     _batch = phases
     try:
@@ -58,7 +58,7 @@ class _MarkedOperations(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for operation, phase in zip(super().__iter__(), self._phases, strict=True):
-            with progress.marked(phase), purposes.Marked(PURPOSES[phase]):
+            with progress.marked(phase), purposes.Marked(_PURPOSES[phase]):
                 yield operation
 
 
