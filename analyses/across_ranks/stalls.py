@@ -138,7 +138,7 @@ def _activity(thread: ThreadStack, window_ns: int) -> dict[str, object]:
     # A thread that waits for the interpreter's lock, which the sampling thread has, looks as if it waited for any lock.
     if cpu_share is not None and cpu_share >= COMPUTES_FROM:
         activity = COMPUTING
-    elif thread.state == "D":
+    elif thread.state == "D" or thread.storage_bytes:  # between two writes, it is in no system call
         activity = STORAGE
     else:
         activity = _ACTIVITIES.get(thread.system_call, WAITING)

@@ -67,6 +67,7 @@ class ThreadStack(NamedTuple):
     state: str
     system_call: str
     cpu_ns: int | None
+    storage_bytes: int | None
     frames: tuple[tuple[str, int, str], ...]
     """File, line and function, the innermost first."""
 
@@ -253,6 +254,7 @@ def _stacks(row: Row) -> StackSample:
         ThreadStack(
             str(thread["name"]), thread["main"] is True, str(thread["state"]), str(thread["system_call"]),
             None if thread["cpu_ns"] is None else _natural(thread["cpu_ns"]),
+            None if thread.get("storage_bytes") is None else _natural(thread["storage_bytes"]),
             tuple((str(file), int(line), str(function)) for file, line, function in thread["frames"]),
         )
         for thread in row["threads"]

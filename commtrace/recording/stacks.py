@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from itertools import islice
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from commtrace.library_frames import is_of_commtrace
 from commtrace.process_setup.system_files import list_folder, read_stat, read_text
@@ -75,7 +75,7 @@ class StackSampler:
         self._calls, self._is_in_call = 0, False
         self._since_ns = time.monotonic_ns()
         self._longest_ns = self._due_ns = 0
-        self._usage: dict[int, int] | None = None
+        self._usage: dict[int, _Usage] | None = None
         self._usage_at_ns = 0
         self._begin_pause(self._since_ns)
 
@@ -95,8 +95,8 @@ class StackSampler:
             self._calls = calls
             self._begin_pause(now)
         elif self._minimum_ns and pause >= self._due_ns:
-            if self._usage is None:  # the processor time is that of the drain thread's next pause
-                self._usage, self._usage_at_ns = _processor_times(), now
+            if self._usage is None:  # the usage is that of the drain thread's next pause
+                self._usage, self._usage_at_ns = _usages(), now
             else:
                 self._write(now, pause)
                 self._usage, self._due_ns = None, 2 * pause
@@ -125,11 +125,11 @@ class StackSampler:
         )  # fmt: skip
 
 
-def _threads(usage: dict[int, int]) -> Iterator[dict[str, Any]]:
+def _threads(usage: dict[int, _Usage]) -> Iterator[dict[str, Any]]:
     """Yield what is known of each thread that runs Python code, the main thread first.
 
     Args:
-        usage: Processor time of each thread at the begin of the window, ns.
+        usage: What each thread had used at the begin of the window.
     """
     own, main = threading.get_ident(), threading.main_thread().ident
     # Not `threading.enumerate`, which takes a lock that the program may hold.
@@ -140,13 +140,14 @@ def _threads(usage: dict[int, int]) -> Iterator[dict[str, Any]]:
         thread, native = known.get(ident), 0
         if thread is not None:
             native = os.getpid() if ident == main else thread.native_id or 0
-        before = usage.get(native)
+        before, now = usage.get(native), _usage(native)
         yield {
             "name": "" if thread is None else thread.name,
             "main": ident == main,
             "state": "" if (stat := read_stat(f"/proc/self/task/{native}")) is None else stat.state,
             "system_call": _system_call(native),
-            "cpu_ns": None if before is None else _processor_time(native) - before,
+            "cpu_ns": None if before is None else now.cpu_ns - before.cpu_ns,
+            "storage_bytes": None if before is None else now.storage_bytes - before.storage_bytes,
             "frames": [*islice(_frames(frames[ident]), MAX_FRAMES)],
         }
 
@@ -161,17 +162,32 @@ def _frames(frame: FrameType | None) -> Iterator[list[str | int]]:
         frame = frame.f_back
 
 
-def _processor_times() -> dict[int, int]:
-    """Return the processor time of each thread of the process, ns; see `_processor_time`."""
-    return {int(thread): _processor_time(int(thread)) for thread in list_folder("/proc/self/task")}
+class _Usage(NamedTuple):
+    """What a thread has used since it began; 0 where that is not known.
+
+    Attributes:
+        cpu_ns: Time for which it was on a processor, or ready for one that was busy, ns.
+        storage_bytes: Bytes that it read from storage, or changed in files that are on storage.
+    """
+
+    cpu_ns: int
+    storage_bytes: int
 
 
-def _processor_time(thread: int) -> int:
-    """Return the time for which a thread was on a processor, or ready for one that was busy, ns."""
+def _usages() -> dict[int, _Usage]:
+    """Return the usage of each thread of the process."""
+    return {int(thread): _usage(int(thread)) for thread in list_folder("/proc/self/task")}
+
+
+def _usage(thread: int) -> _Usage:
+    cpu_ns = storage_bytes = 0
     with suppress(ValueError):
         running, ready, _ = read_text(f"/proc/self/task/{thread}/schedstat").split()
-        return int(running) + int(ready)
-    return 0
+        cpu_ns = int(running) + int(ready)
+    with suppress(ValueError, KeyError):
+        counts = dict(line.split(": ") for line in read_text(f"/proc/self/task/{thread}/io").splitlines())
+        storage_bytes = int(counts["read_bytes"]) + int(counts["write_bytes"])
+    return _Usage(cpu_ns, storage_bytes)
 
 
 def _system_call(thread: int) -> str:

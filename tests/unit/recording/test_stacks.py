@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +98,7 @@ def test_the_threads_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     deadline = time.monotonic() + 30
     try:
         while True:
-            rows = {row["name"]: row for row in stacks._threads(stacks._processor_times())}
+            rows = {row["name"]: row for row in stacks._threads(stacks._usages())}
             sampled = rows["deep"]
             if sampled["state"] == "S" or time.monotonic() > deadline:  # it has yet to begin to wait
                 break
@@ -110,6 +112,33 @@ def test_the_threads_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampled["frames"][-1][0] == __file__
     assert sampled["state"] == "S"
     assert sampled["cpu_ns"] >= 0
+
+
+def test_a_thread_that_writes_to_storage(tmp_path: Path) -> None:
+    """It is at a moment in no system call, and computes little: what it has written shows what it does."""
+    stop, written = threading.Event(), threading.Semaphore(0)
+
+    def save() -> None:
+        with (tmp_path / "checkpoint").open("wb") as file:
+            while not stop.is_set():
+                file.write(b"x" * (1 << 16))
+                os.fsync(file.fileno())
+                written.release()
+
+    thread = threading.Thread(target=save, name="saves")
+    thread.start()
+    try:
+        written.acquire()
+        before = stacks._usages()
+        for _ in range(3):
+            written.acquire()
+        rows = {row["name"]: row for row in stacks._threads(before)}
+    finally:
+        stop.set()
+        thread.join()
+    if not any(usage.storage_bytes for usage in before.values()):
+        pytest.skip("files of tests are not on storage, or the kernel does not count")
+    assert rows["saves"]["storage_bytes"] >= 1 << 16
 
 
 def test_frames_of_wrappers_are_left_out() -> None:

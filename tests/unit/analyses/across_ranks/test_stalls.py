@@ -71,6 +71,8 @@ def test_the_places_of_a_stack(tmp_path: Path) -> None:
         ({"cpu_ns": None, "system_call": ""}, "waiting", None),
         ({"state": "D", "system_call": "read"}, "waiting for storage", 0.0),
         ({"system_call": "fsync"}, "waiting for storage", 0.0),
+        ({"state": "R", "system_call": "", "storage_bytes": 1}, "waiting for storage", 0.0),
+        ({"system_call": "futex", "storage_bytes": 0}, "waiting for a lock or thread", 0.0),
         ({"system_call": "clock_nanosleep"}, "sleeping", 0.0),
         ({"system_call": "epoll_wait"}, "waiting for data", 0.0),
         ({"system_call": "wait4"}, "waiting for a process", 0.0),
@@ -92,7 +94,16 @@ def test_a_process_that_went_on_or_closed_its_log_is_not_stalled(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "threads", ["text", [7], [thread(frames=[["file"]])], [thread(frames=3)], [thread(cpu_ns=-1)], None]
+    "threads",
+    [
+        "text",
+        [7],
+        [thread(frames=[["file"]])],
+        [thread(frames=3)],
+        [thread(cpu_ns=-1)],
+        [thread(storage_bytes=-1)],
+        None,
+    ],
 )
 def test_a_damaged_sample(threads: Any, tmp_path: Path) -> None:
     process = sampled(LogFactory(tmp_path), 0, thread())
