@@ -2,14 +2,16 @@
 
 Totals are folds (`fold_engine`): the merged tables of what was read are kept, and only new records of the files are
 added. Records that are still in the memory of the processes are added at each reading, and kept when they have reached
-the files. At the end of the run, the totals are therefore those of a report. Times of steps, and hangs, come from the
-last records alone, by the analyses of a report; the times of all steps that were seen are kept.
+the files. At the end of the run, the totals are therefore those of a report. A reading may leave records to later ones;
+then totals are those of the first records of every process, and the reading says of how many. Times of steps, and
+hangs, come from the last records alone, by the analyses of a report; the times of all steps that were seen are kept.
 
 Nothing is written, and the traced processes have no work with it.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ from commtrace.analyses.fold_engine import Analysis, NamedTables, finished_table
 from commtrace.errors import LogError
 from commtrace.reading.labels import TEXT_FIELDS, UNKNOWN, RunLabels
 from commtrace.reading.log import open_log
+from commtrace.reading.process_ends import last_step
 from commtrace.reading.process_reader import Process
 from commtrace.reading.segment_reader import MemorySegment, Segment, last_records
 
@@ -41,6 +44,10 @@ LEAST_RECENT: Final = 1 << 17
 MOST_RECENT: Final = 1 << 20
 MAX_STEPS: Final = 10_000
 """Number of last steps whose times are kept."""
+_AT_FIRST: Final = 1 << 21
+"""Records of which a reading in parts makes totals: of those that there were at the first reading, or are at the end."""
+_AT_ONCE: Final = 1 << 18
+"""Records of which it makes totals while the run goes on."""
 _STEPS_WANTED: Final = 6
 """Steps among the last records of a process without which more records are read the next time."""
 
@@ -51,22 +58,28 @@ class LiveRun:
 
     Attributes:
         run: The run; its analyses would read it whole.
-        tables: Tables of a report by name: `volume_by_purpose`, `ranks`, `volume_by_step`, `steady_step` of all
-            records; `step_time_parts` and `delays` of the last steps; `step_times` of all steps that were seen;
-            `stuck_calls`, `stuck_ranks`, `stalled_threads`, `endings`, `thread_exceptions`.
+        tables: Tables of a report by name: those of the totals, by default `volume_by_purpose`, `ranks`,
+            `volume_by_step` and `steady_step`; `step_time_parts` and `delays` of the last steps; `step_times` of all
+            steps that were seen; `stuck_calls`, `stuck_ranks`, `stalled_threads`, `endings`, `thread_exceptions`.
         read_ns: Wall-clock time of the reading in ns since 1970.
         took_s: Processor time that the reading took, s.
+        records: Number of records in the files.
+        totalled: Number of those that are in the totals; with all of them, so are those in the processes' memory.
+        begins: Whether there are records that were there at the first reading and are not in the totals.
     """
 
     run: AnalysedRun
     tables: NamedTables
     read_ns: int
     took_s: float
+    records: int
+    totalled: int
+    begins: bool
 
     @property
     def is_over(self) -> bool:
         """Whether no process of the run is known to run, or may run on another host."""
-        return all(end.state in ("ended", "stopped", "died") for end in self.run.ends)
+        return _is_over(self.run)
 
     @property
     def has_failed(self) -> bool:
@@ -75,8 +88,8 @@ class LiveRun:
 
     @property
     def step(self) -> int:
-        """The last step of which a call is in the files, -1: before the first."""
-        return int(self.tables["volume_by_step"]["step"].max()) if len(self.tables["volume_by_step"]) else -1
+        """The last step of which a call is in the log, -1: before the first."""
+        return max((step for process in self.run.processes if (step := last_step(process)) is not None), default=-1)
 
 
 class FollowedRun:
@@ -84,22 +97,31 @@ class FollowedRun:
 
     Args:
         directory: The directory that COMMTRACE was set to, or a run's directory in it.
-        totals: Further analyses of all records.
+        totals: Analyses of all records.
+        in_parts: Whether a reading may leave records to later ones, so that none takes long.
     """
 
-    def __init__(self, directory: Path, totals: Sequence[Analysis] = ()) -> None:
-        self._directory, self._analyses = directory, (*TOTALS, *totals)
+    def __init__(self, directory: Path, totals: Sequence[Analysis] = TOTALS, *, in_parts: bool = False) -> None:
+        self._directory, self._analyses, self._in_parts = directory, totals, in_parts
         self._forget("")
 
     def _forget(self, run: str) -> None:
         """Begin with a run."""
         self._run = run
+        self._forget_totals()
+        self._recent = LEAST_RECENT
+        self._step_times = pd.DataFrame(columns=STEP_TIMES.column_names)
+
+    def _forget_totals(self) -> None:
         self._read: dict[Path, int] = {}
+        """Number of records in the totals, by file."""
+        self._last_read: dict[Path, int] = {}
+        """The last step in the totals, by process."""
+        self._at_first = 0
+        """Number of records at the first reading."""
         self._totals: NamedTables = {}
         self._labels: RunLabels | None = None
         self._rows: dict[str, int] = {}
-        self._recent = LEAST_RECENT
-        self._step_times = pd.DataFrame(columns=STEP_TIMES.column_names)
 
     def read(self) -> LiveRun:
         """Read what is new.
@@ -113,9 +135,13 @@ class FollowedRun:
             raise LogError(f"{run.log.packed}: a packed log does not grow; commtrace report shows it")
         if run.id != self._run or self._has_shrunk(run.processes):
             self._forget(run.id)
-        tables = {**self._all_records(run), **self._last_steps(run)}
+        totals = self._all_records(run) if self._analyses else {}
+        tables = {**totals, **self._last_steps(run)}
         tables |= find_stuck_calls(run, most_records=self._recent) | find_endings(run) | stalls.find_stalls(run)
-        return LiveRun(run, tables, now, time.process_time() - began)
+        records, totalled = (sum(map(count, run.processes)) for count in (_in_files, self._count_read))
+        self._at_first = self._at_first or records
+        begins = bool(self._analyses) and totalled < self._at_first
+        return LiveRun(run, tables, now, time.process_time() - began, records, totalled, begins)
 
     # ---- all records -------------------------------------------------------------------------------------------------
 
@@ -123,17 +149,28 @@ class FollowedRun:
         """Return the tables of TOTALS, and keep the sums of the records in files."""
         rows = _row_counts(run.processes)
         if self._labels is not None and self._are_stale(run.labels, rows):
-            self._read, self._totals, self._labels = {}, {}, None  # read all again
+            self._forget_totals()  # read all again
         kept = [{name: _recoded(table, self._labels, run.labels) for name, table in self._totals.items()}]
-        new = [replace(process, segments=(*self._unread(process),), summary=None) for process in run.processes]
+        new = self._unread(run)
         self._totals = merge_tables(self._analyses, [*(kept if self._totals else ()), self._merged(run, new)])
         self._labels, self._rows = run.labels, rows
+        for process in new:
+            steps = (segment.last_step for segment in process.segments)
+            self._last_read[process.path] = max(self._last_read.get(process.path, -1), *steps, -1)
+        behind = [process for process in run.processes if _in_files(process) > self._count_read(process)]
+        shown = AnalysedRun(run.log)
+        shown.labels = run.labels
+        if behind:
+            # A step of which only some calls were read is no complete one.
+            cuts = [*(() if run.cut_step is None else (run.cut_step,)), *(self._last_read[own.path] for own in behind)]
+            shown.cut_step = min(cuts)
+            return finished_tables(self._analyses, self._totals, shown)
         in_memory = [
             replace(process, segments=tuple(part for part in process.segments if isinstance(part, MemorySegment)))
             for process in run.processes
         ]
         now = merge_tables(self._analyses, [self._totals, self._merged(run, in_memory)])
-        return finished_tables(self._analyses, now, run)
+        return finished_tables(self._analyses, now, shown)
 
     def _are_stale(self, labels: RunLabels, rows: Mapping[str, int]) -> bool:
         """Return whether records that were read have other labels now: a row has changed, or came after its records."""
@@ -149,15 +186,34 @@ class FollowedRun:
         part.labels = run.labels  # of the same tables
         return merged_tables(part, self._analyses)
 
-    def _unread(self, process: Process) -> Iterator[Segment]:
-        """Yield the parts of a process's files that were not read yet, and note that they are."""
+    def _unread(self, run: AnalysedRun) -> list[Process]:
+        """Return the processes with the parts of their files to add to the totals now, and note that they are.
+
+        In parts, these are the next records of each process, in proportion to what is unread of it.
+        """
+        counts = [_in_files(process) - self._count_read(process) for process in run.processes]
+        is_quick = not self._totals or sum(map(self._count_read, run.processes)) < self._at_first or _is_over(run)
+        most = (_AT_FIRST if is_quick else _AT_ONCE) if self._in_parts else sum(counts)
+        share = min(1.0, most / max(1, sum(counts)))
+        return [
+            replace(process, segments=tuple(self._next(process, math.ceil(share * count))), summary=None)
+            for process, count in zip(run.processes, counts, strict=True)
+        ]
+
+    def _next(self, process: Process, count: int) -> Iterator[Segment]:
+        """Yield the next `count` records of a process as parts of its files, and note that they are read."""
         for segment in process.segments:
             if isinstance(segment, MemorySegment):
                 continue
             path = _closed_path(segment)
-            if segment.count > (read := self._read.get(path, 0)):
-                self._read[path] = segment.count
-                yield segment.last(segment.count - read)
+            read = self._read.get(path, 0)
+            if (length := min(count, segment.count - read)) > 0:
+                self._read[path] = read + length
+                count -= length
+                yield segment.last(segment.count - read).first(length)
+
+    def _count_read(self, process: Process) -> int:
+        return sum(self._read.get(_closed_path(segment), 0) for segment in process.segments)
 
     def _has_shrunk(self, processes: Sequence[Process]) -> bool:
         """Return whether a file has fewer records than were read of it: the log is another one."""
@@ -200,8 +256,16 @@ class FollowedRun:
         self._step_times = self._step_times.tail(MAX_STEPS).reset_index(drop=True)
 
 
+def _is_over(run: AnalysedRun) -> bool:
+    return all(end.state in ("ended", "stopped", "died") for end in run.ends)
+
+
 def _records(process: Process) -> int:
     return sum(segment.count for segment in process.segments)
+
+
+def _in_files(process: Process) -> int:
+    return sum(segment.count for segment in process.segments if not isinstance(segment, MemorySegment))
 
 
 def _count_steps(process: Process) -> int:

@@ -56,6 +56,10 @@ def render(live: LiveRun, width: int, view: str = VIEWS[0], rows: int = 12) -> I
     table = Report(live.tables, live.run).rows(spec)
     more = f", {rows} of {len(table):,} rows" if len(table) > rows else ""
     yield _heading(spec.title + more)
+    if live.totalled < live.records:
+        share = format_share(live.totalled / live.records)
+        of = f"the first {live.totalled:,} of {live.records:,} calls in the log ({share}); the others are being added"
+        yield paragraph(f"Of {of}.", width)
     yield spec_table(spec, table.head(rows), width)
 
 

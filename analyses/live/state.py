@@ -25,5 +25,7 @@ def state_to_json(live: LiveRun, problem: str = "") -> str:
         is_over=live.is_over,
         processes=dict(Counter(end.state for end in live.run.ends)),
         step=live.step if live.step >= 0 else None,
+        records=live.records,
+        totalled=live.totalled,
         alarms=alarms(live),
     )

@@ -89,14 +89,14 @@ def _port(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the metrics once, or until the run is over."""
-    from commtrace.analyses.live.followed_run import FollowedRun
+    from commtrace.analyses.live.followed_run import TOTALS, FollowedRun
     from commtrace.analyses.volume_by_purpose import BY_STEP
 
     if arguments.tensorboard is None and arguments.openmetrics is None and not arguments.json:
         raise CommtraceError("give --tensorboard OUT, --openmetrics PORT, or --json")
     if arguments.until_eof and not arguments.json:
         raise CommtraceError("--until-eof: give --json")
-    followed, last = FollowedRun(arguments.directory, [BY_STEP]), None
+    followed, last = FollowedRun(arguments.directory, (*TOTALS, BY_STEP)), None
     with contextlib.ExitStack() as at_end:
         targets: list[Callable[[LiveRun | None], object]] = []
         if arguments.tensorboard is not None:

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Final
 from commtrace.errors import CommtraceError, LogError
 
 from .exit_status import AS_EXPECTED, PROGRAM_FAILED, STUCK
-from .log_reading import SLOW_SECONDS, LogReading, add_duration, first_reading, pause_after, readings
+from .log_reading import SLOW_SECONDS, LogReading, add_duration, first_reading, pause_of_view, readings
 from .option_types import LOOPBACK, add_serving, add_shared, port_number, positive_number
 
 if TYPE_CHECKING:
@@ -86,12 +86,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.web is None and (arguments.token is not None or arguments.address != LOOPBACK):
         raise CommtraceError("--address and --token are for --web PORT; give it, too")
-    followed = FollowedRun(arguments.directory)
+    is_shown_once = arguments.once or arguments.json or (arguments.web is None and not sys.stdout.isatty())
+    followed = FollowedRun(arguments.directory, in_parts=not is_shown_once)
     # Raises before the screen changes if there is no log.
     state = _State(first_reading(followed, arguments.interval, arguments.wait))
     if arguments.web is not None:
         _serve(followed, state, arguments)
-    elif arguments.once or arguments.json or not sys.stdout.isatty():
+    elif is_shown_once:
         _print(state.live, arguments)
     else:
         _show(followed, state, arguments)
@@ -156,7 +157,7 @@ def _show(followed: FollowedRun, state: _State, arguments: argparse.Namespace, u
                 except (LogError, OSError) as error:  # removed, or replaced
                     state.problem = str(error)
                 reading = None
-                next_reading = time.monotonic() + pause_after(state.live.took_s, arguments.interval)
+                next_reading = time.monotonic() + pause_of_view(state.live, arguments.interval)
             elif reading is not None and reading.seconds > SLOW_SECONDS:
                 state.problem = reading.slowness
             display.update(_screen(state, VIEWS[view], url, screen), refresh=True)

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     from commtrace.analyses.live.followed_run import FollowedRun
     from commtrace.analyses.live.incidents import Watcher
 
-    followed, watcher = FollowedRun(arguments.directory), Watcher(arguments.on)
+    followed, watcher = FollowedRun(arguments.directory, totals=()), Watcher(arguments.on)
     deliveries: list[threading.Thread] = []
     live, problem, seen, ended = None, "", time.monotonic(), 0.0
     while True:

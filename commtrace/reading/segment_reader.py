@@ -126,6 +126,10 @@ class Segment:
         left_out = max(0, self.count - count)
         return replace(self, offset=self.offset + left_out * RECORD.itemsize, count=self.count - left_out)
 
+    def first(self, count: int) -> Segment:
+        """Return the first `count` records as a segment, or all if there are fewer."""
+        return replace(self, count=min(count, self.count))
+
     def _open(self) -> BufferedReader:
         try:
             return open(self.path, "rb")

@@ -92,6 +92,30 @@ def test_totals_are_those_of_a_report_at_any_time(
     assert sum(read) == len(open_run(log).events())
 
 
+def test_a_long_log_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Totals are of the calls that a reading says, and only steps are typical of which all calls are among them."""
+    monkeypatch.setattr("commtrace.analyses.live.followed_run._AT_FIRST", 300)
+    monkeypatch.setattr("commtrace.analyses.live.followed_run._AT_ONCE", 100)
+    sharded(Simulation(2), 120).write(tmp_path / "whole")
+    source, log = tmp_path / "whole", tmp_path / "log"
+    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
+    followed, counts, at_first = FollowedRun(log, in_parts=True), [0], 0
+    typical = open_run(source).table("steady_step")
+    for part in (0.6, 0.6, 0.6, 0.9, 0.9, *[1.0] * 24):
+        tables = part if part == 1 else 0.95  # without their last line, the end of the process
+        copy_in_part(source, log, {path: tables if path.suffix == ".jsonl" else part for path in files})
+        live = followed.read()
+        assert sum(live.tables["volume_by_purpose"]["calls"]) == sum(live.tables["ranks"]["calls"]) == live.totalled
+        assert live.totalled > counts[-1] or live.totalled == live.records
+        at_first = live.records if len(counts) == 1 else at_first
+        assert live.begins == (live.totalled < at_first)
+        counts.append(live.totalled)
+        bytes_of_a_step = ["op", "payload_bytes_min", "payload_bytes_max"]
+        assert_frame_equal(live.tables["steady_step"][bytes_of_a_step], typical[bytes_of_a_step], check_dtype=False)
+    assert len({*counts}) > 5
+    assert_equal_tables(live.tables, log, (*TOTALS, *OF_LAST_STEPS))
+
+
 def test_times_of_steps_that_left_the_last_records_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LEAST_RECENT", "MOST_RECENT"):
         monkeypatch.setattr(f"commtrace.analyses.live.followed_run.{name}", 2 * 512)  # the fewest that are read
