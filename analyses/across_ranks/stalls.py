@@ -21,7 +21,7 @@ from commtrace.process_setup.system_files import read_stat
 from commtrace.reading.labels import short_paths
 from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.reading.table_reader import ThreadStack, integer_or_none
+from commtrace.reading.table_reader import StackSample, ThreadStack, integer_or_none
 
 STALLED_THREADS: Final = TableSpec("stalled_threads", "Ranks without progress",
     "A row per thread of a rank that made no progress when it was last seen, its main thread first. No rows for a "
@@ -36,7 +36,7 @@ STALLED_THREADS: Final = TableSpec("stalled_threads", "Ranks without progress",
         optional=True),
     flag("in_call", "in a call", "Whether the process was in a recorded call; missing if that is not known."),
     word_column("activity", "activity", 'What the thread did: "computing", "sleeping", "waiting for" '
-        '"a lock or thread", "data", "a process" or "storage", or just "waiting"; of a process whose stacks are not '
+        '"a lock or thread", "data", "a process" or "storage", "waiting while its child processes compute", or just "waiting"; of a process whose stacks are not '
         'known "stopped", or "keeping the interpreter\'s lock, computing" (or waiting).'),
     text_column("function", "in",
         "Function of a library that the program's innermost line called, or that line's own function; missing if no "
@@ -62,6 +62,7 @@ COMPUTING: Final = "computing"
 WAITING: Final = "waiting"
 STOPPED: Final = "stopped"
 STORAGE: Final = "waiting for storage"
+CHILDREN: Final = "waiting while its child processes compute"
 LOCK: Final = "keeping the interpreter's lock, "
 _ACTIVITIES: Final = {
     **dict.fromkeys(("nanosleep", "clock_nanosleep"), "sleeping"),
@@ -121,7 +122,7 @@ def _rows(run: RecordedRun, number: int, process: Process) -> Iterator[dict[str,
                 "since_ns": None if offset is None else sample.mono_ns - sample.pause_ns + offset,
                 "sampled_ns": None if offset is None else sample.mono_ns + offset,
                 "in_call": sample.in_call,
-                **_activity(thread, sample.window_ns),
+                **_activity(thread, sample),
                 **_place(thread.frames, short),
             }
 
@@ -132,14 +133,17 @@ def _known_calls(process: Process) -> int:
     return max(records, process.counter("calls"))
 
 
-def _activity(thread: ThreadStack, window_ns: int) -> dict[str, object]:
+def _activity(thread: ThreadStack, sample: StackSample) -> dict[str, object]:
     """Return what a thread did, and its share of processor time."""
+    window_ns = sample.window_ns
     cpu_share = min(1.0, thread.cpu_ns / window_ns) if thread.cpu_ns is not None and window_ns else None
     # A thread that waits for the interpreter's lock, which the sampling thread has, looks as if it waited for any lock.
     if cpu_share is not None and cpu_share >= COMPUTES_FROM:
         activity = COMPUTING
     elif thread.state == "D" or thread.storage_bytes:  # between two writes, it is in no system call
         activity = STORAGE
+    elif thread.is_main and window_ns and sample.children_cpu_ns / window_ns >= COMPUTES_FROM:
+        activity = CHILDREN  # as compilers, and workers of a data loader
     else:
         activity = _ACTIVITIES.get(thread.system_call, WAITING)
     return {"activity": activity, "cpu_share": cpu_share}

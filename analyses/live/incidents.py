@@ -21,7 +21,7 @@ import pandas as pd
 
 from commtrace.analyses.across_ranks.culprits import HIGH, Culprit, find_culprits
 from commtrace.analyses.across_ranks.endings_section import describe_endings
-from commtrace.analyses.across_ranks.stalls import COMPUTING, LOCK, STORAGE, is_stopped
+from commtrace.analyses.across_ranks.stalls import CHILDREN, COMPUTING, LOCK, STORAGE, is_stopped
 from commtrace.analyses.across_ranks.step_time_section import delay_sentences
 from commtrace.analyses.across_ranks.stuck_calls import MIN_WAIT_NS
 from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
@@ -37,7 +37,7 @@ EXPLAINED_NS: Final = 4_000_000_000
 """Time after which a stuck call is told, whether or not it is known what its absent ranks do."""
 CONFIRMED_NS: Final = 2_000_000_000
 """Time for which a rank must be seen to keep the interpreter's lock."""
-_MAY_GO_ON: Final = (COMPUTING, STORAGE, LOCK + COMPUTING)
+_MAY_GO_ON: Final = (COMPUTING, STORAGE, CHILDREN, LOCK + COMPUTING)
 """Activities of a rank that may go on by itself."""
 MIN_STEPS: Final = 5
 """Steps before a long one that must be known."""

@@ -17,6 +17,10 @@ class Stat(NamedTuple):
     state: str
     """Such as "R" (runs), "S" (sleeps), "D" (waits for a device), "T" (is stopped), "Z" (has ended)."""
     parent: int
+    cpu_ticks: int
+    """Time on a processor, in ticks (`os.sysconf("SC_CLK_TCK")`)."""
+    ended_ticks: int
+    """Likewise, of its child processes that have ended, and of theirs."""
     start_ticks: int
     """Start, in ticks since boot: distinguishes a process from others that had the same PID."""
     exit_status: int
@@ -28,7 +32,11 @@ def read_stat(folder: str | Path) -> Stat | None:
     head, _, tail = read_text(folder, "stat").rpartition(")")  # a name may contain ")"
     fields = tail.split()
     try:
-        return Stat(head.partition("(")[2], fields[0], int(fields[1]), int(fields[19]), int(fields[49]))
+        user, system, ended_user, ended_system = map(int, fields[11:15])
+        return Stat(
+            head.partition("(")[2], fields[0], int(fields[1]), user + system, ended_user + ended_system,
+            int(fields[19]), int(fields[49]),
+        )  # fmt: skip
     except (ValueError, IndexError):
         return None
 

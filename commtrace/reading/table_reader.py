@@ -82,6 +82,8 @@ class StackSample(NamedTuple):
     in_call: bool
     window_ns: int
     """Time over which processor times of threads were measured."""
+    children_cpu_ns: int
+    """Processor time of its child processes within this time; 0: none, or not known."""
     threads: tuple[ThreadStack, ...]
 
 
@@ -261,7 +263,7 @@ def _stacks(row: Row) -> StackSample:
     )  # fmt: skip
     return StackSample(
         _natural(row["mono_ns"]), _natural(row["calls"]), _natural(row["pause_ns"]), row["in_call"] is True,
-        _natural(row["window_ns"]), tuple(threads),
+        _natural(row["window_ns"]), _natural(row.get("children_cpu_ns", 0)), tuple(threads),
     )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 MAX_THREADS: Final = 64
 """Threads that are written."""
+MAX_PROCESSES: Final = 64
+"""Processes whose child processes are looked at."""
 MAX_FRAMES: Final = 64
 """Frames that are written of a thread, from the innermost one."""
 RETURN_CHECK_SECONDS: Final = 0.5
@@ -76,7 +78,7 @@ class StackSampler:
         self._since_ns = time.monotonic_ns()
         self._longest_ns = self._due_ns = 0
         self._usage: dict[int, _Usage] | None = None
-        self._usage_at_ns = 0
+        self._usage_at_ns = self._children_ns = 0
         self._begin_pause(self._since_ns)
 
     def turn(self, calls: int) -> bool:
@@ -96,7 +98,7 @@ class StackSampler:
             self._begin_pause(now)
         elif self._minimum_ns and pause >= self._due_ns:
             if self._usage is None:  # the usage is that of the drain thread's next pause
-                self._usage, self._usage_at_ns = _usages(), now
+                self._usage, self._usage_at_ns, self._children_ns = _usages(), now, _children_ns()
             else:
                 self._write(now, pause)
                 self._usage, self._due_ns = None, 2 * pause
@@ -121,7 +123,8 @@ class StackSampler:
         threads = [*islice(_threads(self._usage or {}), MAX_THREADS)]
         self._tables.add(
             "stacks", mono_ns=now, calls=self._calls, pause_ns=pause, in_call=self._is_in_call,
-            window_ns=now - self._usage_at_ns, threads=threads,
+            window_ns=now - self._usage_at_ns, children_cpu_ns=max(0, _children_ns() - self._children_ns),
+            threads=threads,
         )  # fmt: skip
 
 
@@ -188,6 +191,19 @@ def _usage(thread: int) -> _Usage:
         counts = dict(line.split(": ") for line in read_text(f"/proc/self/task/{thread}/io").splitlines())
         storage_bytes = int(counts["read_bytes"]) + int(counts["write_bytes"])
     return _Usage(cpu_ns, storage_bytes)
+
+
+def _children_ns() -> int:
+    """Return the processor time of the processes that this one has started, and that those have started, ns."""
+    own = read_stat("/proc/self")
+    ticks, pids = 0 if own is None else own.ended_ticks, [os.getpid()]
+    for pid in islice(pids, MAX_PROCESSES):  # grows meanwhile
+        for thread in list_folder(f"/proc/{pid}/task"):
+            children = read_text(f"/proc/{pid}/task/{thread}/children").split()
+            pids += map(int, children)
+            stats = (read_stat(f"/proc/{child}") for child in children)
+            ticks += sum(stat.cpu_ticks + stat.ended_ticks for stat in stats if stat is not None)
+    return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 def _system_call(thread: int) -> str:

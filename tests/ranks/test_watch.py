@@ -251,7 +251,9 @@ def test_a_random_hang(library: str, seed: int, nursery: Nursery, tmp_path: Path
     assert seconds < MIN_WAIT_NS / 1e9 + 5
 
 
-HEALTHY = ("evaluation", "all evaluate", "checkpoint", "first step", "garbage", "uneven", "steps", "suspended")
+HEALTHY = (
+    "evaluation", "all evaluate", "checkpoint", "first step", "garbage", "uneven", "steps", "suspended", "compilation",
+)  # fmt: skip
 
 
 @pytest.mark.exhaustive

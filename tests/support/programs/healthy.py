@@ -1,8 +1,9 @@
 """A training that pauses, and goes on: healthy.py KIND SEED. Pauses are longer than a call may last before it is stuck.
 
 "evaluation": rank 0 computes alone, while the others wait; "all evaluate": all compute; "checkpoint": rank 0 writes and
-syncs a file, while the others wait; "first step": a slow first step in Python; "garbage": collections of many objects;
-"uneven": ranks compute for different times in each step; "steps": steps alone, also while the test suspends the job.
+syncs a file, while the others wait; "compilation": rank 0 compiles a module, likewise; "first step": a slow first step
+in Python; "garbage": collections of many objects; "uneven": ranks compute for different times in each step; "steps":
+steps alone, also while the test suspends the job.
 """
 
 from __future__ import annotations
@@ -46,6 +47,14 @@ def save(seconds: float) -> None:
             os.fsync(file.fileno())
 
 
+def compile_module() -> None:
+    """Compile a module that is in no cache: processes of their own do most of it."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        module = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.GELU(), torch.nn.Linear(32, 64))
+        torch.compile(module)(torch.ones(8, 64)).sum().backward()
+
+
 def pause() -> None:
     """Do what the kind names."""
     match KIND:
@@ -55,6 +64,8 @@ def pause() -> None:
             compute(PAUSE_SECONDS)
         case "checkpoint" if rank == 0:
             save(PAUSE_SECONDS)
+        case "compilation" if rank == 0:
+            compile_module()
         case "garbage":
             kept: list[list[list[int]]] = [[[]] for _ in range(2_000_000)]
             gc.collect()

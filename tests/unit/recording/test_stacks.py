@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -139,6 +141,20 @@ def test_a_thread_that_writes_to_storage(tmp_path: Path) -> None:
     if not any(usage.storage_bytes for usage in before.values()):
         pytest.skip("files of tests are not on storage, or the kernel does not count")
     assert rows["saves"]["storage_bytes"] >= 1 << 16
+
+
+def test_processes_that_compute_for_this_one() -> None:
+    """Those that run, those that they started, and those that have ended, as compilers do."""
+    burn = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+    started = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); input()"
+    before = stacks._children_ns()
+    with subprocess.Popen([sys.executable, "-c", started], stdin=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while stacks._children_ns() - before < 300_000_000 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        while_running = stacks._children_ns() - before
+        process.communicate(b"\n")
+    assert 300_000_000 <= while_running <= stacks._children_ns() - before
 
 
 def test_frames_of_wrappers_are_left_out() -> None:

@@ -31,12 +31,14 @@ def thread(**fields: Any) -> dict[str, Any]:
     return {**known, "frames": [WAIT, LOADER, PROGRAM, RUNNER], **fields}
 
 
-def sampled(log: LogFactory, rank: int, *threads: dict[str, Any], calls: int = 1, counted: int = 1) -> ProcessFactory:
+def sampled(
+    log: LogFactory, rank: int, *threads: dict[str, Any], calls: int = 1, counted: int = 1, **fields: Any
+) -> ProcessFactory:
     """Write a process that was killed `counted` calls after its start, with a sample taken after `calls`."""
     process = log.process(rank, pid=100 + rank, world_size=2).write([record(t_begin=number) for number in range(1, 2)])
     process.add(
         "stacks", mono_ns=60 * SECOND, calls=calls, pause_ns=22 * SECOND, in_call=False, window_ns=SECOND // 10,
-        threads=[*threads],
+        threads=[*threads], **fields,
     )  # fmt: skip
     process.stats(mono_ns=60 * SECOND, calls=counted)
     return process
@@ -84,6 +86,20 @@ def test_activities(fields: dict[str, Any], activity: str, share: float | None, 
     (row,) = rows_of(stalled(tmp_path))
     assert row.activity == activity
     assert pd.isna(row.cpu_share) if share is None else row.cpu_share == share
+
+
+@pytest.mark.parametrize(
+    ("fields", "activity"),
+    [
+        ({"system_call": "read"}, "waiting while its child processes compute"),
+        ({"cpu_ns": SECOND // 10}, "computing"),
+        ({"main": False}, "waiting for a lock or thread"),
+    ],
+)
+def test_a_process_of_which_children_compute(fields: dict[str, Any], activity: str, tmp_path: Path) -> None:
+    sampled(LogFactory(tmp_path), 0, thread(**fields), children_cpu_ns=SECOND // 20)
+    (row,) = rows_of(stalled(tmp_path))
+    assert row.activity == activity
 
 
 def test_a_process_that_went_on_or_closed_its_log_is_not_stalled(tmp_path: Path) -> None:
