@@ -24,15 +24,19 @@ def inside() -> bool:
     return _RANK in os.environ
 
 
+def launcher(ranks: int) -> list[str]:
+    """Return the command that starts ranks: this Python's `mpiexec`, or the one in MPIEXEC."""
+    return [*shlex.split(os.environ.get("MPIEXEC", str(Path(sys.prefix) / "bin" / "mpiexec"))), "-n", str(ranks)]
+
+
 def run(program: Callable[[Any], Sequence[Row]], options: Any) -> list[Row]:
     """Return rank 0's rows of a program. In a rank, run the program and end the process."""
     if inside():
         _run_rank(program, options)
     with tempfile.TemporaryDirectory() as directory:
         rows = Path(directory, "rows.json")
-        mpiexec = shlex.split(os.environ.get("MPIEXEC", str(Path(sys.prefix) / "bin" / "mpiexec")))
         status = subprocess.run(
-            [*mpiexec, "-n", "2", sys.executable, *sys.argv],
+            [*launcher(2), sys.executable, *sys.argv],
             env={**os.environ, _RANK: str(rows), "OMP_NUM_THREADS": "1"},
             check=False,
         ).returncode

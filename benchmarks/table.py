@@ -201,6 +201,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "across_ranks": ("Time and memory of analyses across 64 ranks on as many hosts", by_case_alone),
     "scale": ("Wall time and peak memory of commands on logs of many ranks or steps", scale),
     "large_scale": ("The same on logs of up to 100 million calls", scale),
+    "live_view": ("`commtrace top` beside a job, and its start on a long log", by_case_alone),
     "bench_loop": ("`commtrace bench` and a hand-written loop, and its fit at held-out payloads", bench_loop),
 }
 

@@ -20,7 +20,7 @@ from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
 from commtrace.reading.segment_reader import BLOCK, MemorySegment, Segment, last_records
 from commtrace.reading.table_reader import integer_or_none
-from commtrace.recording.recovery import record_keys
+from commtrace.recording.recovery import are_among
 from commtrace.schema import DEVICE_CLOCKS, RECORD, WITHOUT_RECORD, State
 
 from .clock_alignment import align_clocks
@@ -223,7 +223,7 @@ def _without_gaps(process: Process, segments: Iterable[Segment], kept: Segment) 
     since = max(int(first[name].max(initial=0)) for name in ("t_return", "t_wait", "t_end"))
     if np.isin(first["clock"], DEVICE_CLOCKS).any():
         since += clock_error_ns(process)
-    new = others[~np.isin(record_keys(others), record_keys(last))]
+    new = others[~are_among(others, last)]
     records = np.concatenate([last, new])
     blocks = (records["state"] == State.BEGUN) | ((records["state"] == State.RETURNED) & (records["t_wait"] > 0))
     records = records[(records["t_begin"] >= since) | blocks]

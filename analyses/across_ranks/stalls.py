@@ -36,7 +36,8 @@ STALLED_THREADS: Final = TableSpec("stalled_threads", "Ranks without progress",
         optional=True),
     flag("in_call", "in a call", "Whether the process was in a recorded call; missing if that is not known."),
     word_column("activity", "activity", 'What the thread did: "computing", "sleeping", "waiting for" '
-        '"a lock or thread", "data", "a process" or "storage", "waiting while its child processes compute", or just "waiting"; of a process whose stacks are not '
+        '"a lock or thread", "data", "a process" or "storage", "waiting while its child processes compute", or just '
+        '"waiting"; of a process whose stacks are not '
         'known "stopped", or "keeping the interpreter\'s lock, computing" (or waiting).'),
     text_column("function", "in",
         "Function of a library that the program's innermost line called, or that line's own function; missing if no "

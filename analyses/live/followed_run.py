@@ -36,18 +36,25 @@ from commtrace.reading.log import open_log
 from commtrace.reading.process_ends import last_step
 from commtrace.reading.process_reader import Process
 from commtrace.reading.segment_reader import MemorySegment, Segment, last_records
+from commtrace.schema import State
 
 TOTALS: Final[tuple[Analysis, ...]] = (volume_by_purpose.BY_PURPOSE, volume_tables.BY_RANK, steps.ANALYSIS)
 """Analyses of all records."""
 LEAST_RECENT: Final = 1 << 17
 """Number of last records, over all processes, that are read for the times of steps: at first, and at most."""
 MOST_RECENT: Final = 1 << 20
+_MOST_IN_PARTS: Final = 1 << 18
+"""Likewise at most, of up to 256 processes, if a reading in parts must not take long."""
 MAX_STEPS: Final = 10_000
 """Number of last steps whose times are kept."""
 _AT_FIRST: Final = 1 << 21
-"""Records of which a reading in parts makes totals: of those that there were at the first reading, or are at the end."""
+"""Records that a reading in parts adds to the totals: of those from before the first reading, or after the end."""
 _AT_ONCE: Final = 1 << 18
-"""Records of which it makes totals while the run goes on."""
+"""Records that it adds while the run goes on."""
+_WAITS_NS: Final = 1_000_000_000
+"""Time from which on a call in flight may be stuck."""
+_SEARCH_EVERY: Final = 10
+"""Readings in parts after which stuck calls are searched for even if no process waits."""
 _STEPS_WANTED: Final = 6
 """Steps among the last records of a process without which more records are read the next time."""
 
@@ -109,7 +116,7 @@ class FollowedRun:
         """Begin with a run."""
         self._run = run
         self._forget_totals()
-        self._recent = LEAST_RECENT
+        self._recent, self._readings = LEAST_RECENT, 0
         self._step_times = pd.DataFrame(columns=STEP_TIMES.column_names)
 
     def _forget_totals(self) -> None:
@@ -137,7 +144,7 @@ class FollowedRun:
             self._forget(run.id)
         totals = self._all_records(run) if self._analyses else {}
         tables = {**totals, **self._last_steps(run)}
-        tables |= find_stuck_calls(run, most_records=self._recent) | find_endings(run) | stalls.find_stalls(run)
+        tables |= self._stuck_calls(run) | find_endings(run) | stalls.find_stalls(run)
         records, totalled = (sum(map(count, run.processes)) for count in (_in_files, self._count_read))
         self._at_first = self._at_first or records
         begins = bool(self._analyses) and totalled < self._at_first
@@ -158,8 +165,7 @@ class FollowedRun:
             steps = (segment.last_step for segment in process.segments)
             self._last_read[process.path] = max(self._last_read.get(process.path, -1), *steps, -1)
         behind = [process for process in run.processes if _in_files(process) > self._count_read(process)]
-        shown = AnalysedRun(run.log)
-        shown.labels = run.labels
+        shown = _part(run, run.processes)
         if behind:
             # A step of which only some calls were read is no complete one.
             cuts = [*(() if run.cut_step is None else (run.cut_step,)), *(self._last_read[own.path] for own in behind)]
@@ -182,9 +188,7 @@ class FollowedRun:
         return any((before.distinct(column)[codes.to_numpy()] == UNKNOWN).any() for column, codes in columns)
 
     def _merged(self, run: AnalysedRun, processes: Sequence[Process]) -> NamedTables:
-        part = AnalysedRun(replace(run.log, processes=(*processes,)))
-        part.labels = run.labels  # of the same tables
-        return merged_tables(part, self._analyses)
+        return merged_tables(_part(run, processes), self._analyses)
 
     def _unread(self, run: AnalysedRun) -> list[Process]:
         """Return the processes with the parts of their files to add to the totals now, and note that they are.
@@ -226,12 +230,12 @@ class FollowedRun:
         """Return `step_time_parts`, `delays` and `step_times`."""
         count = self._recent // max(1, len(run.processes))
         last = [replace(process, segments=last_records(process.segments, count)) for process in run.processes]
-        recent = AnalysedRun(replace(run.log, processes=tuple(last)))
-        recent.labels = run.labels
+        recent = _part(run, last)
         path_runs = read_path_runs(recent, recent.clocks, self._recent) if run.processes else []
-        if any(_records(process) > _records(own) for process, own in zip(run.processes, last, strict=True)):
-            few = min(map(_count_steps, last)) < _STEPS_WANTED
-            self._recent = min(MOST_RECENT, 2 * self._recent) if few else self._recent
+        most = max(_MOST_IN_PARTS, len(run.processes) << 10) if self._in_parts else MOST_RECENT
+        has_more = any(_records(process) > _records(own) for process, own in zip(run.processes, last, strict=True))
+        if has_more and self._recent < most and min(map(_count_steps, last)) < _STEPS_WANTED:
+            self._recent = min(most, 2 * self._recent)
         if not path_runs:
             names = {spec.name: spec.column_names for spec in (STEP_TIME_PARTS, DELAYS)}
             tables = {name: pd.DataFrame(columns=columns) for name, columns in names.items()}
@@ -243,6 +247,14 @@ class FollowedRun:
                     self._add_times(step_times(recent, paths, total_computation(paths, parts).excess))
             tables = {"step_time_parts": step_time_parts(paths), "delays": delays(recent, paths, parts)}
         return {**tables, "step_times": self._step_times}
+
+    def _stuck_calls(self, run: AnalysedRun) -> NamedTables:
+        """Return `stuck_calls` and `stuck_ranks`. In parts, mostly without a search where no process waits."""
+        self._readings += 1
+        is_due = not self._in_parts or self._readings % _SEARCH_EVERY == 1
+        if is_due or any(map(_may_wait, run.processes)):
+            return find_stuck_calls(run, most_records=self._recent)
+        return find_stuck_calls(_part(run, ()))
 
     @property
     def _last_measured(self) -> int:
@@ -256,6 +268,13 @@ class FollowedRun:
         self._step_times = self._step_times.tail(MAX_STEPS).reset_index(drop=True)
 
 
+def _part(run: AnalysedRun, processes: Sequence[Process]) -> AnalysedRun:
+    """Return a run with parts of some processes."""
+    part = AnalysedRun(replace(run.log, processes=(*processes,)))
+    part.labels = run.labels  # of the same tables
+    return part
+
+
 def _is_over(run: AnalysedRun) -> bool:
     return all(end.state in ("ended", "stopped", "died") for end in run.ends)
 
@@ -266,6 +285,13 @@ def _records(process: Process) -> int:
 
 def _in_files(process: Process) -> int:
     return sum(segment.count for segment in process.segments if not isinstance(segment, MemorySegment))
+
+
+def _may_wait(process: Process) -> bool:
+    """Return whether a process may wait in a call: it does not run on this host, or has been in one for a second."""
+    in_memory = [part.records for part in process.segments if isinstance(part, MemorySegment)]
+    begins = [part["t_begin"][np.isin(part["state"], (State.BEGUN, State.RETURNED))] for part in in_memory]
+    return not process.live_at_ns or any((process.live_at_ns - own > _WAITS_NS).any() for own in begins)
 
 
 def _count_steps(process: Process) -> int:

@@ -20,8 +20,6 @@ Result = TypeVar("Result")
 
 SLOW_SECONDS: Final = 30.0
 """Time after which a reading is said to take long."""
-_SHARE: Final = 0.03
-_LONGEST_PAUSE: Final = 10.0
 _GONE_SECONDS: Final = 3600.0
 """Time after which a log that was removed is not expected to come back."""
 
@@ -65,16 +63,18 @@ def pause_after(took_s: float, interval: float) -> float:
     return max(interval, 4 * took_s)
 
 
-def pause_of_view(live: LiveRun, interval: float) -> float:
-    """Return the time until the next reading for a person who looks on, who must not disturb the run.
+def pause_of_view(live: LiveRun, interval: float, share: float) -> float:
+    """Return the time until the next reading for a person who looks on, and must not disturb the run.
 
-    At least the interval, and as long as a reading needs to take 3 % of a core, but at most 10 s; with up to a fifth of
-    a core while records from before the first reading are added to the totals, and at once if the run is over.
+    Args:
+        live: The last reading.
+        interval: Time between two readings at least, s. If the run is over and not yet read, the next follows at once.
+        share: Largest share of a core to use, on average, but for records from before the first reading: a fifth.
     """
     if live.is_over and live.totalled < live.records:
         return 0.0
-    patient = 0.0 if live.begins else min(live.took_s * (1 / _SHARE - 1), _LONGEST_PAUSE)
-    return max(pause_after(live.took_s, interval), patient)
+    pause = pause_after(live.took_s, interval)
+    return pause if live.begins else max(pause, live.took_s * (1 / share - 1))
 
 
 def add_duration(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +106,9 @@ def first_reading(followed: FollowedRun, interval: float, wait: float) -> LiveRu
         time.sleep(interval)
 
 
-def readings(followed: FollowedRun, live: LiveRun, interval: float, linger: float) -> Iterator[tuple[LiveRun, str]]:
+def readings(
+    followed: FollowedRun, live: LiveRun, interval: float, linger: float, share: float = 0.2
+) -> Iterator[tuple[LiveRun, str]]:
     """Yield the run as of its last reading, and why there is no newer one, or "", until it is over and all is read.
 
     Args:
@@ -114,6 +116,7 @@ def readings(followed: FollowedRun, live: LiveRun, interval: float, linger: floa
         live: Its first reading, which is yielded, too.
         interval: Least time between two readings, s.
         linger: Time for which to go on after its end, s, or until another run follows it.
+        share: Largest share of a core to use; see `pause_of_view`.
 
     Raises:
         LogError: The log was gone for an hour.
@@ -125,7 +128,7 @@ def readings(followed: FollowedRun, live: LiveRun, interval: float, linger: floa
         ended = (ended or time.monotonic()) if live.is_over and live.totalled == live.records else 0.0
         if ended and time.monotonic() - ended >= linger:
             break
-        time.sleep(pause_of_view(live, interval))
+        time.sleep(pause_of_view(live, interval, share))
         reading = LogReading(followed.read)
         while not reading.is_done(SLOW_SECONDS):
             yield live, reading.slowness

@@ -10,9 +10,12 @@ others, and the volumes so far.
 
 Records are read once, from the log's files and from the memory of the
 processes of this host, and the traced processes have no work with it. Times
-are of the last steps; volumes are sums over all records, as in a report.
+are of the last steps; volumes are sums over all records, as in a report. On
+average, 3 % of a core is used (--share): the more ranks, the longer from one
+reading to the next. The records of a long log are added to the volumes in
+parts; until all are, the screen says of how many calls they are.
 
-Keys: Tab  show purposes, ranks     q  end
+Keys: Tab  show purposes, ranks     r  read the log now     q  end
 
 With --web PORT, a server shows the HTML report of the moment (/), and the state as
 JSON (/state.json). It makes a page when one is asked for, at most as often as
@@ -42,7 +45,7 @@ from commtrace.errors import CommtraceError, LogError
 
 from .exit_status import AS_EXPECTED, PROGRAM_FAILED, STUCK
 from .log_reading import SLOW_SECONDS, LogReading, add_duration, first_reading, pause_of_view, readings
-from .option_types import LOOPBACK, add_serving, add_shared, port_number, positive_number
+from .option_types import LOOPBACK, add_serving, add_shared, percentage, port_number, positive_number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -77,7 +80,16 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add_duration(parser)
     parser.add_argument("--interval", metavar="SECONDS", type=positive_number, default=2.0,
         help="time between two readings (default: 2)")  # fmt: skip
+    parser.add_argument("--share", metavar="PERCENT", type=_share_of_core, default="3%",
+        help="largest share of a core to use on average while the run goes on (default: 3%%)")  # fmt: skip
     add_shared(parser, "--width")
+
+
+def _share_of_core(text: str) -> float:
+    share = float(percentage(text))
+    if not share:
+        raise argparse.ArgumentTypeError(f"{text!r}: the share must be above 0%")
+    return share
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,7 +144,7 @@ def _serve(followed: FollowedRun, state: _State, arguments: argparse.Namespace) 
             _show(followed, state, arguments, server.url)
             return
         print(server.url, flush=True)
-        for live, problem in readings(followed, state.live, arguments.interval, arguments.linger):
+        for live, problem in readings(followed, state.live, arguments.interval, arguments.linger, arguments.share):
             state.live, state.problem = live, problem
 
 
@@ -157,7 +169,7 @@ def _show(followed: FollowedRun, state: _State, arguments: argparse.Namespace, u
                 except (LogError, OSError) as error:  # removed, or replaced
                     state.problem = str(error)
                 reading = None
-                next_reading = time.monotonic() + pause_of_view(state.live, arguments.interval)
+                next_reading = time.monotonic() + pause_of_view(state.live, arguments.interval, arguments.share)
             elif reading is not None and reading.seconds > SLOW_SECONDS:
                 state.problem = reading.slowness
             display.update(_screen(state, VIEWS[view], url, screen), refresh=True)
@@ -165,6 +177,7 @@ def _show(followed: FollowedRun, state: _State, arguments: argparse.Namespace, u
             if key in ("q", "\x03"):
                 return
             view = (view + (key == "\t")) % len(VIEWS)
+            next_reading = 0.0 if key == "r" else next_reading
 
 
 def _exit(number: int, _: object) -> None:
@@ -185,7 +198,7 @@ def _screen(state: _State, view: str, url: str, screen: object) -> RenderableTyp
         lines.insert(0, Text(f"Not read again: {state.problem}", style="bold red"))
     elif state.live.is_over:
         lines.insert(1, Text("The run is over: commtrace report shows all of it.", style="bold"))
-    keys = "Tab: purposes, ranks   q: end"
+    keys = "Tab: purposes, ranks   r: read now   q: end"
     return Group(*lines, Text(), Text(f"{keys}   page: {url}" if url else keys, style="dim"))
 
 

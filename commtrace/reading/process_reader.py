@@ -14,14 +14,14 @@ from typing import Final
 
 import numpy as np
 
-from commtrace.recording.recovery import final_counters, record_keys, split_kept
+from commtrace.recording.recovery import are_among, final_counters, split_kept
 from commtrace.recording.ring import RingContent
 from commtrace.recording.summary_files import count_calls
 from commtrace.schema import WITHOUT_RECORD
 from commtrace.statements import Quantity, Statement
 
 from .log_notes import Note
-from .segment_reader import MemorySegment, Segment, damage_notes, inspect_segment, last_records
+from .segment_reader import MemorySegment, Segment, blocks_from_end, damage_notes, inspect_segment
 from .summary_reader import SummaryTables
 from .table_reader import ProcessTables, integer_or_none, read_tables
 
@@ -35,6 +35,9 @@ _RECOVERED: Final = 1 << 62
 """Segment number of recovered records, which are the newest of a process."""
 _LAST: Final = 0
 """Dump number of the records that a process kept last."""
+_COMPARED_AT_ONCE: Final = 4096
+_MOST_COMPARED: Final = 1 << 20
+"""Records of a process's files that are compared with those of its ring, of which one may have an impossible time."""
 _WITHOUT_SEGMENT: Final = (*WITHOUT_RECORD, "not_selected", "summarized")
 """Counters of the calls that are in no segment."""
 _LARGEST_NUMBER: Final = (1 << 31) - 1
@@ -320,10 +323,20 @@ def _inspect_segments(files: Mapping[int, Path], notes: list[Note], consequence:
 
 
 def _memory_segment(path: Path, segments: list[Segment], ring: RingContent) -> Segment:
-    """Return the records of a ring that are not in its process's files. Those just written are in both."""
-    written = [block for segment in last_records(segments, ring.capacity) for block in segment.blocks()]
-    on_disk = np.isin(record_keys(ring.records), record_keys(np.concatenate([ring.records[:0], *written])))
-    records = ring.records[~on_disk]
+    """Return the records of a ring that are not in its process's files. Those just written are in both.
+
+    A process goes on writing after its ring was copied: whatever follows the copied records began after the oldest one.
+    """
+    written = [ring.records[:0]]
+    if len(ring.records):
+        oldest, count = ring.records["t_begin"].min(), 0
+        for block in blocks_from_end(segments, _COMPARED_AT_ONCE):
+            count += len(block)
+            is_older = count > _MOST_COMPARED or block["t_begin"].max(initial=0) < oldest
+            if count > ring.capacity and is_older:
+                break
+            written.append(block[block["t_begin"] >= oldest])
+    records = ring.records[~are_among(ring.records, np.concatenate(written))]
     return MemorySegment(path, 0, len(records), records=records)
 
 

@@ -166,6 +166,14 @@ def last_records(segments: Iterable[Segment], count: int) -> tuple[Segment, ...]
     return tuple(reversed(kept))
 
 
+def blocks_from_end(segments: Sequence[Segment], size: int) -> Iterator[Records]:
+    """Yield the records of a process, from the last one backwards, in blocks of at most `size`, each in order."""
+    for segment in reversed(segments):
+        for end in range(segment.count, 0, -size):
+            begin = max(0, end - size)
+            yield from segment.last(segment.count - begin).first(end - begin).blocks()
+
+
 def _read(file: BufferedReader, block: memoryview) -> tuple[Records, set[str]]:
     """Fill a block with records. Return them, and the fields that have an impossible value in some record."""
     suspects: set[str] = set()
@@ -279,7 +287,7 @@ def _read_header(file: BinaryIO) -> int:
     return _stated_count(head[8:] + text)
 
 
-@functools.lru_cache(maxsize=1)  # successive segments often have equal headers
+@functools.lru_cache(maxsize=256)  # segments often have equal headers, also when they are read again
 def _stated_count(header: bytes) -> int:
     """Return the number of records that an `.npy` header states."""
     try:

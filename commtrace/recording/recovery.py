@@ -134,7 +134,7 @@ def _move_to_log(content: RingContent) -> Recovery | None:
     snapshot = content.snapshot
     records, kept, left_out = split_kept(content)
     is_summary = content.identity.get("mode") == "summary"
-    records = records[~np.isin(record_keys(records), record_keys(recent))]
+    records = records[~are_among(records, recent)]
     if len(records) and not recovered.exists():
         write_segment(recovered, records)
     for table, dtype in TABLES.items() if is_summary else ():
@@ -183,6 +183,15 @@ def _last_records(folder: Path, stem: str, count: int) -> Records:
     return np.concatenate(blocks)
 
 
+def are_among(records: Records, others: Records) -> npt.NDArray[np.bool_]:
+    """Return whether each record is of a call that other records of the same process have, shape (n,)."""
+    found: npt.NDArray[np.bool_] = np.isin(records["t_begin"], others["t_begin"])
+    if found.any():  # mostly few: comparing all keys would take far longer
+        near = others[np.isin(others["t_begin"], records["t_begin"])]
+        found[found] = np.isin(record_keys(records[found]), record_keys(near))
+    return found
+
+
 def record_keys(records: Records) -> npt.NDArray[Any]:
     """Return a sortable key for each record, shape (n,), different for any two calls of a process."""
     packed = np.zeros(len(records), [(name, RECORD[name].newbyteorder(">")) for name in _KEY_FIELDS])
@@ -205,14 +214,14 @@ def split_kept(content: RingContent) -> tuple[Records, Records, int]:
         The records for the log, all kept records, and the number of newly kept ones whose step is not selected.
     """
     records, kept = content.records, content.kept
-    new = records[~np.isin(record_keys(records), record_keys(kept))]
+    new = records[~are_among(records, kept)]
     if content.identity.get("mode") == "summary":
         # Kept records are in the summary, except those after the snapshot.
         records = np.concatenate([kept[max(0, len(kept) - (content.kept_count - content.snapshot.calls)) :], new])
     selected = select_steps(records["step"], rank_ranges(str(content.identity.get("steps", ""))))
     left_out = ~(selected | in_flight(records))
     kept = np.concatenate([kept, new[~in_flight(new)]]) if content.kept_count else kept
-    return records[~left_out], kept, int(np.isin(record_keys(records[left_out]), record_keys(new)).sum())
+    return records[~left_out], kept, int(are_among(records[left_out], new).sum())
 
 
 def final_counters(content: RingContent, *, on_disk: int, left_out: int, summarized: int) -> dict[str, Any]:

@@ -131,6 +131,7 @@ EXPECTED = {
     "report": {"commtrace report"},
     "scale": SCALE,
     "large_scale": SCALE,
+    "live_view": {"processor, share of a core", "peak memory", "time until the first screen"},
     "across_ranks": {"CPU time", "wall time", "peak memory"},
     "bench_loop": {"commtrace bench", "median error", "90th percentile", "worst error"},
 }
@@ -138,7 +139,7 @@ EXPECTED = {
 
 SLOW = (
     "step_time", "native_step", "step_instructions", "call_cost", "own_cost", "mpi_cost", "bench_loop", "report",
-    "log_size", "scale", "large_scale",
+    "log_size", "scale", "large_scale", "live_view",
 )  # fmt: skip
 
 
@@ -153,7 +154,7 @@ def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
         pytest.skip("valgrind is not installed")
     if benchmark in ("native_step", "step_instructions") and not libraries.TORCH.available():
         pytest.skip("the native recorder is not built")
-    if benchmark in ("mpi_cost", "bench_loop"):
+    if benchmark in ("mpi_cost", "bench_loop", "live_view"):
         mpi_launch.needs("mpich")
     section = run(benchmark, tmp_path / "results.json")
     rows = results.rows(section)

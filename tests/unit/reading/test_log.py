@@ -16,7 +16,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commtrace.errors import LogError, NewerLogError
+from commtrace.reading import process_reader
 from commtrace.reading.log import Log, LogDirectory, open_log
+from commtrace.reading.segment_reader import inspect_segment
+from commtrace.recording.ring import RingContent
+from commtrace.recording.summary_files import Snapshot
 from commtrace.schema import RECORD, Records, State
 
 
@@ -371,3 +375,20 @@ def test_rows_of_a_dry_run_have_no_times(tmp_path: Path) -> None:
     assert leaving is not None
     assert (leaving["mono_ns"], leaving["step"]) == (None, 3)
     assert not [note for note in log.notes if "cannot be read" in note.text]
+
+
+def test_records_that_were_written_after_a_ring_was_copied(tmp_path: Path) -> None:
+    """A reading may take long, and its process goes on: however many records followed, none is counted twice."""
+    capacity = 64
+    copied = np.zeros(10, RECORD)
+    copied["t_begin"], copied["state"] = range(1000, 1010), State.COMPLETE
+    later = np.zeros(20 * capacity, RECORD)
+    later["t_begin"], later["state"] = range(2000, 2000 + len(later)), State.COMPLETE
+    np.save(tmp_path / "rank00000-7.00000.npy", np.concatenate([copied[:9], later]))
+    segment, _ = inspect_segment(tmp_path / "rank00000-7.00000.npy")
+    assert segment is not None
+    ring = RingContent(
+        tmp_path, 0, {"capacity": capacity}, {}, copied, b"", copied[:0], 0, Snapshot(0, {}, {}), is_alive=True
+    )
+    (left,) = process_reader._memory_segment(tmp_path, [segment], ring).blocks()
+    assert left["t_begin"].tolist() == [1009]

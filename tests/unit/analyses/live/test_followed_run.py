@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import damaged_logs
+import numpy as np
 import pandas as pd
 import pytest
+from factory import LogFactory, record
 from pandas.testing import assert_frame_equal
 from simulated_steps import Simulation, evaluated, sharded
 
 from commtrace.analyses import record_blocks
-from commtrace.analyses.live.followed_run import FollowedRun
+from commtrace.analyses.live.followed_run import FollowedRun, _may_wait
 from commtrace.cli import main
 from commtrace.errors import LogError
-from commtrace.reading.segment_reader import inspect_segment
+from commtrace.reading.segment_reader import MemorySegment, inspect_segment
 from commtrace.run import open_run
-from commtrace.schema import RECORD
+from commtrace.schema import RECORD, State
 
 DEFAULT = {("pipeline", 0), ("zero3", 0)}
 """Schemes and seeds that are not exhaustive."""
@@ -176,3 +179,22 @@ def test_a_packed_log_does_not_grow(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["pack", str(tmp_path / "ddp"), "--out", str(tmp_path / "packed")]) == 0
     assert main(["top", "--once", str(tmp_path / "packed")]) == 2
     assert "a packed log does not grow; commtrace report shows it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("state", "begin_s", "live_s", "waits"),
+    [
+        (State.BEGUN, 10, 12, True),
+        (State.RETURNED, 10, 12, True),
+        (State.BEGUN, 11.5, 12, False),
+        (State.COMPLETE, 1, 12, False),
+        (State.COMPLETE, 1, 0, True),  # on another host, or not alive
+    ],
+)
+def test_a_process_that_may_wait(state: State, begin_s: float, live_s: int, waits: bool, tmp_path: Path) -> None:
+    LogFactory(tmp_path).process(0, pid=100).write([record()])
+    records = np.zeros(1, RECORD)
+    records["state"], records["t_begin"] = state, int(begin_s * 1e9)
+    (process,) = open_run(tmp_path).processes
+    in_memory = MemorySegment(process.path, 0, 1, records=records)
+    assert _may_wait(replace(process, segments=(in_memory,), live_at_ns=live_s * 10**9)) == waits

@@ -37,7 +37,7 @@ LIMIT_SECONDS = 120
 LINES = 50
 OTHER_SCREEN = 1049 << 5
 """pyte's number of the mode in which a program shows a screen of its own."""
-KEYS = "Tab: purposes, ranks   q: end"
+KEYS = "Tab: purposes, ranks   r: read now   q: end"
 OVER = "The run is over: commtrace report shows all of it."
 
 
