@@ -43,8 +43,8 @@ TOTALS: Final[tuple[Analysis, ...]] = (volume_by_purpose.BY_PURPOSE, volume_tabl
 LEAST_RECENT: Final = 1 << 17
 """Number of last records, over all processes, that are read for the times of steps: at first, and at most."""
 MOST_RECENT: Final = 1 << 20
-_MOST_IN_PARTS: Final = 1 << 18
-"""Likewise at most, of up to 256 processes, if a reading in parts must not take long."""
+_MOST_IN_PARTS: Final = 1 << 17
+"""Likewise at most, of up to 128 processes, if a reading in parts must not take long."""
 MAX_STEPS: Final = 10_000
 """Number of last steps whose times are kept."""
 _AT_FIRST: Final = 1 << 21
