@@ -95,7 +95,13 @@ class LiveRun:
 
     @property
     def step(self) -> int:
-        """The last step of which a call is in the log, -1: before the first."""
+        """The last step of which a call is in the log, -1: before the first.
+
+        Without complete totals, it may be the next one, if a process left the program in it.
+        """
+        by_step = self.tables.get("volume_by_step")
+        if by_step is not None and len(by_step) and self.totalled == self.records:
+            return int(by_step["step"].max())
         return max((step for process in self.run.processes if (step := last_step(process)) is not None), default=-1)
 
 
