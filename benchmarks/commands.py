@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -79,24 +81,31 @@ def measured_inside(command: list[str]) -> float:
 def measured(command: list[str], *statuses: int) -> Taken:
     """Run a command to its end. Raise AssertionError if its status is neither 0 nor in `statuses`."""
     before, begun = os.times(), time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        peak_kib, ended = [0.0], threading.Event()
-        watcher = threading.Thread(target=watch_memory, args=(process.pid, peak_kib, ended))
-        watcher.start()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, peak_memory(process.pid) as peak_kib:
         status = process.wait()
         seconds = time.perf_counter() - begun
-        ended.set()
-        watcher.join()
     assert status in (0, *statuses), (status, command)
     after = os.times()
     processor = after.children_user + after.children_system - before.children_user - before.children_system
     return Taken(seconds, processor, peak_kib[0] / 1024)
 
 
-def watch_memory(pid: int, peak_kib: list[float], ended: threading.Event) -> None:
-    """Keep in `peak_kib[0]` the peak memory of a process and its descendants; shared pages are split among users."""
-    while not ended.wait(0.1):
-        peak_kib[0] = max(peak_kib[0], sum(proportional_kib(member) for member in family(pid)))
+@contextmanager
+def peak_memory(pid: int) -> Iterator[list[float]]:
+    """Keep in a list the peak memory of a process and its descendants in KiB; shared pages are split among users."""
+    peak_kib, ended = [0.0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.1):
+            peak_kib[0] = max(peak_kib[0], sum(proportional_kib(member) for member in family(pid)))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield peak_kib
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def family(pid: int) -> list[int]:

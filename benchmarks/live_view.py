@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -107,14 +106,10 @@ def following(log: Path) -> Iterator[tuple[int, str, list[float]]]:
     port = groups.free_port()
     command = commands.commtrace("top", log, "--web", str(port), "--wait", "120", "--linger", str(LIMIT_SECONDS))
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as top:
-        peak_kib, ended = [0.0], threading.Event()
-        watcher = threading.Thread(target=commands.watch_memory, args=(top.pid, peak_kib, ended))
-        watcher.start()
         try:
-            yield top.pid, f"http://127.0.0.1:{port}/state.json", peak_kib
+            with commands.peak_memory(top.pid) as peak_kib:
+                yield top.pid, f"http://127.0.0.1:{port}/state.json", peak_kib
         finally:
-            ended.set()
-            watcher.join()
             top.terminate()
 
 
