@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -33,10 +34,10 @@ from commtrace.analyses.fold_engine import Analysis, NamedTables, finished_table
 from commtrace.errors import LogError
 from commtrace.reading.labels import TEXT_FIELDS, UNKNOWN, RunLabels
 from commtrace.reading.log import open_log
-from commtrace.reading.process_ends import last_step
+from commtrace.reading.process_ends import last_recorded_step
 from commtrace.reading.process_reader import Process
 from commtrace.reading.segment_reader import MemorySegment, Segment, last_records
-from commtrace.schema import State
+from commtrace.recording.kept_records import in_flight
 
 TOTALS: Final[tuple[Analysis, ...]] = (volume_by_purpose.BY_PURPOSE, volume_tables.BY_RANK, steps.ANALYSIS)
 """Analyses of all records."""
@@ -93,16 +94,11 @@ class LiveRun:
         """Whether a process failed, or died for a reason that is not known."""
         return bool(self.tables["endings"]["end"].isin(FAILURES).any())
 
-    @property
+    @cached_property
     def step(self) -> int:
-        """The last step of which a call is in the log, -1: before the first.
-
-        Without complete totals, it may be the next one, if a process left the program in it.
-        """
-        by_step = self.tables.get("volume_by_step")
-        if by_step is not None and len(by_step) and self.totalled == self.records:
-            return int(by_step["step"].max())
-        return max((step for process in self.run.processes if (step := last_step(process)) is not None), default=-1)
+        """The last step of which a call is in the log, -1: before the first."""
+        steps = map(last_recorded_step, self.run.processes)
+        return max((step for step in steps if step is not None), default=-1)
 
 
 class FollowedRun:
@@ -151,7 +147,8 @@ class FollowedRun:
         totals = self._all_records(run) if self._analyses else {}
         tables = {**totals, **self._last_steps(run)}
         tables |= self._stuck_calls(run) | find_endings(run) | stalls.find_stalls(run)
-        records, totalled = (sum(map(count, run.processes)) for count in (_in_files, self._count_read))
+        records, unread = (sum(map(count, run.processes)) for count in (_in_files, self._count_unread))
+        totalled = records - unread
         self._at_first = self._at_first or records
         begins = bool(self._analyses) and totalled < self._at_first
         return LiveRun(run, tables, now, time.process_time() - began, records, totalled, begins)
@@ -170,7 +167,7 @@ class FollowedRun:
         for process in new:
             steps = (segment.last_step for segment in process.segments)
             self._last_read[process.path] = max(self._last_read.get(process.path, -1), *steps, -1)
-        behind = [process for process in run.processes if _in_files(process) > self._count_read(process)]
+        behind = [process for process in run.processes if self._count_unread(process)]
         shown = _part(run, run.processes)
         if behind:
             # A step of which only some calls were read is no complete one.
@@ -201,10 +198,11 @@ class FollowedRun:
 
         In parts, these are the next records of each process, in proportion to what is unread of it.
         """
-        counts = [_in_files(process) - self._count_read(process) for process in run.processes]
-        is_quick = not self._totals or sum(map(self._count_read, run.processes)) < self._at_first or _is_over(run)
-        most = (_AT_FIRST if is_quick else _AT_ONCE) if self._in_parts else sum(counts)
-        share = min(1.0, most / max(1, sum(counts)))
+        counts = [*map(self._count_unread, run.processes)]
+        unread, records = sum(counts), sum(map(_in_files, run.processes))
+        is_quick = not self._totals or records - unread < self._at_first or _is_over(run)
+        most = (_AT_FIRST if is_quick else _AT_ONCE) if self._in_parts else unread
+        share = min(1.0, most / max(1, unread))
         return [
             replace(process, segments=tuple(self._next(process, math.ceil(share * count))), summary=None)
             for process, count in zip(run.processes, counts, strict=True)
@@ -220,10 +218,11 @@ class FollowedRun:
             if (length := min(count, segment.count - read)) > 0:
                 self._read[path] = read + length
                 count -= length
-                yield segment.last(segment.count - read).first(length)
+                yield segment.part(read, length)
 
-    def _count_read(self, process: Process) -> int:
-        return sum(self._read.get(_closed_path(segment), 0) for segment in process.segments)
+    def _count_unread(self, process: Process) -> int:
+        """Return the number of records in the files of a process that are not in the totals."""
+        return _in_files(process) - sum(self._read.get(_closed_path(segment), 0) for segment in process.segments)
 
     def _has_shrunk(self, processes: Sequence[Process]) -> bool:
         """Return whether a file has fewer records than were read of it: the log is another one."""
@@ -296,7 +295,7 @@ def _in_files(process: Process) -> int:
 def _may_wait(process: Process) -> bool:
     """Return whether a process may wait in a call: it does not run on this host, or has been in one for a second."""
     in_memory = [part.records for part in process.segments if isinstance(part, MemorySegment)]
-    begins = [part["t_begin"][np.isin(part["state"], (State.BEGUN, State.RETURNED))] for part in in_memory]
+    begins = [part["t_begin"][in_flight(part)] for part in in_memory]
     return not process.live_at_ns or any((process.live_at_ns - own > _WAITS_NS).any() for own in begins)
 
 

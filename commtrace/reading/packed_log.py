@@ -221,16 +221,16 @@ class PackedSegment(Segment):
             return median_time(self.file.records(group)[low:high])
         return median_time(self.left_out_slots)
 
-    def last(self, count: int) -> Segment:
-        """Return the last `count` slots as a segment, or all if there are fewer."""
-        begin = max(0, self.count - count)
-        before = int(np.searchsorted(self.left_out, begin))
+    def part(self, begin: int, count: int) -> Segment:
+        """Return `count` slots from index `begin` on as a segment, or as many as there are."""
+        count = min(count, self.count - begin)
+        before, after = np.searchsorted(self.left_out, (begin, begin + count)).tolist()
         return replace(
             self,
             offset=self.offset + begin - before,
-            count=self.count - begin,
-            left_out=self.left_out[before:] - begin,
-            left_out_slots=self.left_out_slots[before:],
+            count=count,
+            left_out=self.left_out[before:after] - begin,
+            left_out_slots=self.left_out_slots[before:after],
         )
 
 

@@ -120,8 +120,11 @@ def _last_seen_ns(process: Process) -> int:
 def last_step(process: Process) -> int | None:
     """Return the step in which a process was when it ended; -1: before its first step; None: not known."""
     step = integer_or_none((process.tables.leaving or {}).get("step"))
-    if step is not None:
-        return step
+    return step if step is not None else last_recorded_step(process)
+
+
+def last_recorded_step(process: Process) -> int | None:
+    """Return the last step of which a process recorded a call; -1: before its first step; None: no call is known."""
     if process.summary is not None:
         steps = process.summary.table("steps")["last"]
         return int(steps.max()) if len(steps) else None

@@ -123,12 +123,11 @@ class Segment:
 
     def last(self, count: int) -> Segment:
         """Return the last `count` records as a segment, or all if there are fewer."""
-        left_out = max(0, self.count - count)
-        return replace(self, offset=self.offset + left_out * RECORD.itemsize, count=self.count - left_out)
+        return self.part(max(0, self.count - count), count)
 
-    def first(self, count: int) -> Segment:
-        """Return the first `count` records as a segment, or all if there are fewer."""
-        return replace(self, count=min(count, self.count))
+    def part(self, begin: int, count: int) -> Segment:
+        """Return `count` records from index `begin` on as a segment, or as many as there are."""
+        return replace(self, offset=self.offset + begin * RECORD.itemsize, count=min(count, self.count - begin))
 
     def _open(self) -> BufferedReader:
         try:
@@ -151,7 +150,7 @@ class MemorySegment(Segment):
         """Return a time on the process's clock near those of the records, ns."""
         return median_time(self.records)
 
-    def last(self, count: int) -> Segment:
+    def part(self, begin: int, count: int) -> Segment:
         """Return all records: those of a ring are in no order."""
         return self
 
@@ -171,7 +170,7 @@ def blocks_from_end(segments: Sequence[Segment], size: int) -> Iterator[Records]
     for segment in reversed(segments):
         for end in range(segment.count, 0, -size):
             begin = max(0, end - size)
-            yield from segment.last(segment.count - begin).first(end - begin).blocks()
+            yield from segment.part(begin, end - begin).blocks()
 
 
 def _read(file: BufferedReader, block: memoryview) -> tuple[Records, set[str]]:

@@ -101,6 +101,12 @@ def test_ranks_share_row_groups_and_segments_their_blocks(tmp_path: Path, monkey
                 assert [block.tolist() for block in blocks[0]] == [block.tolist() for block in blocks[1]]
                 assert pair[0].damaged == pair[1].damaged
                 assert pair[0].last_step == pair[1].last_step
+        for begin in range(segment_of_log.count):
+            for count in (1, 5, 100):
+                pair = [segment.part(begin, count) for segment in (segment_of_log, segment_of_pack)]
+                parts = [[block.tolist() for block in segment.blocks(4)] for segment in pair]
+                assert parts[0] == parts[1]
+                assert pair[0].damaged == pair[1].damaged
         memory = bytearray(4 * RECORD.itemsize)
         in_memory = [block.copy() for block in segment_of_pack.blocks(4, memory)]
         assert records(in_memory).tolist() == records(segment_of_log.blocks()).tolist()
