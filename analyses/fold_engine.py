@@ -106,8 +106,15 @@ def finished_tables(analyses: Sequence[Analysis], merged: NamedTables, run: Anal
     return {name: table for own in tables for name, table in own.items()}
 
 
-def merged_tables(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> NamedTables:
-    """Return the merged tables of the analyses that read the records of this run, with numbers in place of labels."""
+def merged_tables(run: AnalysedRun, analyses: Sequence[AnyAnalysis], records_of_part: int | None = None) -> NamedTables:
+    """Return the merged tables of the analyses that read the records of this run, with numbers in place of labels.
+
+    Args:
+        run: The run.
+        analyses: The analyses.
+        records_of_part: Records after whose segment a part ends (`RecordedRun.parts`): with fewer, less memory is
+            needed at a time, and more time. None: the default, or a block if matched calls are needed.
+    """
     folds = [analysis for analysis in analyses if isinstance(analysis, Analysis)]
     read = {fold.name: fold for fold in folds if fold.reads_records is None or fold.reads_records(run)}
     wanted = {name: _Fold(analysis.partial, analysis.merge) for name, analysis in read.items()}
@@ -116,7 +123,7 @@ def merged_tables(run: AnalysedRun, analyses: Sequence[AnyAnalysis]) -> NamedTab
         columns = {name: None for calls in needed for name in calls.columns}
         derived = {name: compute for calls in needed for name, compute in calls.derived.items()}
         run.call_table = run.new_call_table([*columns], derived)
-    merged = _read(run, wanted) if wanted or needed else {}
+    merged = _read(run, wanted, records_of_part) if wanted or needed else {}
     for name, tables in _summary_partials(read, run).items():
         merged[name] = wanted[name].merge([merged[name], *tables])
     return merged
@@ -161,15 +168,16 @@ def _summary_partials(analyses: Mapping[str, Analysis], run: AnalysedRun) -> dic
     return tables
 
 
-def _read(run: AnalysedRun, folds: Mapping[str, _Fold]) -> NamedTables:
+def _read(run: AnalysedRun, folds: Mapping[str, _Fold], records_of_part: int | None) -> NamedTables:
     """Read the records once: return the merged tables of folds, and fill the run's table of calls, if it has one."""
     merge = functools.partial(_merged, folds)
     if (table := run.call_table) is None:
-        return run.executor.reduce("fold", functools.partial(_partials, folds, run.labels), merge, run.parts())
+        parts = run.parts(min_slots=records_of_part)
+        return run.executor.reduce("fold", functools.partial(_partials, folds, run.labels), merge, parts)
     read = functools.partial(_partials_and_calls, folds, table.reader, run.labels)
 
     def partials() -> Iterator[NamedTables]:
-        for tables, blocks in run.executor.map("fold", read, run.parts(min_slots=_CALLS_PER_TASK)):
+        for tables, blocks in run.executor.map("fold", read, run.parts(min_slots=records_of_part or _CALLS_PER_TASK)):
             while blocks:  # no variable keeps their memory while the next part is read
                 table.append(blocks.pop(0))
             yield tables

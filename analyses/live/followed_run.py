@@ -52,6 +52,8 @@ _AT_FIRST: Final = 1 << 21
 """Records that a reading in parts adds to the totals: of those from before the first reading, or after the end."""
 _AT_ONCE: Final = 1 << 18
 """Records that it adds while the run goes on."""
+_RECORDS_OF_PART: Final = 1 << 17
+"""Records that are in memory at a time while they are added."""
 _WAITS_NS: Final = 1_000_000_000
 """Time from which on a call in flight may be stuck."""
 _SEARCH_EVERY: Final = 10
@@ -191,7 +193,7 @@ class FollowedRun:
         return any((before.distinct(column)[codes.to_numpy()] == UNKNOWN).any() for column, codes in columns)
 
     def _merged(self, run: AnalysedRun, processes: Sequence[Process]) -> NamedTables:
-        return merged_tables(_part(run, processes), self._analyses)
+        return merged_tables(_part(run, processes), self._analyses, _RECORDS_OF_PART)
 
     def _unread(self, run: AnalysedRun) -> list[Process]:
         """Return the processes with the parts of their files to add to the totals now, and note that they are.
@@ -215,10 +217,10 @@ class FollowedRun:
                 continue
             path = _closed_path(segment)
             read = self._read.get(path, 0)
-            if (length := min(count, segment.count - read)) > 0:
-                self._read[path] = read + length
-                count -= length
+            while (length := min(count, segment.count - read, _RECORDS_OF_PART)) > 0:
                 yield segment.part(read, length)
+                count, read = count - length, read + length
+            self._read[path] = read
 
     def _count_unread(self, process: Process) -> int:
         """Return the number of records in the files of a process that are not in the totals."""

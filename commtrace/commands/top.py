@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import select
 import signal
@@ -41,7 +42,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from commtrace.errors import CommtraceError, LogError
+from commtrace.errors import CommtraceError, LogError, MissingLibraryError
+from commtrace.reading.allocator import share_freed_memory
 
 from .exit_status import AS_EXPECTED, PROGRAM_FAILED, STUCK
 from .log_reading import SLOW_SECONDS, LogReading, add_duration, first_reading, pause_of_view, readings
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
 _BESIDE_ROWS: Final = 24
 """Lines of the screen that are not rows of the last table, at most."""
 _LEAST_ROWS: Final = 5
+_PAGE_LIBRARIES: Final = ("jinja2", "plotly")
+"""Libraries that a page needs. They are not imported before one is asked for: they take 20 MiB of memory."""
 _READING_SECONDS: Final = 1.0
 """Time for which a reading is awaited before keys are read again."""
 
@@ -94,6 +98,7 @@ def _share_of_core(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the state once, or show it until a key ends it."""
+    share_freed_memory()  # before libraries start threads
     from commtrace.analyses.live.followed_run import FollowedRun
 
     if arguments.web is None and (arguments.token is not None or arguments.address != LOOPBACK):
@@ -133,7 +138,9 @@ def _print(live: LiveRun, arguments: argparse.Namespace) -> None:
 
 def _serve(followed: FollowedRun, state: _State, arguments: argparse.Namespace) -> None:
     """Serve the pages while the screen is shown, or, without a terminal, until the run is over."""
-    from commtrace.analyses.report.html import page_contents  # noqa: F401  # raises if a library is not installed
+    for library in _PAGE_LIBRARIES:
+        if importlib.util.find_spec(library) is None:
+            raise MissingLibraryError.of_extra("--web", library, "html")
 
     from .http_server import serve
     from .live_pages import LivePages

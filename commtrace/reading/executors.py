@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import multiprocessing
 import os
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, Union
 from commtrace.errors import CommtraceError
 from commtrace.process_setup.processor_limits import usable_cores
 
+from .allocator import keep_freed_memory
 from .run_parts import Executor, ReadPart, Result, RunPart, read_part, set_facts
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def as_executor(executor: AnyExecutor) -> Executor:
 @contextlib.contextmanager
 def open_executor(scheduler: str | None) -> Iterator[Executor]:
     """Yield the executor for a value of option `--dask`; None: on this machine. For commands, whose process is ours."""
-    _keep_freed_memory()
+    keep_freed_memory()
     if scheduler is None:
         yield DEFAULT_EXECUTOR
         return
@@ -128,19 +128,3 @@ def open_executor(scheduler: str | None) -> Iterator[Executor]:
 
     with connect(scheduler) as executor:
         yield executor
-
-
-def _keep_freed_memory() -> None:
-    """Let the allocator keep the memory of columns that are freed, for those of the next block.
-
-    Otherwise, the kernel takes it back and clears it again for each block, a tenth of the time of a report.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        for option, value in _KEEP_FREED.items():
-            mallopt(option, value)
-
-
-_KEEP_FREED: Final = {-1: 1 << 30, -3: 32 << 20}
-"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of `mallopt`: bytes that may be free at the end of the heap, and of the largest
-array in it (glibc's maximum)."""

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import socket
+import sys
 import threading
 import time
 import urllib.parse
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import processes
 import pytest
 from factory import WORLD, LogFactory, record, training
 from ports import free_port
@@ -325,6 +327,24 @@ def test_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["top", str(tmp_path), "--web", "0"])
     assert "'0' is not a port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("library", ["plotly", "jinja2"])
+def test_without_a_library_of_pages(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training(tmp_path / "log")
+    monkeypatch.setitem(sys.modules, library, None)
+    assert main(["top", str(tmp_path / "log"), "--web", str(free_port())]) == FAILED
+    assert capsys.readouterr().err == f"commtrace: --web: needs {library}; pip install 'commtrace[html]'\n"
+
+
+def test_libraries_of_pages_are_imported_when_a_page_is_asked_for(tmp_path: Path) -> None:
+    """They take memory that a view in a terminal, or a reader of the state, does not need."""
+    training(tmp_path / "log")
+    code = "import sys; from commtrace.cli import main; main(sys.argv[1:]); print('plotly' in sys.modules)"
+    command = [sys.executable, "-c", code, "top", str(tmp_path / "log"), "--web", str(free_port())]
+    assert processes.run(command, limit=LIMIT_SECONDS).out.splitlines()[-1] == "False"
 
 
 def test_a_port_that_is_in_use(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
