@@ -3,6 +3,7 @@
 A process writes samples of its stacks while it makes no progress (`commtrace.recording.stacks`). The last one counts if
 the process did not close its log and no later call is known. A live process on this host whose drain thread takes no
 turns is stopped, or one of its threads keeps the interpreter's lock: the kernel tells which, and no stack is known.
+That the drain thread waits for storage says nothing of the program, which goes on.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def _rows(run: RecordedRun, number: int, process: Process) -> Iterator[dict[str,
     offset = run.labels.clock_offsets[number]
     began_ns = integer_or_none(process.tables.process.get("mono_ns")) or 0
     turn_ns = max(process.live_turn_ns, began_ns)  # no turn yet: since it began
-    unresponsive_ns = process.live_at_ns - turn_ns if turn_ns else 0  # no row yet: it has just begun
+    is_known = turn_ns and not process.storage_wait_ns  # no row yet: it has just begun
+    unresponsive_ns = process.live_at_ns - turn_ns if is_known else 0
     if unresponsive_ns >= UNRESPONSIVE_NS and (activity := _process_activity(process.pid)):
         yield {
             "rank": process.rank,

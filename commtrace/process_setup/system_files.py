@@ -41,6 +41,17 @@ def read_stat(folder: str | Path) -> Stat | None:
         return None
 
 
+def waits_for_storage(folder: str | Path) -> bool:
+    """Return whether a thread (/proc/PID/task/TID) waits, and for a file rather than for a lock or another thread.
+
+    The kernel tells it by the function in which the thread waits, unless it keeps that secret.
+    """
+    stat, place = read_stat(folder), read_text(folder, "wchan")
+    if stat is None or stat.state not in "SD":
+        return False
+    return stat.state == "D" or not (place in ("", "0") or "futex" in place)
+
+
 def read_text(*parts: str | Path) -> str:
     """Return the first 64 KiB of a file without white space at its ends; "" if it cannot be read."""
     try:

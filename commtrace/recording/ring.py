@@ -6,7 +6,7 @@ shared storage: a mapped page that cannot be backed kills the process with SIGBU
 is made, which tmpfs honours. If there is no room, the ring is in private memory and cannot be recovered.
 
     offset 0        identity, twice: checksum and JSON (pid, log directory, stem of the log's files ...)
-    offset 8160     monotonic ns of the last turn of the process's drain thread
+    offset 8160     monotonic ns of the last turn of the process's drain thread, and the kernel's id of that thread
     offset 8192     the last counters, twice
     offset 16352    how many kept records were begun and completed, since the start
     offset 16368    monotonic ns at which the process was last known to be alive
@@ -31,6 +31,7 @@ import json
 import mmap
 import os
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -131,7 +132,7 @@ class Ring:
     def turn(self) -> None:
         """Record that the drain thread takes a turn. Nothing else shows that it does not get the interpreter's lock."""
         self.alive()
-        _NUMBER.pack_into(self.buffer, TURN_AT, time.monotonic_ns())
+        _TWO_NUMBERS.pack_into(self.buffer, TURN_AT, time.monotonic_ns(), threading.get_native_id())
 
     def keep(self, records: Records) -> None:
         """Write records over the oldest kept ones; only the last of them if there is no room for all."""
@@ -233,7 +234,10 @@ class RingContent(NamedTuple):
     is_alive: bool = False
     """Whether its process was running."""
     turn_ns: int = 0
-    """Monotonic ns of the last turn of its drain thread: long ago if it is stopped, or another thread keeps the GIL."""
+    """Monotonic ns of the last turn of its drain thread: long ago if it is stopped, another thread keeps the GIL, or
+    storage does not answer."""
+    drain_thread: int = 0
+    """The kernel's id of that thread; 0: not known."""
 
     @property
     def capacity(self) -> int:
@@ -306,8 +310,11 @@ def _read(path: Path, fd: int) -> RingContent:
     tables = b""
     with contextlib.suppress(OSError):
         tables = path.with_suffix(".jsonl").read_bytes()
-    (turn_ns,) = _NUMBER.unpack_from(data, TURN_AT)
-    return RingContent(path, alive_ns, identity, counters, records, tables, kept, kept_count, snapshot, turn_ns=turn_ns)
+    turn_ns, thread = _TWO_NUMBERS.unpack_from(data, TURN_AT)
+    return RingContent(
+        path, alive_ns, identity, counters, records, tables, kept, kept_count, snapshot, turn_ns=turn_ns,
+        drain_thread=thread,
+    )  # fmt: skip
 
 
 def _identity(data: bytes) -> dict[str, Any]:

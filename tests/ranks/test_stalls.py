@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import frozen_storage
 import pandas as pd
 import processes
 import pytest
@@ -21,7 +22,7 @@ from commtrace.analyses.across_ranks import stalls
 from commtrace.analyses.across_ranks.culprits import find_culprits
 from commtrace.cli import main
 from commtrace.errors import LogError
-from commtrace.run import open_run
+from commtrace.run import Run, open_run
 
 DEFAULT = ("lock", "all")
 
@@ -91,6 +92,52 @@ def test_two_hangs_of_one_job(nursery: Nursery, tmp_path: Path, capsys: pytest.C
     assert_two_culprits(find_culprits(tables))
     shown = " ".join(capsys.readouterr().out.split())
     assert re.match(r"Rank [13] made no progress for .* Independently, rank [13] made no progress for ", shown)
+
+
+@pytest.mark.exhaustive
+def test_a_rank_whose_storage_does_not_answer(nursery: Nursery, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with frozen_storage.mounted(tmp_path) as mount:
+        (mount / "file").touch()
+        with frozen_storage.frozen(mount):
+            ranks = nursery.start("stalled", log, "storage", 1, "torch", mount / "file", ranks=2, stall_seconds=0.5)
+            row = wait_for(log, {1})
+            wait_for_stuck_calls(log)
+        ranks.kill(0, 1)
+        ranks.wait()
+    assert (row["activity"], row["line"]) == (stalls.STORAGE, places_of("storage")[0])
+
+
+@pytest.mark.exhaustive
+def test_the_storage_of_the_log_does_not_answer(
+    nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The training goes on, and nobody says that it does not."""
+    with frozen_storage.mounted(tmp_path) as mount:
+        log = mount / "log"
+        ranks = nursery.start("stuck", log, "train", ranks=2, stall_seconds=0.5)
+        processes.wait_for(lambda: log.exists() and len(open_run(log).events()) > 0, 40)
+        with frozen_storage.frozen(mount):
+            time.sleep(7)
+            run = open_run(log)
+            before = count_calls(run)
+            assert not len(stalled(log))
+            assert not len(run.table("stuck_calls"))
+            assert len([note for note in run.notes if "for the storage of the log" in note.what]) == 2
+            time.sleep(1)
+            assert (count_calls(open_run(log)) > before).all()
+        processes.wait_for(lambda: not open_run(log).notes, 40)
+        ranks.kill(0, 1)
+        ranks.wait()
+        main(["recover", str(log)])
+        run = open_run(log)
+        assert [process.lost_records for process in run.processes] == [0, 0]
+        assert (count_calls(run) > before).all()
+
+
+def count_calls(run: Run) -> pd.Series:
+    """Return how many calls each rank has made."""
+    return run.events().groupby("rank").size()
 
 
 @pytest.mark.exhaustive

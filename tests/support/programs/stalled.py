@@ -1,9 +1,10 @@
-"""Some calls, then a rank that makes no further one: stalled.py KIND [RANK [LIBRARY]].
+"""Some calls, then a rank that makes no further one: stalled.py KIND [RANK [LIBRARY [FILE]]].
 
 With the kind "all", every rank stalls. With two kinds, as "sleep,lock", ranks 0 and 1 are a group, of which rank 1
 stalls by the first, and ranks 2 and 3 are one, of which rank 3 stalls by the second, a second later.
 
-LIBRARY is "torch" (by default) or "mpi", which loads torch only for a kind that needs it.
+LIBRARY is "torch" (by default) or "mpi", which loads torch only for a kind that needs it. FILE is what the kind
+"storage" writes to.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 
-KINDS, RANK, LIBRARY = (*sys.argv[1:], *("lock", "1", "torch")[len(sys.argv) - 1 :])
+KINDS, RANK, LIBRARY, FILE = (*sys.argv[1:], *("lock", "1", "torch", os.devnull)[len(sys.argv) - 1 :])
 
 
 class Slow:
@@ -82,6 +83,8 @@ def stall(kind: str) -> None:
                 pass
         case "pipe":
             os.read(os.pipe()[0], 1)  # here: pipe
+        case "storage":
+            os.write(os.open(FILE, os.O_WRONLY), b"x")  # here: storage
         case "process":
             subprocess.run(["sleep", "600"], check=True)  # here: process
         case "compute":
