@@ -27,7 +27,6 @@ from .clock_alignment import align_clocks
 from .clocks import wall_clock_offsets
 from .dependencies import clock_error_ns
 from .matching import MatchedCalls, match_calls
-from .stalls import is_stopped
 
 MAX_RECORDS: Final = 1 << 20
 """Number of records that are read of all processes; of each process, at least MIN_RECORDS are."""
@@ -52,6 +51,7 @@ class Member:
         begins: When its calls began, ascending.
         quiet_ns: Its last event: the start, return or end of any of its calls.
         alive_ns: The last time at which it is known to have been alive, and not stopped.
+        resumed_ns: When it last went on after it may have been stopped; long ago if it never was.
     """
 
     def __init__(
@@ -76,9 +76,11 @@ class Member:
         self.quiet_ns = max(int(column.max(initial=_NO_TIME)) for column in known)
         moments = [stats.get("mono_ns"), end.get("mono_ns"), *(row.get("mono_ns") for row in tables.clock)]
         # A process that is stopped does not wait.
-        live_ns = process.live_turn_ns if is_stopped(process) else process.live_at_ns
+        is_stopped = process.silence in ("stopped", "resumed")
+        live_ns = process.live_turn_ns if is_stopped else process.live_at_ns
         seen_ns = max(live_ns, *(integer_or_none(moment) or 0 for moment in moments))
         self.alive_ns = max(seen_ns + self.offset, self.quiet_ns)
+        self.resumed_ns = process.live_late_turn_ns + self.offset if process.live_late_turn_ns else _NO_TIME
 
     def shift(self, ns: int) -> None:
         """Correct all times by the error of the process's wall clock."""
@@ -86,11 +88,13 @@ class Member:
         self.begins = self.begins + ns
         self.quiet_ns += ns
         self.alive_ns += ns
+        self.resumed_ns = max(self.resumed_ns + ns, _NO_TIME)
 
     def longest_pause(self, before: int) -> int:
-        """Return the longest time between two calls that began up to a moment."""
+        """Return the longest time between two calls that began up to a moment, in which it was not stopped."""
         begins = self.begins[: np.searchsorted(self.begins, before, "right")]
-        return int(np.diff(begins).max(initial=0))
+        pauses = np.diff(begins)
+        return int(pauses[(begins[:-1] >= self.resumed_ns) | (begins[1:] <= self.resumed_ns)].max(initial=0))
 
     def next_begin(self, after: int) -> int | None:
         """Return when its first call after a moment began; None if there is none."""

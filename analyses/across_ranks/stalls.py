@@ -2,8 +2,7 @@
 
 A process writes samples of its stacks while it makes no progress (`commtrace.recording.stacks`). The last one counts if
 the process did not close its log and no later call is known. A live process on this host whose drain thread takes no
-turns is stopped, or one of its threads keeps the interpreter's lock: the kernel tells which, and no stack is known.
-That the drain thread waits for storage says nothing of the program, which goes on.
+turns is stopped, or one of its threads keeps the interpreter's lock (`Process.silence`), and no stack is known.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from commtrace.analyses.table_specs import shared_columns as shared
 from commtrace.analyses.table_specs.spec import TableSpec, column, duration, flag, share, text_column, word_column
 from commtrace.formatting import format_moment
 from commtrace.library_frames import is_library
-from commtrace.process_setup.system_files import read_stat
 from commtrace.reading.labels import short_paths
 from commtrace.reading.process_reader import Process
 from commtrace.reading.recorded_run import RecordedRun
-from commtrace.reading.table_reader import StackSample, ThreadStack, integer_or_none
+from commtrace.reading.table_reader import StackSample, ThreadStack
 
 STALLED_THREADS: Final = TableSpec("stalled_threads", "Ranks without progress",
     "A row per thread of a rank that made no progress when it was last seen, its main thread first. No rows for a "
@@ -56,8 +54,6 @@ _DTYPES: Final[Any] = {
     "is_main": bool, "stalled_ns": "Int64", "since_ns": "Int64", "sampled_ns": "Int64", "cpu_share": "float64",
     "function": object, "line": object,  # also if no rank has one
 }  # fmt: skip
-UNRESPONSIVE_NS: Final = 5_000_000_000
-"""Time without a turn of its drain thread after which a live process counts as unresponsive. Turns are 0.5 s apart."""
 COMPUTES_FROM: Final = 0.5
 """Share of time on a processor, or ready for one, from which on a thread computes."""
 COMPUTING: Final = "computing"
@@ -77,13 +73,11 @@ _ACTIVITIES: Final = {
 }  # fmt: skip
 """System call -> activity of a thread that is blocked in it."""
 _ACTIVITIES_OF_STATES: Final = {
-    "T": STOPPED,
-    "t": STOPPED,  # by a debugger
     "R": LOCK + COMPUTING,
     "S": LOCK + WAITING,
     "D": STORAGE,
 }
-"""State of a process that takes no turns -> activity."""
+"""State of a process in which a thread keeps the interpreter's lock -> activity."""
 
 
 def find_stalls(run: RecordedRun) -> NamedTables:
@@ -98,16 +92,12 @@ def _rows(run: RecordedRun, number: int, process: Process) -> Iterator[dict[str,
     if process.tables.end is not None:
         return
     offset = run.labels.clock_offsets[number]
-    began_ns = integer_or_none(process.tables.process.get("mono_ns")) or 0
-    turn_ns = max(process.live_turn_ns, began_ns)  # no turn yet: since it began
-    is_known = turn_ns and not process.storage_wait_ns  # no row yet: it has just begun
-    unresponsive_ns = process.live_at_ns - turn_ns if is_known else 0
-    if unresponsive_ns >= UNRESPONSIVE_NS and (activity := _process_activity(process.pid)):
+    if activity := _activity_of_silence(process):
         yield {
             "rank": process.rank,
             "is_main": True,
-            "stalled_ns": unresponsive_ns,
-            "since_ns": None if offset is None else turn_ns + offset,
+            "stalled_ns": process.live_at_ns - process.live_turn_ns,
+            "since_ns": None if offset is None else process.live_turn_ns + offset,
             "sampled_ns": None if offset is None else process.live_at_ns + offset,
             "activity": activity,
         }
@@ -152,15 +142,11 @@ def _activity(thread: ThreadStack, sample: StackSample) -> dict[str, object]:
     return {"activity": activity, "cpu_share": cpu_share}
 
 
-def _process_activity(pid: int) -> str | None:
-    """Return what a live process on this host does that takes no turns; None if that cannot be read."""
-    stat = read_stat(f"/proc/{pid}")
-    return None if stat is None else _ACTIVITIES_OF_STATES.get(stat.state)
-
-
-def is_stopped(process: Process) -> bool:
-    """Return whether a live process on this host is stopped, as that of a job that is suspended."""
-    return process.live_at_ns > 0 and _process_activity(process.pid) == STOPPED
+def _activity_of_silence(process: Process) -> str:
+    """Return what a live process does that takes no turns; "": it takes some, or may go on."""
+    if process.silence == "lock":
+        return _ACTIVITIES_OF_STATES.get(process.live_state, "")
+    return STOPPED if process.silence == "stopped" else ""
 
 
 def _place(frames: Sequence[tuple[str, int, str]], short: Mapping[str, str]) -> dict[str, str | None]:

@@ -4,7 +4,8 @@ The log of an interrupted job looks like that of a job that hangs: calls are in 
 are at different calls. A call is stuck if one of these holds:
 
 * Waiting: a rank has been in the call, and has done nothing else, for `MIN_WAIT_NS` and for
-  `FACTOR` times the longest earlier pause between two calls of the ranks concerned. A rank that
+  `FACTOR` times the longest earlier pause between two calls of the ranks concerned, without times
+  in which a process was stopped. A rank that
   computes for that long is reported as absent, because the log shows no more.
 * Death: one process did not close its log, all others did, and a call that needed it failed on one
   of them. In a call that is stuck for the reason above, a rank that died before the others counts
@@ -270,7 +271,7 @@ class _StuckCallSearch:
         """Return the minimum time for which a process was in a call and did nothing else, ns."""
         call = stuck.calls[member]
         if self._calls["state"][call] != State.FAILED:
-            return member.alive_ns - member.quiet_ns
+            return member.alive_ns - max(member.quiet_ns, member.resumed_ns)
         # The time of the failure is not known: it was before the process's next call. Only time in
         # which an absent rank was alive counts.
         absent_alive_ns = max((other.alive_ns for other in stuck.absent), default=0)

@@ -21,7 +21,7 @@ import pandas as pd
 
 from commtrace.analyses.across_ranks.culprits import HIGH, Culprit, find_culprits
 from commtrace.analyses.across_ranks.endings_section import describe_endings
-from commtrace.analyses.across_ranks.stalls import CHILDREN, COMPUTING, LOCK, STORAGE, is_stopped
+from commtrace.analyses.across_ranks.stalls import CHILDREN, COMPUTING, LOCK, STORAGE
 from commtrace.analyses.across_ranks.step_time_section import delay_sentences
 from commtrace.analyses.across_ranks.stuck_calls import MIN_WAIT_NS
 from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
@@ -35,8 +35,6 @@ KINDS: Final = {"hang": "60s", "end": "", "straggler": "20%", "step": "2x"}
 """Kinds of incidents -> threshold by default; "": none."""
 EXPLAINED_NS: Final = 4_000_000_000
 """Time after which a stuck call is told, whether or not it is known what its absent ranks do."""
-CONFIRMED_NS: Final = 2_000_000_000
-"""Time for which a rank must be seen to keep the interpreter's lock."""
 _MAY_GO_ON: Final = (COMPUTING, STORAGE, CHILDREN, LOCK + COMPUTING)
 """Activities of a rank that may go on by itself."""
 MIN_STEPS: Final = 5
@@ -115,8 +113,6 @@ class Watcher:
         """Begin with a run."""
         self._run, self._told = run, set[object]()
         self._examined, self._was_long = -1, False
-        self._stopped: set[int] = set()  # at the last reading
-        self._silent: dict[int, int] = {}  # since when ranks were seen to keep the interpreter's lock, ns since 1970
         self._involved: set[int] = set()  # ranks of the hangs that were told: culprits, and those that wait for them
 
     def new_incidents(self, live: LiveRun) -> list[Incident]:
@@ -153,12 +149,7 @@ class Watcher:
         is_other = any(own.confidence == HIGH and self._involved.isdisjoint(own.involved) for own in culprits)
         is_new = bool(current) and (not was_told or is_other)
         others = {key for key in self._told if not (isinstance(key, tuple) and key[0] == "hang")}
-        # A rank that was stopped at the last reading may have gone on just now, and end its call at once.
-        waiting = {rank for call in rows_of(calls) for rank in parse_ranks(call.waiting_ranks)}
-        has_gone_on = not waiting.isdisjoint(self._stopped)
-        self._stopped = {process.rank for process in live.run.processes if is_stopped(process)}
-        is_early = not self._confirm_silence(live) or has_gone_on or _is_unexplained(live)
-        if is_new and (is_early or _may_go_on(culprits, calls, seconds)):
+        if is_new and (_is_unexplained(live) or _may_go_on(culprits, calls, seconds)):
             self._told = self._told if was_told else others
             return
         self._told = others | current
@@ -170,17 +161,6 @@ class Watcher:
         text = " ".join(diagnosis(tables))
         rows = {"culprits": [asdict(own) for own in culprits], **_rows(tables)}
         yield Incident("hang", text, sorted(surest or absent or {*stalled["rank"]}), live.step, rows)
-
-    def _confirm_silence(self, live: LiveRun) -> bool:
-        """Return whether the ranks that seem to keep the interpreter's lock were seen so for long enough.
-
-        A process that was stopped, and goes on during the reading or just before it, seems to keep it, too, until its
-        drain thread takes a turn.
-        """
-        stalled = live.tables["stalled_threads"]
-        ranks = stalled.loc[stalled["activity"].str.startswith(LOCK), "rank"]
-        self._silent = {rank: self._silent.get(rank, live.read_ns) for rank in ranks}
-        return all(live.read_ns - since_ns >= CONFIRMED_NS for since_ns in self._silent.values())
 
     def _end(self, _: float, live: LiveRun) -> Iterator[Incident]:
         endings = live.tables["endings"]

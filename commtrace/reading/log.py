@@ -30,6 +30,7 @@ from commtrace.recording.ring import RingContent
 from commtrace.schema import RECORD
 from commtrace.statements import Statement
 
+from .live_processes import with_silences
 from .log_notes import Note, error_reason
 from .packed_log import PROCESSES, PackedRun
 from .process_reader import Process, is_log_file, is_tables_file, rank_of_stem, read_host
@@ -126,7 +127,7 @@ class LogDirectory:
         self.path = Path(os.path.abspath(path.expanduser()))
         # Rings are copied before files are read: a record that leaves a ring later is then in the files. They are
         # copied before recovery, too: it removes the rings of processes that end in between.
-        rings = copy_rings(self.path)
+        rings = with_silences(copy_rings(self.path))
         recoveries = recover_records(self.path) if recover else ()
         files = LogFiles({tables: ring for tables, ring in rings.items() if ring.path.exists()})
         self.recovered = [recovery_note(self.path, recovery) for recovery in recoveries]

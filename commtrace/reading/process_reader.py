@@ -14,9 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from commtrace.process_setup.system_files import waits_for_storage
 from commtrace.recording.recovery import are_among, final_counters, split_kept
-from commtrace.recording.ring import RingContent
+from commtrace.recording.ring import RingContent, Silence
 from commtrace.recording.summary_files import count_calls
 from commtrace.schema import WITHOUT_RECORD
 from commtrace.statements import Quantity, Statement
@@ -37,7 +36,6 @@ _RECOVERED: Final = 1 << 62
 _LAST: Final = 0
 """Dump number of the records that a process kept last."""
 _COMPARED_AT_ONCE: Final = 4096
-_STORAGE_WAIT_NS: Final = 5_000_000_000
 _MOST_COMPARED: Final = 1 << 20
 """Records of a process's files that are compared with those of its ring, of which one may have an impossible time."""
 _WITHOUT_SEGMENT: Final = (*WITHOUT_RECORD, "not_selected", "summarized")
@@ -70,9 +68,12 @@ class Process:
     live_turn_ns: int = 0
     """Monotonic time at which a live process last emptied its ring: long ago if it is stopped, keeps the GIL, or waits
     for storage."""
-    storage_wait_ns: int = 0
-    """Time for which the drain thread of a live process has waited for storage; 0: it does not, or for less than 5 s.
-    The program's own threads go on."""
+    live_late_turn_ns: int = 0
+    """Monotonic time at which it did so late, for the last time; 0: never."""
+    silence: Silence = ""
+    """Why a live process has not done so for 5 s."""
+    live_state: str = ""
+    """The kernel's letter for the state of a live process."""
     summary: SummaryTables | None = None
     """Its summary, with COMMTRACE_MODE=summary; segments have the calls that are not in it."""
     dumps: tuple[Segment, ...] = ()
@@ -280,29 +281,22 @@ def _read_process(
     elif ring is not None:
         summarized = 0 if summary is None else count_calls(summary.table("cells"), summary.table("steps"))
         own_notes.append(_complete_tables(path, tables, ring, segments, left_out, summarized))
-    live = ring if ring is not None and ring.is_alive else None
     process = Process(
-        path, tables, tuple(segments), live_at_ns=live.alive_ns if live else 0,
-        live_turn_ns=live.turn_ns if live else 0, storage_wait_ns=_storage_wait_ns(live) if live else 0,
-        summary=summary, dumps=tuple(dumps.values()), kept=kept, device=files.device,
-    )  # fmt: skip
-    if live is not None and process.storage_wait_ns:
-        what = Statement("its recorder has waited {:,} s for the storage of the log", process.storage_wait_ns // 10**9)
-        room = Statement("newer calls are in memory, which has room for {:,}", live.capacity)
-        own_notes.append(Note("process", path, what, room))
+        path, tables, tuple(segments), summary=summary, dumps=tuple(dumps.values()), kept=kept, device=files.device
+    )
+    if ring is not None and ring.is_alive:
+        process = replace(
+            process, live_at_ns=ring.alive_ns, live_turn_ns=ring.turn_ns, live_late_turn_ns=ring.late_turn_ns,
+            silence=ring.silence, live_state=ring.process_state,
+        )  # fmt: skip
+        if ring.silence == "storage":
+            what = Statement("its recorder has waited {:,} s for the storage of the log", ring.silent_ns // 10**9)
+            room = Statement("newer calls are in memory, which has room for {:,}", ring.capacity)
+            own_notes.append(Note("process", path, what, room))
     if alive_ns := integer_or_none(tables.source.get("alive_ns")):
         process = replace(process, live_at_ns=alive_ns, live_turn_ns=alive_ns)
     notes += _of_rank(process.rank, own_notes)
     return process
-
-
-def _storage_wait_ns(ring: RingContent) -> int:
-    """Return the time for which the drain thread of a live process has waited for storage; 0 if it is short."""
-    silent_ns = ring.alive_ns - ring.turn_ns
-    if not ring.drain_thread or silent_ns < _STORAGE_WAIT_NS:
-        return 0
-    thread = f"/proc/{ring.identity.get('pid')}/task/{ring.drain_thread}"
-    return silent_ns if waits_for_storage(thread) else 0
 
 
 def _source_notes(tables: ProcessTables) -> Iterator[Note]:

@@ -33,6 +33,8 @@ FIRST_STATS_SECONDS: Final = 10.0
 COST_SECONDS: Final = 2.0
 """Interval between summaries of the cost samples: sorting them takes most of the time of a turn."""
 FIRST_SETUP_SECONDS: Final = 1.0
+LATE_SECONDS: Final = 2.0
+"""Time by which a turn is late if the process was stopped, or another thread kept the interpreter's lock."""
 
 # Signals that a thread gets for its own faults.
 _OWN_FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT}
@@ -85,6 +87,7 @@ class Drain:
         self._setup = None if settings.simulated else SetupReader()
         self._setup_every = FIRST_SETUP_SECONDS
         self._setup_at = 0.0
+        self._is_late = False  # whether this turn is
         self._reason = ""  # why the log ended; empty before
         self.finished_tables: Path | None = None
         """The file of the table lines, once all of them are in it."""
@@ -136,10 +139,13 @@ class Drain:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_FAULTS)
         self._guarded(self._measure_crossing)
         self._guarded(self._read_setup)
+        pause = self._settings.drain_ms / 1000
         while not self._reason:
-            self._slots.wait(self._settings.drain_ms / 1000)
+            begun = time.monotonic()
+            self._slots.wait(pause)
+            self._is_late = time.monotonic() - begun >= pause + LATE_SECONDS
             if not self._reason:
-                self._ring.turn()
+                self._ring.turn(is_late=self._is_late)
                 self._guarded(self._turn)
         self._run_callbacks()
         self._guarded(self._before_end)
@@ -177,7 +183,8 @@ class Drain:
             self._move(slots)
         if self._summary:
             self._summary.turn()
-        is_stalled = self._stacks.turn(self._moved + self._slots.taken + self._ring.dropped)
+        calls = self._moved + self._slots.taken + self._ring.dropped
+        is_stalled = self._stacks.turn(calls, is_late=self._is_late)
         if self._dumps:
             self._dumps.turn(is_stalled=is_stalled)
         self._cpu_ns = time.thread_time_ns()

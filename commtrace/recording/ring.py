@@ -7,6 +7,7 @@ is made, which tmpfs honours. If there is no room, the ring is in private memory
 
     offset 0        identity, twice: checksum and JSON (pid, log directory, stem of the log's files ...)
     offset 8160     monotonic ns of the last turn of the process's drain thread, and the kernel's id of that thread
+    offset 8176     monotonic ns of the last turn that came late: the process had been stopped, or that lock kept
     offset 8192     the last counters, twice
     offset 16352    how many kept records were begun and completed, since the start
     offset 16368    monotonic ns at which the process was last known to be alive
@@ -36,16 +37,18 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from commtrace.process_setup.system_files import read_stat
 from commtrace.schema import RECORD, Records
 
 from .summary_files import Snapshot, read_snapshot
 
 IDENTITY_AT: Final = 0
 TURN_AT: Final = 8160
+LATE_TURN_AT: Final = 8176
 COUNTERS_AT: Final = 8192
 KEPT_AT: Final = 16352
 ALIVE_AT: Final = 16368
@@ -59,6 +62,7 @@ LOCK_TIMEOUT_SECONDS: Final = 5.0
 
 _NUMBER: Final = struct.Struct("<Q")
 _TWO_NUMBERS: Final = struct.Struct("<2Q")
+_THREE_NUMBERS: Final = struct.Struct("<3Q")
 _own_rings: Final[set[Path]] = set()
 
 
@@ -87,6 +91,7 @@ class Ring:
         self._kept: Records = np.frombuffer(self.buffer, RECORD, kept, RECORDS_AT + self.records.nbytes)
         self.kept_count = 0
         """Number of records kept since the start, including overwritten ones."""
+        _NUMBER.pack_into(self.buffer, TURN_AT, time.monotonic_ns())  # that of the drain thread's start
 
     def _create(self, path: Path, size: int, identity: dict[str, Any]) -> None:
         # Under another name until it is locked and has its identity: otherwise it would look like a dead process's.
@@ -129,10 +134,18 @@ class Ring:
         """Record that the process is alive. Nothing else shows when a killed process ended."""
         _NUMBER.pack_into(self.buffer, ALIVE_AT, time.monotonic_ns())
 
-    def turn(self) -> None:
-        """Record that the drain thread takes a turn. Nothing else shows that it does not get the interpreter's lock."""
+    def turn(self, *, is_late: bool = False) -> None:
+        """Record that the drain thread takes a turn. Nothing else shows that it does not get the interpreter's lock.
+
+        Args:
+            is_late: Whether it waited for longer than it should: the process had been stopped, or another thread had
+                kept the lock.
+        """
         self.alive()
-        _TWO_NUMBERS.pack_into(self.buffer, TURN_AT, time.monotonic_ns(), threading.get_native_id())
+        now = time.monotonic_ns()
+        if is_late:
+            _NUMBER.pack_into(self.buffer, LATE_TURN_AT, now)  # first: readers trust a process that takes turns
+        _TWO_NUMBERS.pack_into(self.buffer, TURN_AT, now, threading.get_native_id())
 
     def keep(self, records: Records) -> None:
         """Write records over the oldest kept ones; only the last of them if there is no room for all."""
@@ -213,6 +226,12 @@ def other_rings(folder: str) -> list[Path]:
     return sorted(path for path in Path(folder).glob("commtrace-*.ring") if path not in _own_rings)
 
 
+Silence: TypeAlias = Literal["", "stopped", "resumed", "lock", "storage"]
+"""Why the drain thread of a live process takes no turns: "": it does; "stopped": the process is stopped; "resumed": it
+had been, and goes on; "lock": another thread keeps the interpreter's lock; "storage": it waits for the log's storage,
+and the program's own threads go on."""
+
+
 class RingContent(NamedTuple):
     """Content of the ring of another process at one moment."""
 
@@ -236,13 +255,24 @@ class RingContent(NamedTuple):
     turn_ns: int = 0
     """Monotonic ns of the last turn of its drain thread: long ago if it is stopped, another thread keeps the GIL, or
     storage does not answer."""
+    late_turn_ns: int = 0
+    """Monotonic ns of the last turn that came late: the process had been stopped, or the lock kept. 0: none did."""
     drain_thread: int = 0
-    """The kernel's id of that thread; 0: not known."""
+    """The kernel's id of that thread; 0: it has taken no turn."""
+    process_state: str = ""
+    """The kernel's letter for the state of a live process just before it was copied (`system_files.Stat`)."""
+    silence: Silence = ""
+    """Found by readers (`commtrace.reading.live_processes`)."""
 
     @property
     def capacity(self) -> int:
         """Number of slots."""
         return int(self.identity["capacity"])
+
+    @property
+    def silent_ns(self) -> int:
+        """Time since the last turn of the drain thread, ns."""
+        return self.alive_ns - self.turn_ns
 
 
 @contextlib.contextmanager
@@ -266,9 +296,10 @@ def copy_ring(path: Path) -> RingContent | None:
         The copy; None if the file cannot be read, or was removed because its records are in the log.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), _opened(path, os.O_RDONLY) as fd:
+        stat = read_stat(f"/proc/{_holder(fd) or 0}")
         now, content = time.monotonic_ns(), _read(path, fd)
         if _holder(fd) in (content.identity.get("pid"), None):
-            return content._replace(alive_ns=now, is_alive=True)
+            return content._replace(alive_ns=now, is_alive=True, process_state="" if stat is None else stat.state)
         return content if os.fstat(fd).st_nlink > 0 else None
     return None
 
@@ -278,6 +309,13 @@ def identity_of(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError), _opened(path, os.O_RDONLY) as fd:
         return _identity(os.pread(fd, COUNTERS_AT, 0))
     return {}
+
+
+def read_turn(path: Path) -> int | None:
+    """Return the monotonic ns of the last turn of a process's drain thread; None if its ring is gone."""
+    with contextlib.suppress(OSError, struct.error), _opened(path, os.O_RDONLY) as fd:
+        return int(_NUMBER.unpack(os.pread(fd, _NUMBER.size, TURN_AT))[0])
+    return None
 
 
 def owner_of(path: Path) -> int | None:
@@ -310,10 +348,10 @@ def _read(path: Path, fd: int) -> RingContent:
     tables = b""
     with contextlib.suppress(OSError):
         tables = path.with_suffix(".jsonl").read_bytes()
-    turn_ns, thread = _TWO_NUMBERS.unpack_from(data, TURN_AT)
+    turn_ns, thread, late_ns = _THREE_NUMBERS.unpack_from(data, TURN_AT)
     return RingContent(
         path, alive_ns, identity, counters, records, tables, kept, kept_count, snapshot, turn_ns=turn_ns,
-        drain_thread=thread,
+        late_turn_ns=late_ns, drain_thread=thread,
     )  # fmt: skip
 
 

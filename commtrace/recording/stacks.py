@@ -81,18 +81,23 @@ class StackSampler:
         self._usage_at_ns = self._children_ns = 0
         self._begin_pause(self._since_ns)
 
-    def turn(self, calls: int) -> bool:
+    def turn(self, calls: int, *, is_late: bool = False) -> bool:
         """Take a sample if one is due.
 
         Args:
             calls: Number of calls begun so far.
+            is_late: Whether the turn comes late: the process may have been stopped. A pause begins anew, and the one
+                before it belongs to no rhythm.
 
         Returns:
             Whether a sample was taken.
         """
         now = time.monotonic_ns()
         pause = now - self._since_ns
-        if calls != self._calls or (pause >= RETURN_CHECK_SECONDS * 1e9 and self._has_returned()):
+        if is_late:
+            self._calls = calls
+            self._begin_pause(now)
+        elif calls != self._calls or (pause >= RETURN_CHECK_SECONDS * 1e9 and self._has_returned()):
             self._longest_ns = max(self._longest_ns, pause)
             self._calls = calls
             self._begin_pause(now)

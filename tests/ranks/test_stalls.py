@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from commtrace.analyses.across_ranks import stalls
 from commtrace.analyses.across_ranks.culprits import find_culprits
 from commtrace.cli import main
 from commtrace.errors import LogError
+from commtrace.reading import live_processes
 from commtrace.run import Run, open_run
 
 DEFAULT = ("lock", "all")
@@ -54,7 +58,7 @@ def wait_for(log: Path, ranks: set[int], limit: float = 60) -> Any:
 def test_a_rank_that_makes_no_progress(
     kind: str, nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stalls, "UNRESPONSIVE_NS", 10**9)
+    monkeypatch.setattr(live_processes, "SILENT_NS", 10**9)
     log = tmp_path / "log"
     ranks = nursery.start("stalled", log, kind, ranks=2, stall_seconds=0.5)
     row = wait_for(log, {0, 1} if kind == "all" else {1})
@@ -92,6 +96,32 @@ def test_two_hangs_of_one_job(nursery: Nursery, tmp_path: Path, capsys: pytest.C
     assert_two_culprits(find_culprits(tables))
     shown = " ".join(capsys.readouterr().out.split())
     assert re.match(r"Rank [13] made no progress for .* Independently, rank [13] made no progress for ", shown)
+
+
+@pytest.mark.long
+def test_a_job_that_is_suspended(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it goes on, no reading says anything but that ranks were stopped."""
+    monkeypatch.setattr(live_processes, "SILENT_NS", 10**9)
+    log = tmp_path / "log"
+    ranks = nursery.start("stuck", log, "train", ranks=3, stall_seconds=0.5)
+    processes.wait_for(lambda: log.exists() and len(open_run(log).events()) > 0, 40)
+    told: list[str] = []
+    for _ in range(3):
+        ranks.kill(0, 1, 2, signal_=signal.SIGSTOP)
+        processes.wait_for(lambda: {*stalled(log)["activity"]} == {stalls.STOPPED}, 20)
+        time.sleep(2)
+        going_on = threading.Timer(random.random(), ranks.kill, (0, 1, 2), {"signal_": int(signal.SIGCONT)})
+        going_on.start()
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            run = open_run(log)
+            told += [*run.table("stalled_threads")["activity"], *run.table("stuck_calls")["op"]]
+        going_on.join()
+        assert not len(stalled(log))
+        assert all(process.live_late_turn_ns for process in open_run(log).processes)
+    ranks.kill(0, 1, 2)
+    ranks.wait()
+    assert {*told} <= {stalls.STOPPED}
 
 
 @pytest.mark.exhaustive

@@ -401,7 +401,7 @@ def test_a_process_shows_that_it_is_alive_between_two_turns(tmp_path: Path, new_
     processes.wait_for(lambda: alive_and_turn()[0] > begun)
     alive, _ = alive_and_turn()
     processes.wait_for(lambda: alive_and_turn()[0] > alive)
-    assert alive_and_turn()[1] == 0, "no turn was due"
+    assert alive_and_turn()[1] < begun, "no turn was due"
     recorder.close("stop")
 
 

@@ -61,6 +61,18 @@ def test_a_pause_must_exceed_the_earlier_ones(monkeypatch: pytest.MonkeyPatch) -
     assert Process(monkeypatch, stall_factor=1.0).run(6, calls=1) == [5.1]
 
 
+def test_a_pause_in_which_the_process_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no pause of the program: a sample follows at 5 s, not at twice the 100 s, and not at once."""
+    process = Process(monkeypatch)
+    process.run(1, calls=1)
+    process.now += 100
+    process.sampler.turn(process.calls, is_late=True)
+    assert process.run(6) == [5.1]
+    process.now += 100
+    process.sampler.turn(process.calls + 1, is_late=True)
+    assert process.run(6, calls=1) == [5.1]
+
+
 def test_no_samples_without_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Process(monkeypatch, stall_seconds=0.0).run(100, calls=1) == []
 

@@ -10,11 +10,11 @@ import processes
 import pytest
 from stalled_ranks import KINDS, assert_two_culprits, places_of
 
-from commtrace.analyses.across_ranks import stalls
 from commtrace.analyses.across_ranks.culprits import find_culprits
 from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
 from commtrace.cli import main
 from commtrace.errors import LogError
+from commtrace.reading import live_processes
 from commtrace.run import open_run
 
 DEFAULT = ("lock", "stopped")
@@ -73,7 +73,7 @@ def assert_named(kind: str, size: int, tables: dict[str, pd.DataFrame]) -> None:
 def test_a_rank_that_makes_no_progress(
     kind: str, size: int, mpi: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stalls, "UNRESPONSIVE_NS", 10**9)
+    monkeypatch.setattr(live_processes, "SILENT_NS", 10**9)
     log, program = tmp_path / "log", processes.PROGRAMS / "stalled.py"
     with mpi_launch.started(mpi, program, kind, 1, "mpi", ranks=size, log=log, COMMTRACE_STALL_SECONDS=0.5):
         processes.wait_for(lambda: is_named(kind, size, hang_tables(log)), 60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,12 @@ import pandas as pd
 import pytest
 from factory import UNIX_NS, LogFactory, ProcessFactory, record
 
+from commtrace.analyses.across_ranks import stalls
 from commtrace.analyses.across_ranks.stalls import find_stalls
 from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
 from commtrace.analyses.grouping import rows_of
 from commtrace.reading.recorded_run import RecordedRun
+from commtrace.recording.ring import Silence
 from commtrace.run import open_run
 
 SECOND = 10**9
@@ -128,16 +129,27 @@ def test_a_damaged_sample(threads: Any, tmp_path: Path) -> None:
     assert [note.kind for note in open_run(tmp_path).notes] == ["garbled"]
 
 
-@pytest.mark.parametrize(("began_s", "turn_s", "stalled_s"), [(0, 0, None), (99, 0, None), (40, 0, 60), (40, 60, 40)])
-def test_a_live_process_without_turns(began_s: int, turn_s: int, stalled_s: int | None, tmp_path: Path) -> None:
-    """A process that has just begun may have turns before its log says when it began."""
-    LogFactory(tmp_path).process(0, pid=os.getpid()).write([record()])
+@pytest.mark.parametrize(
+    ("silence", "state", "activity"),
+    [
+        ("", "S", None),
+        ("resumed", "S", None),
+        ("storage", "S", None),
+        ("stopped", "T", stalls.STOPPED),
+        ("lock", "R", stalls.LOCK + stalls.COMPUTING),
+        ("lock", "S", stalls.LOCK + stalls.WAITING),
+        ("lock", "D", stalls.STORAGE),
+    ],
+)
+def test_a_live_process_without_turns(silence: Silence, state: str, activity: str | None, tmp_path: Path) -> None:
+    LogFactory(tmp_path).process(0).write([record()])
     run = open_run(tmp_path)
     (process,) = run.processes
-    tables = replace(process.tables, process={**process.tables.process, "mono_ns": began_s * SECOND})
-    live = replace(process, tables=tables, live_at_ns=100 * SECOND, live_turn_ns=turn_s * SECOND)
+    live = replace(process, live_at_ns=100 * SECOND, live_turn_ns=60 * SECOND, silence=silence, live_state=state)
     found = find_stalls(RecordedRun(replace(run.log, processes=(live,))))["stalled_threads"]
-    assert found["stalled_ns"].tolist() == ([] if stalled_s is None else [stalled_s * SECOND])
+    assert [*zip(found["activity"], found["stalled_ns"], strict=True)] == (
+        [(activity, 40 * SECOND)] if activity else []
+    )
 
 
 def test_what_the_diagnosis_says(tmp_path: Path) -> None:

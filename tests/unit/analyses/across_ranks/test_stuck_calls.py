@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 from factory import BARRIER, PAIR, RECV, SEND, WORLD, LogFactory, ProcessFactory, Records, record, training
 
 from commtrace.analyses.across_ranks import stalls, stuck_calls
+from commtrace.analyses.across_ranks.stuck_calls import find_stuck_calls
 from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
 from commtrace.analyses.fold_engine import fold
+from commtrace.reading.recorded_run import RecordedRun
+from commtrace.recording.ring import Silence
 from commtrace.run import open_run
 from commtrace.schema import Clock, Flag, State
 
@@ -133,6 +137,48 @@ def test_a_hang(kind: str, tmp_path: Path) -> None:
     assert shown[0] == expected[0]  # the cause is listed first
     assert set(result["stuck_calls"]["site"]) == {"project/train.py:40 main"}
     assert (result["stuck_calls"]["waited_ns"] > 18 * SECOND).all()
+
+
+@pytest.mark.parametrize(
+    ("silence", "late_s", "waited_s"),
+    [("", 0, 20), ("", 9, 11), ("", 18, None), ("stopped", 0, None), ("resumed", 0, None), ("lock", 0, 20)],
+)
+def test_time_in_which_a_process_was_stopped(
+    silence: Silence, late_s: int, waited_s: int | None, tmp_path: Path
+) -> None:
+    """It does not wait then: not while it is stopped, and not before it went on (`late_s`, with its next turn)."""
+    log = LogFactory(tmp_path)
+    for rank, last in ABSENT.items():
+        log.process(rank, pid=100 + rank, world_size=3).known(GROUPS).write([*steps(), *last])
+    run = open_run(tmp_path)
+    live = [
+        replace(
+            process, live_at_ns=LAST + 20 * SECOND, live_turn_ns=LAST + SECOND, silence=silence,
+            live_late_turn_ns=LAST + late_s * SECOND if late_s else 0,
+        )
+        for process in run.processes
+    ]  # fmt: skip
+    found = find_stuck_calls(RecordedRun(replace(run.log, processes=(*live,))))["stuck_calls"]
+    assert (found["waited_ns"] / SECOND).round().tolist() == ([] if waited_s is None else [waited_s])
+
+
+def test_a_pause_in_which_a_process_was_stopped_is_none_of_the_program(tmp_path: Path) -> None:
+    """A hang after it is told as early as one without it."""
+    rows = {rank: [call(at=LAST + 60 * SECOND) for _ in last] for rank, last in ABSENT.items()}
+    log = LogFactory(tmp_path)
+    for rank, last in rows.items():
+        log.process(rank, pid=100 + rank, world_size=3).known(GROUPS).write([*steps(), *last])
+    run = open_run(tmp_path)
+    for late_s, is_told in ((0, False), (59, True)):
+        live = [
+            replace(
+                process, live_at_ns=LAST + 80 * SECOND, live_turn_ns=LAST + 80 * SECOND,
+                live_late_turn_ns=LAST + late_s * SECOND if late_s else 0,
+            )
+            for process in run.processes
+        ]  # fmt: skip
+        found = find_stuck_calls(RecordedRun(replace(run.log, processes=(*live,))))["stuck_calls"]
+        assert bool(len(found)) is is_told
 
 
 def test_a_circle_is_described_once(tmp_path: Path) -> None:

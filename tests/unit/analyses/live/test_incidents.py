@@ -12,12 +12,10 @@ import damaged_logs
 import pandas as pd
 import pytest
 from factory import WORLD, LogFactory, record
-from simulated_hangs import write_hang
 from simulated_steps import MS, PROGRAMS, Delay, Simulation
 
-from commtrace.analyses.across_ranks.stalls import LOCK
 from commtrace.analyses.live.followed_run import FollowedRun
-from commtrace.analyses.live.incidents import CONFIRMED_NS, KINDS, Condition, Incident, Watcher
+from commtrace.analyses.live.incidents import KINDS, Condition, Incident, Watcher
 from commtrace.cli import main
 from commtrace.commands.exit_status import AS_EXPECTED
 from commtrace.schema import Phase, State
@@ -149,19 +147,3 @@ def test_thresholds_have_units() -> None:
     assert Condition.parse("straggler:12.5%").threshold == 0.125
     assert Condition.parse("step:1.5x").threshold == 1.5
     assert Condition.parse("hang").threshold == 60
-
-
-def test_a_rank_that_goes_on_after_it_was_stopped(tmp_path: Path) -> None:
-    """It seems to keep the interpreter's lock until its drain thread takes a turn: only the next reading tells."""
-    write_hang(tmp_path, "lock", 8, 3)
-    live = FollowedRun(tmp_path).read()
-    stalled = live.tables["stalled_threads"].assign(activity=f"{LOCK}waiting")
-    silent = replace(live, tables={**live.tables, "stalled_threads": stalled})
-    none = {name: live.tables[name].iloc[:0] for name in ("stuck_calls", "stuck_ranks", "stalled_threads")}
-    goes_on = replace(live, tables={**live.tables, **none}, read_ns=live.read_ns + SECOND)
-    watcher = Watcher([Condition.parse("hang")])
-    assert watcher.new_incidents(silent) == []
-    assert watcher.new_incidents(goes_on) == []
-    assert watcher.new_incidents(replace(silent, read_ns=live.read_ns + 10 * SECOND)) == [], "seen anew"
-    (hang,) = watcher.new_incidents(replace(silent, read_ns=live.read_ns + 10 * SECOND + CONFIRMED_NS))
-    assert (hang.kind, hang.ranks) == ("hang", [3])

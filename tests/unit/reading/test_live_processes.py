@@ -1,0 +1,83 @@
+"""Why live processes take no turns: copies of rings, and threads of this process in their place."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import processes
+import pytest
+
+from commtrace.process_setup.system_files import read_stat
+from commtrace.reading import live_processes
+from commtrace.reading.live_processes import SILENT_NS, with_silences
+from commtrace.recording.ring import TURN_AT, RingContent, Silence
+from commtrace.recording.summary_files import Snapshot
+from commtrace.schema import RECORD
+
+NONE = np.zeros(0, RECORD)
+TURN_NS = 7
+
+
+def ring(path: Path, turn_ns: int = TURN_NS, silent_ns: int = SILENT_NS) -> RingContent:
+    """Write a ring of this process. Return a copy of it from before its turn at `turn_ns`."""
+    path.write_bytes(bytes(TURN_AT) + struct.pack("<Q", turn_ns))
+    copy = RingContent(path, TURN_NS + silent_ns, {"pid": os.getpid()}, {}, NONE, b"", NONE, 0, Snapshot(0, {}, {}))
+    return copy._replace(is_alive=True, turn_ns=TURN_NS, process_state="S")
+
+
+def silence(copy: RingContent) -> Silence:
+    """Return what is found of a ring."""
+    return with_silences({Path("tables"): copy})[Path("tables")].silence
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_processes, "CONFIRM_SECONDS", 0.01)
+
+
+@pytest.fixture
+def waiting_thread() -> Iterator[int]:
+    """Yield the kernel's id of a thread that waits for a file."""
+    read, write = os.pipe()
+    thread = threading.Thread(target=os.read, args=(read, 1))
+    thread.start()
+    folder = f"/proc/self/task/{thread.native_id}"
+    processes.wait_for(lambda: (stat := read_stat(folder)) is not None and stat.state == "S")
+    assert thread.native_id is not None
+    yield thread.native_id
+    os.write(write, b"x")
+    thread.join()
+    os.close(read)
+    os.close(write)
+
+
+def test_a_process_that_takes_turns(tmp_path: Path) -> None:
+    assert silence(ring(tmp_path / "ring", silent_ns=SILENT_NS - 1)) == ""
+    assert silence(ring(tmp_path / "ring")._replace(is_alive=False)) == ""
+
+
+@pytest.mark.parametrize("letter", ["T", "t"])
+def test_a_stopped_process(letter: str, tmp_path: Path) -> None:
+    """Even if it takes its next turn during the reading: it was stopped when its ring was copied."""
+    copy = ring(tmp_path / "ring", turn_ns=TURN_NS + 1)
+    assert silence(copy._replace(process_state=letter)) == "stopped"
+
+
+def test_a_process_that_goes_on(tmp_path: Path) -> None:
+    """Until its next turn it looks as if a thread kept the interpreter's lock."""
+    assert silence(ring(tmp_path / "ring")) == "lock"
+    assert silence(ring(tmp_path / "ring", turn_ns=TURN_NS + 1)) == "resumed"
+    copy = ring(tmp_path / "ring")
+    copy.path.unlink()  # it has ended
+    assert silence(copy) == "resumed"
+
+
+def test_a_drain_thread_that_waits_for_storage(tmp_path: Path, waiting_thread: int) -> None:
+    if (Path("/proc/self/task") / str(waiting_thread) / "wchan").read_text() in ("", "0"):
+        pytest.skip("the kernel does not tell where a thread waits")
+    assert silence(ring(tmp_path / "ring")._replace(drain_thread=waiting_thread)) == "storage"
