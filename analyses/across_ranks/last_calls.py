@@ -120,7 +120,7 @@ class LastCalls:
                 self.calls,
                 slice(*at),
                 damaged=_is_damaged(last) or _stem(last.path) in unsafe,
-                has_all=process.kept is None and _records(process) == _records(last),
+                has_all=process.kept is None and not process.left_in_memory and _records(process) == _records(last),
             )
             for process, last, offset, at in zip(
                 run.processes,

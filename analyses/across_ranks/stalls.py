@@ -123,7 +123,7 @@ def _rows(run: RecordedRun, number: int, process: Process) -> Iterator[dict[str,
 def _known_calls(process: Process) -> int:
     """Return how many calls a process is known to have made."""
     records = sum(segment.count for segment in process.segments)
-    return max(records, process.counter("calls"))
+    return max(records + process.left_in_memory, process.counter("calls"))
 
 
 def _activity(thread: ThreadStack, sample: StackSample) -> dict[str, object]:

@@ -74,7 +74,8 @@ class LiveRun:
         read_ns: Wall-clock time of the reading in ns since 1970.
         took_s: Processor time that the reading took, s.
         records: Number of records in the files.
-        totalled: Number of those that are in the totals; with all of them, so are those in the processes' memory.
+        totalled: Number of those that are in the totals; with all of them, so are those in the memory of the processes,
+            at the latest in the next reading.
         begins: Whether there are records that were there at the first reading and are not in the totals.
     """
 
@@ -130,6 +131,8 @@ class FollowedRun:
         """The last step in the totals, by process."""
         self._at_first = 0
         """Number of records at the first reading."""
+        self._is_behind = True
+        """Whether there may be records in files that are not in the totals."""
         self._totals: NamedTables = {}
         self._labels: RunLabels | None = None
         self._rows: dict[str, int] = {}
@@ -141,7 +144,9 @@ class FollowedRun:
             LogError: There is no run, or it is packed.
         """
         began, now = time.process_time(), time.time_ns()
-        run = AnalysedRun(open_log(self._directory))
+        # Totals that lack records of files anyway need none from memory, where fast ranks have many.
+        most_in_memory = self._recent if self._in_parts and self._is_behind else None
+        run = AnalysedRun(open_log(self._directory, most_in_memory=most_in_memory))
         if run.log.packed is not None:
             raise LogError(f"{run.log.packed}: a packed log does not grow; commtrace report shows it")
         if run.id != self._run or self._has_shrunk(run.processes):
@@ -150,7 +155,7 @@ class FollowedRun:
         tables = {**totals, **self._last_steps(run)}
         tables |= self._stuck_calls(run) | find_endings(run) | stalls.find_stalls(run)
         records, unread = (sum(map(count, run.processes)) for count in (_in_files, self._count_unread))
-        totalled = records - unread
+        totalled, self._is_behind = records - unread, unread > 0
         self._at_first = self._at_first or records
         begins = bool(self._analyses) and totalled < self._at_first
         return LiveRun(run, tables, now, time.process_time() - began, records, totalled, begins)
@@ -169,7 +174,7 @@ class FollowedRun:
         for process in new:
             steps = (segment.last_step for segment in process.segments)
             self._last_read[process.path] = max(self._last_read.get(process.path, -1), *steps, -1)
-        behind = [process for process in run.processes if self._count_unread(process)]
+        behind = [process for process in run.processes if self._count_unread(process) or process.left_in_memory]
         shown = _part(run, run.processes)
         if behind:
             # A step of which only some calls were read is no complete one.

@@ -111,6 +111,7 @@ class LogDirectory:
     Args:
         path: A log directory, a run's folder in it, a host's folder in that, or a packed log.
         recover: Whether to first recover records of killed processes, which writes to the log.
+        most_in_memory: As in `open_log`.
 
     Attributes:
         path: The directory, absolute.
@@ -123,11 +124,11 @@ class LogDirectory:
         NewerLogError: A run has a newer format.
     """
 
-    def __init__(self, path: Path, *, recover: bool) -> None:
+    def __init__(self, path: Path, *, recover: bool, most_in_memory: int | None = None) -> None:
         self.path = Path(os.path.abspath(path.expanduser()))
         # Rings are copied before files are read: a record that leaves a ring later is then in the files. They are
         # copied before recovery, too: it removes the rings of processes that end in between.
-        rings = with_silences(copy_rings(self.path))
+        rings = with_silences(copy_rings(self.path, most_in_memory))
         recoveries = recover_records(self.path) if recover else ()
         files = LogFiles({tables: ring for tables, ring in rings.items() if ring.path.exists()})
         self.recovered = [recovery_note(self.path, recovery) for recovery in recoveries]
@@ -182,18 +183,20 @@ class RunFolder:
             yield from read_host(host, self.files.names(host, notes) or (), self.files.rings, notes)
 
 
-def open_log(path: Path, *, recover: bool = False) -> Log:
+def open_log(path: Path, *, recover: bool = False, most_in_memory: int | None = None) -> Log:
     """Read the newest run below a directory, including records in this host's shared memory, of live processes, too.
 
     Args:
         path: A log directory, a run's folder in it, a host's folder in that, or a packed log.
         recover: Whether to first move records of killed processes from shared memory to the log.
+        most_in_memory: Number of records to read from the memory of all live processes: the newest of each, and besides
+            those of calls in flight. None: all.
 
     Raises:
         LogError: There is no run.
         NewerLogError: The run has a newer log format.
     """
-    directory = LogDirectory(path, recover=recover)
+    directory = LogDirectory(path, recover=recover, most_in_memory=most_in_memory)
     path, notes, folders = directory.path, directory.recovered, directory.folders
     folder = max(folders, key=lambda folder: (folder.started_ns, folder.name))
     newest, folder_processes, folder_notes = directory.read(folder)

@@ -74,6 +74,9 @@ class Process:
     """Why a live process has not done so for 5 s."""
     live_state: str = ""
     """The kernel's letter for the state of a live process."""
+    left_in_memory: int = 0
+    """Number of records in the memory of a live process that were not read, for lack of memory here; some may be in the
+    files."""
     summary: SummaryTables | None = None
     """Its summary, with COMMTRACE_MODE=summary; segments have the calls that are not in it."""
     dumps: tuple[Segment, ...] = ()
@@ -152,7 +155,7 @@ class Process:
     @cached_property
     def _counted_calls(self) -> int:
         """Number of calls with or without a record, in all steps."""
-        slots = sum(segment.count for segment in self.segments)
+        slots = sum(segment.count for segment in self.segments) + self.left_in_memory
         return slots + self._unrecorded_calls + self.not_selected + self.counter("summarized")
 
     @property
@@ -287,7 +290,7 @@ def _read_process(
     if ring is not None and ring.is_alive:
         process = replace(
             process, live_at_ns=ring.alive_ns, live_turn_ns=ring.turn_ns, live_late_turn_ns=ring.late_turn_ns,
-            silence=ring.silence, live_state=ring.process_state,
+            silence=ring.silence, live_state=ring.process_state, left_in_memory=ring.left_out,
         )  # fmt: skip
         if ring.silence == "storage":
             what = Statement("its recorder has waited {:,} s for the storage of the log", ring.silent_ns // 10**9)

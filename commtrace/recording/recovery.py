@@ -76,16 +76,25 @@ def recover_records(log_directory: Path, *, shm: str | None = None) -> list[Reco
     return [recovery for recovery in recoveries if recovery is not None]
 
 
-def copy_rings(log_directory: Path) -> dict[Path, RingContent]:
+def copy_rings(log_directory: Path, most_records: int | None = None) -> dict[Path, RingContent]:
     """Copy the rings of processes of this host that belong to a log, live or killed, without changing them.
+
+    Args:
+        log_directory: The log.
+        most_records: Number of records of all live processes to copy: the newest of each, and besides those of calls in
+            flight. None: all.
 
     Returns:
         The copies by the path of each process's tables in the log, which may be missing.
     """
     target = os.path.realpath(log_directory)
     copies: dict[Path, RingContent] = {}
-    for path in ring.other_rings(os.environ.get("COMMTRACE_SHM") or DEFAULT_SHM):
-        if _belongs_to(ring.identity_of(path), target) and (copy := ring.copy_ring(path)) is not None:
+    paths = ring.other_rings(os.environ.get("COMMTRACE_SHM") or DEFAULT_SHM)
+    paths = [path for path in paths if _belongs_to(ring.identity_of(path), target)]
+    for path in paths:
+        if (copy := ring.copy_ring(path)) is not None:
+            if most_records is not None and copy.is_alive and not copy.kept_count:
+                copy = _newest(copy, most_records // len(paths))
             names = (str(copy.identity[name]) for name in ("run", "host"))
             folder = Path(os.path.realpath(copy.identity["directory"]), *names)
             with contextlib.suppress(OSError):
@@ -93,6 +102,16 @@ def copy_rings(log_directory: Path) -> dict[Path, RingContent]:
                     stem = copy.identity["stem"] if copy.is_alive else _stem(copy, folder)
                     copies[folder / f"{stem}.jsonl"] = copy
     return copies
+
+
+def _newest(content: RingContent, count: int) -> RingContent:
+    """Return a copy of a ring with `count` of its records, the newest, and those of calls in flight."""
+    begins = content.records["t_begin"]
+    if (rest := len(begins) - count) <= 0:
+        return content
+    wanted = in_flight(content.records)
+    wanted[np.argpartition(begins, rest)[rest:]] = True
+    return content._replace(records=content.records[wanted], left_out=int((~wanted).sum()))
 
 
 def _recover_ring(path: Path, target: str) -> Recovery | None:

@@ -263,6 +263,8 @@ class RingContent(NamedTuple):
     """The kernel's letter for the state of a live process just before it was copied (`system_files.Stat`)."""
     silence: Silence = ""
     """Found by readers (`commtrace.reading.live_processes`)."""
+    left_out: int = 0
+    """Number of records of a live process that were left out of `records`, for lack of memory."""
 
     @property
     def capacity(self) -> int:

@@ -139,6 +139,20 @@ def test_a_rank_whose_storage_does_not_answer(nursery: Nursery, tmp_path: Path) 
 
 
 @pytest.mark.exhaustive
+def test_a_hang_while_the_disk_is_full(nursery: Nursery, tmp_path: Path) -> None:
+    """Not even the folder of the log can be made: what is known is in memory, for readers on the same host."""
+    with frozen_storage.mounted(tmp_path) as mount:
+        frozen_storage.fill(mount)
+        ranks = nursery.start("stalled", mount / "log", "lock", ranks=2, stall_seconds=0.5)
+        row = wait_for(mount / "log", {1})
+        (call,) = wait_for_stuck_calls(mount / "log").itertuples()
+        ranks.kill(0, 1)
+        ranks.wait()
+    assert (row["activity"], row["line"]) == (KINDS["lock"][0], places_of("lock")[0])
+    assert (call.waiting_ranks, call.absent_ranks) == ("0", "1")
+
+
+@pytest.mark.exhaustive
 def test_the_storage_of_the_log_does_not_answer(
     nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,16 @@ def mounted(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", mount], check=True)
 
 
+def fill(mount: Path) -> None:
+    """Leave no room on the file system, for data or for further files."""
+    with open(mount / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    with contextlib.suppress(OSError):
+        for number in range(IMAGE_BYTES):
+            (mount / f"filler{number}").touch()
+
+
 @contextlib.contextmanager
 def frozen(mount: Path) -> Iterator[None]:
     """Let the file system keep whatever writes to it waiting."""

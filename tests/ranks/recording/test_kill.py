@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import processes
 import pytest
+from draws import DRAWS
 from processes import Left
 from ranks import Nursery
 
@@ -19,7 +20,7 @@ from commtrace.recording import log_writer, ring, slots
 from commtrace.recording import segment_writer as segments
 from commtrace.schema import Records, State
 
-DEFAULT_KILLS, KILLS = 10, 25  # with each recorder
+DEFAULT_KILLS, KILLS = 10, max(25, DRAWS)  # with each recorder
 
 
 def counters(path: Path) -> list[int]:

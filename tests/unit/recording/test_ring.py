@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import numpy as np
 import processes
 import pytest
 
 from commtrace.recording import ring
+from commtrace.recording.recovery import copy_rings
 from commtrace.recording.ring import Ring, RingContent, lock_dead
 from commtrace.schema import RECORD
 
@@ -197,3 +201,30 @@ def test_a_short_write_of_a_table_line_ends_the_copy(tmp_path: Path, monkeypatch
         new_ring.keep_table_line(b"two\n")
     new_ring.keep_table_line(b"three\n")
     assert content_after_death(new_ring).tables == b"one\ntw"
+
+
+@pytest.mark.parametrize(("most", "expected"), [(None, [0, 1, 2, 3, 4, 5]), (6, [0, 1, 2, 3, 4, 5]), (2, [1, 4, 5])])
+def test_the_newest_records_and_those_of_calls_in_flight(
+    most: int | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMMTRACE_SHM", str(tmp_path))
+    identity = {**IDENTITY, "directory": str(tmp_path / "log")}
+    program = f"""
+import os, sys
+from commtrace.recording import ring
+from commtrace.schema import State
+new_ring = ring.make_ring(16, {str(tmp_path)!r}, "1-2-3", {{**{identity!r}, "pid": os.getpid()}})
+for number, at in enumerate((3, 0, 5, 1, 4, 2)):
+    new_ring.records[at]["t_begin"] = number + 1
+    new_ring.records[at]["seq"] = number
+    new_ring.records[at]["state"] = State.BEGUN if number == 1 else State.COMPLETE
+print(flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (copy,) = copy_rings(tmp_path / "log", most).values()
+        process.communicate()
+    assert sorted(copy.records["seq"].tolist()) == expected
+    assert copy.left_out == 6 - len(expected)

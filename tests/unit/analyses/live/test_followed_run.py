@@ -17,9 +17,11 @@ from pandas.testing import assert_frame_equal
 from simulated_steps import Simulation, evaluated, sharded
 
 from commtrace.analyses import record_blocks
+from commtrace.analyses.live import followed_run
 from commtrace.analyses.live.followed_run import FollowedRun, _may_wait
 from commtrace.cli import main
 from commtrace.errors import LogError
+from commtrace.reading.log import Log, open_log
 from commtrace.reading.segment_reader import MemorySegment, inspect_segment
 from commtrace.run import open_run
 from commtrace.schema import RECORD, State
@@ -198,3 +200,25 @@ def test_a_process_that_may_wait(state: State, begin_s: float, live_s: int, wait
     (process,) = open_run(tmp_path).processes
     in_memory = MemorySegment(process.path, 0, 1, records=records)
     assert _may_wait(replace(process, segments=(in_memory,), live_at_ns=live_s * 10**9)) == waits
+
+
+def test_records_in_memory_are_read_when_those_of_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then, only the newest of a process, which are not added to the totals: those before them lack."""
+    LogFactory(tmp_path).process(0, pid=100).write([record(seq=number) for number in range(30)])
+    asked: list[int | None] = []
+
+    def open_growing(path: Path, *, most_in_memory: int | None = None) -> Log:
+        asked.append(most_in_memory)
+        log = open_log(path)
+        count, (process,) = 8 if most_in_memory is None else 3, log.processes
+        records = np.concatenate([record(seq=number) for number in range(30, 30 + count)])
+        segments = (*process.segments, MemorySegment(process.path, 0, count, records=records))
+        return replace(log, processes=(replace(process, segments=segments, left_in_memory=8 - count),))
+
+    monkeypatch.setattr(followed_run, "open_log", open_growing)
+    monkeypatch.setattr(followed_run, "_AT_FIRST", 20)
+    followed = FollowedRun(tmp_path, in_parts=True)
+    readings = [followed.read() for _ in range(4)]
+    assert [live.totalled for live in readings] == [20, 30, 30, 30]
+    assert [int(live.tables["ranks"]["calls"].sum()) for live in readings] == [20, 30, 38, 38]
+    assert asked == [followed_run.LEAST_RECENT, followed_run.LEAST_RECENT, None, None]
