@@ -140,12 +140,15 @@ def test_a_rank_whose_storage_does_not_answer(nursery: Nursery, tmp_path: Path) 
 
 @pytest.mark.exhaustive
 def test_a_hang_while_the_disk_is_full(nursery: Nursery, tmp_path: Path) -> None:
-    """Not even the folder of the log can be made: what is known is in memory, for readers on the same host."""
+    """Not even the folder of the run can be made: what is known is in memory, for readers on the same host."""
+    log = tmp_path / "log"
     with frozen_storage.mounted(tmp_path) as mount:
+        (mount / "log").mkdir()
+        log.symlink_to(mount / "log")
         frozen_storage.fill(mount)
-        ranks = nursery.start("stalled", mount / "log", "lock", ranks=2, stall_seconds=0.5)
-        row = wait_for(mount / "log", {1})
-        (call,) = wait_for_stuck_calls(mount / "log").itertuples()
+        ranks = nursery.start("stalled", log, "lock", ranks=2, stall_seconds=0.5)
+        row = wait_for(log, {1})
+        (call,) = wait_for_stuck_calls(log).itertuples()
         ranks.kill(0, 1)
         ranks.wait()
     assert (row["activity"], row["line"]) == (KINDS["lock"][0], places_of("lock")[0])
