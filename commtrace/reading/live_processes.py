@@ -11,7 +11,7 @@ from commtrace.process_setup.system_files import waits_for_storage
 from commtrace.recording.ring import RingContent, Silence, read_turn
 
 SILENT_NS: Final = 5_000_000_000
-"""Time without a turn from which on a process is looked at. Turns are 0.5 s apart."""
+"""Time by which a turn must be overdue for a process to be looked at."""
 CONFIRM_SECONDS: Final = 1.0
 """Time in which a process takes a turn that has just been resumed."""
 

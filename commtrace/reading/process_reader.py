@@ -71,7 +71,7 @@ class Process:
     live_late_turn_ns: int = 0
     """Monotonic time at which it did so late, for the last time; 0: never."""
     silence: Silence = ""
-    """Why a live process has not done so for 5 s."""
+    """Why a live process has not done so when it was due, 5 s ago."""
     live_state: str = ""
     """The kernel's letter for the state of a live process."""
     left_in_memory: int = 0

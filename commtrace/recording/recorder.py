@@ -76,7 +76,7 @@ class Recorder:
         stem = f"rank{rank_identity.rank:05d}-{self.pid}"
         identity_of_ring = {
             "directory": settings.directory, "run": run, "host": host, "pid": self.pid, "stem": stem,
-            "steps": settings.steps, "mode": settings.mode,
+            "steps": settings.steps, "mode": settings.mode, "drain_ms": settings.drain_ms,
         }  # fmt: skip
         name = f"{os.getuid()}-{self.pid}-{os.urandom(4).hex()}"
         self.rank_identity = rank_identity

@@ -43,6 +43,7 @@ import numpy as np
 
 from commtrace.process_setup.system_files import read_stat
 from commtrace.schema import RECORD, Records
+from commtrace.settings import Settings
 
 from .summary_files import Snapshot, read_snapshot
 
@@ -273,8 +274,10 @@ class RingContent(NamedTuple):
 
     @property
     def silent_ns(self) -> int:
-        """Time since the last turn of the drain thread, ns."""
-        return self.alive_ns - self.turn_ns
+        """Time since the next turn of the drain thread was due, ns; 0 if that is not known."""
+        pause_ms = self.identity.get("drain_ms", Settings.drain_ms)  # rings of earlier versions lack it
+        is_known = self.turn_ns and isinstance(pause_ms, int)
+        return max(0, self.alive_ns - self.turn_ns - pause_ms * 1_000_000) if is_known else 0
 
 
 @contextlib.contextmanager

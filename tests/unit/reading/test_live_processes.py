@@ -21,12 +21,15 @@ from commtrace.schema import RECORD
 
 NONE = np.zeros(0, RECORD)
 TURN_NS = 7
+DRAIN_MS = 60_000
 
 
 def ring(path: Path, turn_ns: int = TURN_NS, silent_ns: int = SILENT_NS) -> RingContent:
     """Write a ring of this process. Return a copy of it from before its turn at `turn_ns`."""
     path.write_bytes(bytes(TURN_AT) + struct.pack("<Q", turn_ns))
-    copy = RingContent(path, TURN_NS + silent_ns, {"pid": os.getpid()}, {}, NONE, b"", NONE, 0, Snapshot(0, {}, {}))
+    identity = {"pid": os.getpid(), "drain_ms": DRAIN_MS}
+    now_ns = TURN_NS + DRAIN_MS * 1_000_000 + silent_ns
+    copy = RingContent(path, now_ns, identity, {}, NONE, b"", NONE, 0, Snapshot(0, {}, {}))
     return copy._replace(is_alive=True, turn_ns=TURN_NS, process_state="S")
 
 
@@ -59,6 +62,8 @@ def waiting_thread() -> Iterator[int]:
 def test_a_process_that_takes_turns(tmp_path: Path) -> None:
     assert silence(ring(tmp_path / "ring", silent_ns=SILENT_NS - 1)) == ""
     assert silence(ring(tmp_path / "ring")._replace(is_alive=False)) == ""
+    assert silence(ring(tmp_path / "ring")._replace(turn_ns=0)) == "", "of an earlier version, before its first turn"
+    assert silence(ring(tmp_path / "ring")._replace(identity={"drain_ms": "damaged"})) == ""
 
 
 @pytest.mark.parametrize("letter", ["T", "t"])
