@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -67,10 +66,11 @@ class LiveRun:
     """A run as of one reading.
 
     Attributes:
-        run: The run; its analyses would read it whole.
+        run: The run, without records in the memory of processes, which may be many.
         tables: Tables of a report by name: those of the totals, by default `volume_by_purpose`, `ranks`,
             `volume_by_step` and `steady_step`; `step_time_parts` and `delays` of the last steps; `step_times` of all
             steps that were seen; `stuck_calls`, `stuck_ranks`, `stalled_threads`, `endings`, `thread_exceptions`.
+        step: The last step of which a call is in the log, -1: before the first.
         read_ns: Wall-clock time of the reading in ns since 1970.
         took_s: Processor time that the reading took, s.
         records: Number of records in the files.
@@ -81,6 +81,7 @@ class LiveRun:
 
     run: AnalysedRun
     tables: NamedTables
+    step: int
     read_ns: int
     took_s: float
     records: int
@@ -96,12 +97,6 @@ class LiveRun:
     def has_failed(self) -> bool:
         """Whether a process failed, or died for a reason that is not known."""
         return bool(self.tables["endings"]["end"].isin(FAILURES).any())
-
-    @cached_property
-    def step(self) -> int:
-        """The last step of which a call is in the log, -1: before the first."""
-        steps = map(last_recorded_step, self.run.processes)
-        return max((step for step in steps if step is not None), default=-1)
 
 
 class FollowedRun:
@@ -158,7 +153,9 @@ class FollowedRun:
         totalled, self._is_behind = records - unread, unread > 0
         self._at_first = self._at_first or records
         begins = bool(self._analyses) and totalled < self._at_first
-        return LiveRun(run, tables, now, time.process_time() - began, records, totalled, begins)
+        step = max((step for step in map(last_recorded_step, run.processes) if step is not None), default=-1)
+        run.log = replace(run.log, processes=(*map(_without_memory, run.processes),))
+        return LiveRun(run, tables, step, now, time.process_time() - began, records, totalled, begins)
 
     # ---- all records -------------------------------------------------------------------------------------------------
 
@@ -289,6 +286,11 @@ def _part(run: AnalysedRun, processes: Sequence[Process]) -> AnalysedRun:
 
 def _is_over(run: AnalysedRun) -> bool:
     return all(end.state in ("ended", "stopped", "died") for end in run.ends)
+
+
+def _without_memory(process: Process) -> Process:
+    segments = tuple(segment for segment in process.segments if not isinstance(segment, MemorySegment))
+    return replace(process, segments=segments, kept=None)
 
 
 def _records(process: Process) -> int:

@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from commtrace.errors import LogError
+from commtrace.reading.allocator import return_freed_memory
 
 from .option_types import positive_number
 
@@ -35,7 +36,9 @@ class LogReading(Generic[Result]):
 
     def _run(self) -> None:
         try:
-            self._result.set_result(self._read())
+            result = self._read()
+            return_freed_memory()  # which the next reading may need in other sizes
+            self._result.set_result(result)
         except BaseException as error:
             self._result.set_exception(error)
 

@@ -31,6 +31,12 @@ def share_freed_memory() -> None:
     _set({_ARENA_MAX: 1})
 
 
+def return_freed_memory() -> None:
+    """Give the kernel what is free, also between what is in use. It takes milliseconds."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _set(values: Mapping[int, int]) -> None:
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt

@@ -221,4 +221,7 @@ def test_records_in_memory_are_read_when_those_of_files_are(tmp_path: Path, monk
     readings = [followed.read() for _ in range(4)]
     assert [live.totalled for live in readings] == [20, 30, 30, 30]
     assert [int(live.tables["ranks"]["calls"].sum()) for live in readings] == [20, 30, 38, 38]
+    assert [live.step for live in readings] == [0] * 4
+    kept = [segment for live in readings for process in live.run.processes for segment in process.segments]
+    assert not any(isinstance(segment, MemorySegment) for segment in kept), "the last reading is kept during the next"
     assert asked == [followed_run.LEAST_RECENT, followed_run.LEAST_RECENT, None, None]
