@@ -10,7 +10,6 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from commtrace.errors import LogError
-from commtrace.reading.allocator import return_freed_memory
 
 from .option_types import positive_number
 
@@ -36,9 +35,7 @@ class LogReading(Generic[Result]):
 
     def _run(self) -> None:
         try:
-            result = self._read()
-            return_freed_memory()  # which the next reading may need in other sizes
-            self._result.set_result(result)
+            self._result.set_result(self._read())
         except BaseException as error:
             self._result.set_exception(error)
 

@@ -342,16 +342,17 @@ def _memory_segment(path: Path, segments: list[Segment], ring: RingContent) -> S
     """Return the records of a ring that are not in its process's files. Those just written are in both.
 
     A process goes on writing after its ring was copied: whatever follows the copied records began after the oldest one.
+    It may be much, and is not kept if it began after the newest one, too.
     """
     written = [ring.records[:0]]
     if len(ring.records):
-        oldest, count = ring.records["t_begin"].min(), 0
+        oldest, newest, count = ring.records["t_begin"].min(), ring.records["t_begin"].max(), 0
         for block in blocks_from_end(segments, _COMPARED_AT_ONCE):
             count += len(block)
             is_older = count > _MOST_COMPARED or block["t_begin"].max(initial=0) < oldest
             if count > ring.capacity and is_older:
                 break
-            written.append(block[block["t_begin"] >= oldest])
+            written.append(block[(block["t_begin"] >= oldest) & (block["t_begin"] <= newest)])
     records = ring.records[~are_among(ring.records, np.concatenate(written))]
     return MemorySegment(path, 0, len(records), records=records)
 
