@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import processes
 import pytest
 
 from commtrace.hooks.group_creation import GroupCreations
@@ -130,22 +131,21 @@ def test_the_threads_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_thread_that_writes_to_storage(tmp_path: Path) -> None:
     """It is at a moment in no system call, and computes little: what it has written shows what it does."""
-    stop, written = threading.Event(), threading.Semaphore(0)
+    stop, written = threading.Event(), [0]
 
     def save() -> None:
         with (tmp_path / "checkpoint").open("wb") as file:
             while not stop.is_set():
                 file.write(b"x" * (1 << 16))
                 os.fsync(file.fileno())
-                written.release()
+                written[0] += 1
 
     thread = threading.Thread(target=save, name="saves")
     thread.start()
     try:
-        written.acquire()
-        before = stacks._usages()
-        for _ in range(3):
-            written.acquire()
+        processes.wait_for(lambda: written[0] > 0)
+        before, begun = stacks._usages(), written[0]
+        processes.wait_for(lambda: written[0] > begun + 1)  # one of them has begun since
         rows = {row["name"]: row for row in stacks._threads(before)}
     finally:
         stop.set()
