@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from commtrace.errors import CommtraceError, LogError, MissingLibraryError
 from commtrace.formatting import format_plural
-from commtrace.reading.allocator import return_freed_memory
+from commtrace.reading.allocator import share_freed_memory
 
 from .exit_status import AS_EXPECTED
 from .log_reading import add_duration, first_reading, pause_after, readings
@@ -90,7 +90,7 @@ def _port(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the metrics once, or until the run is over."""
-    return_freed_memory()  # before libraries start threads
+    share_freed_memory()  # before libraries start threads
     from commtrace.analyses.live.followed_run import TOTALS, FollowedRun
     from commtrace.analyses.volume_by_purpose import BY_STEP
 

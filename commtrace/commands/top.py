@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from commtrace.errors import CommtraceError, LogError, MissingLibraryError
-from commtrace.reading.allocator import return_freed_memory
+from commtrace.reading.allocator import share_freed_memory
 
 from .exit_status import AS_EXPECTED, PROGRAM_FAILED, STUCK
 from .log_reading import SLOW_SECONDS, LogReading, add_duration, first_reading, pause_of_view, readings
@@ -98,7 +98,7 @@ def _share_of_core(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the state once, or show it until a key ends it."""
-    return_freed_memory()  # before libraries start threads
+    share_freed_memory()  # before libraries start threads
     from commtrace.analyses.live.followed_run import FollowedRun
 
     if arguments.web is None and (arguments.token is not None or arguments.address != LOOPBACK):

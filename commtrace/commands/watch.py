@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Final
 
 from commtrace.errors import CommtraceError, LogError
 from commtrace.output_files import discard_stdout
-from commtrace.reading.allocator import return_freed_memory
+from commtrace.reading.allocator import share_freed_memory
 
 from .exit_status import AS_EXPECTED
 from .log_reading import SLOW_SECONDS, LogReading, pause_after
@@ -89,7 +89,7 @@ def _url(text: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Watch the run until it is over."""
-    return_freed_memory()  # before libraries start threads
+    share_freed_memory()  # before libraries start threads
     from commtrace.analyses.live.followed_run import FollowedRun
     from commtrace.analyses.live.incidents import Watcher
 

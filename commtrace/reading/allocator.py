@@ -22,13 +22,13 @@ def keep_freed_memory() -> None:
     _set({_TRIM_THRESHOLD: 1 << 30, _MMAP_THRESHOLD: 32 << 20})
 
 
-def return_freed_memory() -> None:
-    """Let the allocator give the memory of freed columns back at once, and let all threads use one heap.
+def share_freed_memory() -> None:
+    """Let all threads use one heap.
 
-    Otherwise, threads that read a log one after the other each get a heap, and what is free in the others, or between
-    what is in use, lies idle: up to 60 MiB. It costs a tenth of the time.
+    Otherwise, threads that read a log one after the other each get a heap, and what is free in the others lies idle: up
+    to 60 MiB.
     """
-    _set({_ARENA_MAX: 1, _MMAP_THRESHOLD: 1 << 20})
+    _set({_ARENA_MAX: 1})
 
 
 def _set(values: Mapping[int, int]) -> None:
