@@ -5,8 +5,8 @@ are at different calls. A call is stuck if one of these holds:
 
 * Waiting: a rank has been in the call, and has done nothing else, for `MIN_WAIT_NS` and for
   `FACTOR` times the longest earlier pause between two calls of the ranks concerned, without times
-  in which a process was stopped. A rank that
-  computes for that long is reported as absent, because the log shows no more.
+  in which a process was stopped. A rank that computes for that long is reported as absent,
+  because the log shows no more.
 * Death: one process did not close its log, all others did, and a call that needed it failed on one
   of them. In a call that is stuck for the reason above, a rank that died before the others counts
   as absent, too.

@@ -156,9 +156,7 @@ def test_a_hang_while_the_disk_is_full(nursery: Nursery, tmp_path: Path) -> None
 
 
 @pytest.mark.exhaustive
-def test_the_storage_of_the_log_does_not_answer(
-    nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_storage_of_the_log_does_not_answer(nursery: Nursery, tmp_path: Path) -> None:
     """The training goes on, and nobody says that it does not."""
     with frozen_storage.mounted(tmp_path) as mount:
         log = mount / "log"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import struct
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import processes
 import pytest
+from waiting_threads import waiting_for_a_file
 
-from commtrace.process_setup.system_files import read_stat
 from commtrace.reading import live_processes
 from commtrace.reading.live_processes import SILENT_NS, with_silences
 from commtrace.recording.ring import TURN_AT, RingContent, Silence
@@ -43,22 +40,6 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_processes, "CONFIRM_SECONDS", 0.01)
 
 
-@pytest.fixture
-def waiting_thread() -> Iterator[int]:
-    """Yield the kernel's id of a thread that waits for a file."""
-    read, write = os.pipe()
-    thread = threading.Thread(target=os.read, args=(read, 1))
-    thread.start()
-    folder = f"/proc/self/task/{thread.native_id}"
-    processes.wait_for(lambda: (stat := read_stat(folder)) is not None and stat.state == "S")
-    assert thread.native_id is not None
-    yield thread.native_id
-    os.write(write, b"x")
-    thread.join()
-    os.close(read)
-    os.close(write)
-
-
 def test_a_process_that_takes_turns(tmp_path: Path) -> None:
     assert silence(ring(tmp_path / "ring", silent_ns=SILENT_NS - 1)) == ""
     assert silence(ring(tmp_path / "ring")._replace(is_alive=False)) == ""
@@ -82,7 +63,6 @@ def test_a_process_that_goes_on(tmp_path: Path) -> None:
     assert silence(copy) == "resumed"
 
 
-def test_a_drain_thread_that_waits_for_storage(tmp_path: Path, waiting_thread: int) -> None:
-    if (Path("/proc/self/task") / str(waiting_thread) / "wchan").read_text() in ("", "0"):
-        pytest.skip("the kernel does not tell where a thread waits")
-    assert silence(ring(tmp_path / "ring")._replace(drain_thread=waiting_thread)) == "storage"
+def test_a_drain_thread_that_waits_for_storage(tmp_path: Path) -> None:
+    with waiting_for_a_file() as thread:
+        assert silence(ring(tmp_path / "ring")._replace(drain_thread=thread)) == "storage"
