@@ -28,7 +28,8 @@ from typing import Final
 import numpy as np
 
 from commtrace.analyses.what_if import layouts
-from commtrace.analyses.what_if.predictions import median_step_ns, replayed_run
+from commtrace.analyses.what_if.changed_run import replayed_run
+from commtrace.analyses.what_if.predictions import median_step_ns
 from commtrace.analyses.what_if.simulated_step import simulated_step
 from commtrace.run import open_run
 

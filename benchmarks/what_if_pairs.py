@@ -27,8 +27,9 @@ from typing import Final
 
 from layout_pairs import links, run
 
+from commtrace.analyses.what_if.changed_run import replayed_run
 from commtrace.analyses.what_if.changes import changed_run
-from commtrace.analyses.what_if.predictions import median_step_ns, replayed_run, variation_of_runs, what_if
+from commtrace.analyses.what_if.predictions import median_step_ns, variation_of_runs, what_if
 from commtrace.run import open_run
 
 TRAINING: Final = Path(__file__).with_name("what_if_training.py")

@@ -166,6 +166,35 @@ class Run(AnalysedRun):
 
         return exposed_shares(self._changed(changes))
 
+    def bandwidth_bounds(
+        self,
+        *,
+        rate: float | None = None,
+        computation_s: float | None = None,
+        calibrate: AnalysedRun | None = None,
+        latency_s: float = 0.0,
+    ) -> dict[str, pd.DataFrame]:
+        """Return the bandwidth and latency that a dry run needs, as `commtrace whatif --required-bandwidth` does.
+
+        Args:
+            rate: Floating-point operations by second that a rank reaches.
+            computation_s: Instead: seconds for which a rank computes in a step.
+            calibrate: Instead: a recorded run of this layout, whose rate is measured.
+            latency_s: Latency of a message, s.
+
+        Returns:
+            The tables `bandwidth_bounds`, a row per parallel dimension and purpose, whose `attrs["remarks"]` has
+            sentences on what it assumes, and `exposed_by_bandwidth`, for the figure of that name.
+
+        Raises:
+            CommtraceError: The run is no dry run, or not exactly one of the speeds is given.
+        """
+        from commtrace.analyses.what_if.bandwidth_bounds import required_bandwidth
+
+        return required_bandwidth(
+            self, rate=rate, computation_s=computation_s, calibrate=calibrate, latency_s=latency_s
+        )  # fmt: skip
+
     def step_timelines(self, *changes: str) -> pd.DataFrame:
         """Return a step before and after changes, for the figure of that name.
 
@@ -183,8 +212,8 @@ class Run(AnalysedRun):
         return step_timelines(self._changed(changes))
 
     def _changed(self, changes: Sequence[str]) -> ChangedRun:
+        from commtrace.analyses.what_if.changed_run import replayed_run
         from commtrace.analyses.what_if.changes import changed_run
-        from commtrace.analyses.what_if.predictions import replayed_run
 
         return changed_run(replayed_run(self), changes)
 

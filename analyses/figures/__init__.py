@@ -44,7 +44,7 @@ except ImportError:
 
 from .delays_and_paths import critical_path, delays
 from .expected_and_recorded import differences, expected_and_measured, waterfall, waterfall_by_role
-from .predicted_steps import exposed_by_speed, gains, layout_bounds, projection, step_timelines
+from .predicted_steps import exposed_by_bandwidth, exposed_by_speed, gains, layout_bounds, projection, step_timelines
 from .run_comparison import (
     measured_and_predicted,
     operation_shares,
@@ -61,9 +61,10 @@ from .volumes import steps, volume
 
 __all__ = [
     "COMPARISONS", "FIGURES", "SCALING", "WHAT_IF", "Figure", "critical_path", "delays", "expected_and_measured",
-    "exposed_by_speed", "exposed_communication", "gains", "layout_bounds", "measured_and_predicted", "message_sizes",
-    "operation_shares", "operation_volumes", "predicted_by_role", "projection", "role_volumes", "sizes_over_time",
-    "speedup", "step_parts", "step_timelines", "steps", "timeline", "volume", "waterfall", "waterfall_by_role",
+    "exposed_by_bandwidth", "exposed_by_speed", "exposed_communication", "gains", "layout_bounds",
+    "measured_and_predicted", "message_sizes", "operation_shares", "operation_volumes", "predicted_by_role",
+    "projection", "role_volumes", "sizes_over_time", "speedup", "step_parts", "step_timelines", "steps", "timeline",
+    "volume", "waterfall", "waterfall_by_role",
 ]  # fmt: skip
 
 
@@ -194,6 +195,9 @@ WHAT_IF: Final[dict[str, Figure]] = {
     "exposed_by_speed": Figure("Exposed communication by the speed of transfers", "exposed_by_speed", exposed_by_speed,
         "The share of a step that would be saved if transfers took no time, by how much faster they are. Points are "
         "the recorded speed; dotted lines are 20, 10 and 5 %."),
+    "exposed_by_bandwidth": Figure("Exposed communication by bandwidth", "exposed_by_bandwidth", exposed_by_bandwidth,
+        "The share of a step that its transfers take, by the bandwidth of a rank: between all hidden that dependencies "
+        "allow and nothing hidden. Dotted lines are 20, 10 and 5 %.", has_data=lambda table: len(table) > 0),
     "layout_bounds": Figure("Steps of layouts", "layouts", layout_bounds,
         "Bars that do not overlap have a certain order. A long bar says that it matters what the library hides."),
 }  # fmt: skip

@@ -19,6 +19,8 @@ from .style import BLUE, GREEN, GREY, VERMILION, finish, horizontal_bars, hover_
 MAX_CHANGES: Final = 40
 MAX_BARS: Final = 3000
 """Bars of a timeline: the longest ones."""
+_COLOURS: Final = (BLUE, VERMILION, GREEN, style.ORANGE, style.PINK, style.SKY, GREY)
+"""Of dimensions."""
 
 
 def gains(table: pd.DataFrame) -> go.Figure:
@@ -87,10 +89,9 @@ def step_timelines(table: pd.DataFrame) -> go.Figure:
 def exposed_by_speed(table: pd.DataFrame) -> go.Figure:
     """Draw `exposed_by_speed`: the exposed part of a step by the speed of transfers, and the recorded one."""
     figure = go.Figure()
-    colours = [BLUE, VERMILION, GREEN, style.ORANGE, style.PINK, style.SKY, GREY]
     for number, dimension in enumerate(table["dimension"].unique()):
         own = table.loc[table["dimension"] == dimension].sort_values("speed")
-        colour, name = colours[number % len(colours)], label(dimension)
+        colour, name = _COLOURS[number % len(_COLOURS)], label(dimension)
         curve = own.loc[~own["is_recorded"].astype(bool)]
         hover = [f"{name}: {row.speed:.3g}x<br>{format_share(row.exposed)} exposed" for row in rows_of(curve)]
         figure.add_scatter(x=curve["speed"], y=100 * curve["exposed"], name=name, mode="lines",
@@ -99,11 +100,34 @@ def exposed_by_speed(table: pd.DataFrame) -> go.Figure:
         hover = [f"{name}, as recorded<br>{format_share(row.exposed)} exposed" for row in rows_of(now)]
         figure.add_scatter(x=now["speed"], y=100 * now["exposed"], name=f"{name}, as recorded", mode="markers",
             marker={"color": colour, "size": 10}, legendgroup=name, **hover_texts(hover))  # fmt: skip
+    _finish_exposed(figure, "speed of the transfers, times that of now")
+    return finish(figure, "Exposed communication by the speed of transfers", 400)
+
+
+def exposed_by_bandwidth(table: pd.DataFrame) -> go.Figure:
+    """Draw `exposed_by_bandwidth`: between which shares of a step transfers are exposed, by the bandwidth of a rank."""
+    figure = go.Figure()
+    bounds = {"exposed_low": "if all is hidden that dependencies allow", "exposed_high": "if nothing is hidden"}
+    for number, dimension in enumerate(table["dimension"].unique()):
+        own = table.loc[table["dimension"] == dimension].sort_values("gb_per_s")
+        name, line = label(dimension), {"color": _COLOURS[number % len(_COLOURS)]}
+        for column, bound in bounds.items():
+            hover = [
+                f"{name}: {gb_per_s:.3g} GB/s<br>{format_share(share)} exposed {bound}"
+                for gb_per_s, share in zip(own["gb_per_s"], own[column], strict=True)
+            ]
+            area = {"fill": "tonexty"} if column == "exposed_high" else {"showlegend": False}
+            figure.add_scatter(x=own["gb_per_s"], y=100 * own[column], name=name, mode="lines", line=line,
+                legendgroup=name, **area, **hover_texts(hover))  # fmt: skip
+    _finish_exposed(figure, "bandwidth of a rank, GB/s")
+    return finish(figure, "Exposed communication by bandwidth", 400)
+
+
+def _finish_exposed(figure: go.Figure, title: str) -> None:
     for target in EXPOSED_TARGETS:
         figure.add_hline(y=100 * target, line={"width": 1, "dash": "dot", "color": style.CLOSED_FORM})
-    figure.update_xaxes(title_text="speed of the transfers, times that of now", type="log")
+    figure.update_xaxes(title_text=title, type="log")
     figure.update_yaxes(title_text="exposed part of a step, %", rangemode="tozero")
-    return finish(figure, "Exposed communication by the speed of transfers", 400)
 
 
 def layout_bounds(table: pd.DataFrame) -> go.Figure:

@@ -15,10 +15,10 @@ buckets         the graph with other buckets, and times of their messages
 timelines       a step before and after changes, rank by rank
 critical_parts  what the critical path of a step consists of
 predictions     the tables: steps with these changes, and the bandwidth that hides communication
-bandwidth_bounds  the same bandwidth from bytes and a stated computation, for dry runs
 simulated_step  a step of a dry run: its calls, and what each rank computes between them
 layout_graph    two such graphs of it, in which nothing is hidden, and all that can be
 layouts         the tables of dry runs that are compared: steps between these bounds
+bandwidth_bounds   the bandwidth and latency that hide communication, in the same bounds
 layout_comparison  these tables from opened runs, for Python and the command
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,13 +13,17 @@ import numpy as np
 from commtrace.analyses.across_ranks.matching import MatchedCalls
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.grouping import Array, group_rows
-from commtrace.errors import CommtraceError
+from commtrace.errors import CommtraceError, LogError
 from commtrace.network.networks import Network
+from commtrace.volume import wire_bytes
 
-from .recorded_graph import Part, Replay
+from .recorded_graph import Part, Replay, read_replay
 
 MAX_STRAGGLERS: Final = 16
 """Ranks among which the worst straggler is searched for: those that compute longest beyond the median of all."""
+_COLUMNS: Final = ("payload", "local", "peer", "purpose", "dtype", "micro_batch")
+REMARKS: Final = "remarks"
+"""Key in `DataFrame.attrs` of sentences on what the predictions of a table assume."""
 SELECTORS: Final = {"role": "dimension", "op": "operation", "purpose": "purpose"}
 """Columns of calls by whose labels a change may select -> their names."""
 
@@ -82,6 +87,20 @@ class ReplayedRun:
             raise CommtraceError(f"{what!r} is no dimension, operation or purpose of the steps; choose from {choices}")
         column, code = found[what]
         return np.asarray(is_transfer & (calls[column][replay.call] == code))
+
+
+def replayed_run(run: AnalysedRun) -> ReplayedRun:
+    """Return the run with its replayed steps.
+
+    Raises:
+        LogError: The steps cannot be replayed; the message says why.
+    """
+    if run.simulated:
+        raise LogError(
+            f"{run.log.path}: a dry run has no times; pass a recorded run, or say how fast it computes: --rate "
+            "400TFLOPS, --computation 250ms or --calibrate RUN"
+        )
+    return ReplayedRun(run, read_replay(run, _COLUMNS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,3 +289,31 @@ def kinds_of_calls(
             int(hosts[channel[example]]),
             order[bounds[kind] : bounds[kind + 1]],
         )
+
+
+def wire_bytes_of_calls(
+    run: AnalysedRun, calls: MatchedCalls, call: Array, payload: Array, world_size: int | None = None
+) -> Array:
+    """Return the fewest bytes that each message's rank can send, float64, shape (n,); NaN: not known.
+
+    Args:
+        run: The run.
+        calls: All calls, with the columns "op", "local" and "peer".
+        call: The calls of the messages, as indices, shape (n,).
+        payload: Bytes of each message, shape (n,).
+        world_size: The number of ranks of all groups, if it is another one than recorded.
+    """
+    ranks, local = calls.per_call(calls.expected), calls["local"]
+    if world_size is not None:
+        ranks, local = np.full(len(ranks), world_size), local * (run.world_size or 1) / world_size
+    is_own_peer = calls["peer"] == np.array([process.rank for process in run.processes])[calls["process"]]
+    result = np.full(len(call), np.nan)
+    for code in np.unique(calls["op"][call]):
+        at = np.flatnonzero(calls["op"][call] == code)
+        of = call[at]
+        with contextlib.suppress(ValueError):  # an operation without a rule
+            result[at] = wire_bytes(
+                str(calls.categories["op"][code]), payload[at], local[of], ranks[of],
+                peer_is_self=is_own_peer[of].astype(np.int64),
+            )  # fmt: skip
+    return result

@@ -9,16 +9,8 @@ import pandas as pd
 from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.errors import CommtraceError
 
-from .layouts import (
-    LAYOUTS,
-    Rate,
-    networks_of,
-    predicted_layouts,
-    rate_of_computation,
-    rate_of_run,
-    sentences,
-)
-from .predictions import REMARKS, replayed_run
+from .changed_run import REMARKS
+from .layouts import LAYOUTS, networks_of, predicted_layouts, sentences, stated_rate
 from .simulated_step import simulated_step
 
 
@@ -51,22 +43,11 @@ def compare_layouts(
     Raises:
         CommtraceError: A run is no dry run, the network is unknown, or not exactly one of the speeds is given.
     """
-    if sum(value is not None for value in (rate, computation_s, calibrate)) != 1:
-        raise CommtraceError("layouts: state how fast ranks compute, by one of rate, computation_s and calibrate")
     if not runs:
-        raise CommtraceError("layouts: no dry run is given")
+        raise CommtraceError("dry runs: none is given")
     networks = networks_of([network] if isinstance(network, str) else network)
     steps = {name: simulated_step(run) for name, run in runs.items()}
-    if calibrate is not None:
-        speed = rate_of_run(replayed_run(calibrate), [*steps.values()])
-    elif rate is not None:
-        if not rate > 0:
-            raise CommtraceError(f"layouts: a rate of {rate:g} operations by second; it must be above 0")
-        speed = Rate(rate, "as stated")
-    else:
-        if not (computation_s or 0) > 0:
-            raise CommtraceError(f"layouts: a computation of {computation_s:g} s; it must be above 0")
-        speed = rate_of_computation(next(iter(steps.values())), float(computation_s or 0))
+    speed = stated_rate([*steps.values()], rate, computation_s, calibrate)
     tables = predicted_layouts(steps, networks, speed)
     tables[LAYOUTS.name].attrs[REMARKS] = [*sentences(tables, networks, speed)]
     return tables

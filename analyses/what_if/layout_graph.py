@@ -29,6 +29,7 @@ import numpy as np
 from commtrace.analyses.across_ranks.call_times import receives, sends
 from commtrace.analyses.across_ranks.dependencies import SOURCE, TARGET, UNCERTAIN
 from commtrace.analyses.grouping import Array
+from commtrace.errors import LogError
 from commtrace.schema import Flag
 
 from .event_graph import CircularEventsError, EventGraph
@@ -56,31 +57,37 @@ class LayoutGraph:
     ends: Array
 
     def delays(self, computation_ns: Array, transfer_ns: Array) -> Array:
-        """Return the delay of each edge, ns, shape (edges,), from those of the calls, shape (calls,)."""
+        """Return the delay of each edge, ns, shape (..., edges), from those of calls, shapes (calls,), (..., calls)."""
         call = np.maximum(self.call, 0)
-        of_transfers = np.where(self.part == Part.TRANSFER, transfer_ns[call], 0.0)
+        of_transfers = np.where(self.part == Part.TRANSFER, transfer_ns[..., call], 0.0)
         return np.where(self.part == Part.COMPUTATION, computation_ns[call], of_transfers)
 
-    def begin_ns(self, times: Array) -> float:
-        """Return when the first copy ended on the last rank, given the times of the events."""
-        return float(times[self.ends[:, 0]].max())
+    def begin_ns(self, times: Array) -> Array:
+        """Return when the first copy ended on the last rank, shape (...), given the times, shape (..., events)."""
+        return np.asarray(times[..., self.ends[:, 0]].max(axis=-1))
 
-    def step_ns(self, times: Array) -> float:
-        """Return the duration of a step, ns."""
-        return (float(times[self.ends[:, -1]].max()) - self.begin_ns(times)) / (COPIES - 1)
+    def step_ns(self, times: Array) -> Array:
+        """Return the duration of a step, ns, shape (...)."""
+        return np.asarray((times[..., self.ends[:, -1]].max(axis=-1) - self.begin_ns(times)) / (COPIES - 1))
 
 
 def bounds(step: SimulatedStep) -> tuple[LayoutGraph, LayoutGraph]:
     """Return the graphs in which most and in which nothing is hidden.
 
     Raises:
-        CircularEventsError: Ranks wait for each other in a circle, even if sends do not wait.
+        LogError: Ranks wait for each other in a circle, even if sends do not wait.
     """
     try:
-        nothing_hidden = _checked(_GraphBuilder(step, hides=False, sends_wait=True).build())
-    except CircularEventsError:
-        nothing_hidden = _checked(_GraphBuilder(step, hides=False, sends_wait=False).build())
-    return _checked(_GraphBuilder(step, hides=True, sends_wait=False).build()), nothing_hidden
+        try:
+            nothing_hidden = _checked(_GraphBuilder(step, hides=False, sends_wait=True).build())
+        except CircularEventsError:
+            nothing_hidden = _checked(_GraphBuilder(step, hides=False, sends_wait=False).build())
+        return _checked(_GraphBuilder(step, hides=True, sends_wait=False).build()), nothing_hidden
+    except CircularEventsError as error:
+        raise LogError(
+            f"{step.run.log.path}: its ranks wait for each other in a circle; it does not show when they wait for "
+            f"messages that they receive in the background: {error}"
+        ) from None
 
 
 def _checked(graph: LayoutGraph) -> LayoutGraph:

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from commtrace.analyses.across_ranks.matching import MatchedCalls
+from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.grouping import Array, group_rows, rows_of
 from commtrace.analyses.table_specs import shared_columns as shared
 from commtrace.analyses.table_specs.spec import TableSpec, column, count, duration, share, text_column
@@ -24,9 +25,8 @@ from commtrace.network import NetworkError
 from commtrace.network.networks import Network, open_network
 from commtrace.schema import ROLES
 
-from .changed_run import ReplayedRun
+from .changed_run import ReplayedRun, replayed_run
 from .critical_parts import critical_parts, largest_parts
-from .event_graph import CircularEventsError
 from .layout_graph import LayoutGraph, bounds
 from .recorded_graph import Part
 from .simulated_step import SimulatedStep
@@ -64,6 +64,7 @@ TABLES: Final = (LAYOUTS, LAYOUT_TRANSFERS)
 
 VALIDATED_RANKS: Final = 4
 """World size up to which predictions were held to real runs (docs/explanation/replay.md)."""
+NOT_SIMULATED: Final = "Ranks that were not simulated count as the simulated ones of their groups."
 _EQUAL_BATCH: Final = 1.02
 """Ratio of operations of forward up to which batches count as equal."""
 
@@ -95,6 +96,36 @@ def networks_of(texts: Sequence[str]) -> dict[str, Network]:
     if "" not in networks:
         raise CommtraceError("the network is missing: --network NET, such as --network 100GB/s+5us")
     return networks
+
+
+def stated_rate(
+    steps: Sequence[SimulatedStep],
+    rate: float | None,
+    computation_s: float | None,
+    calibrate: AnalysedRun | None,
+) -> Rate:
+    """Return how fast ranks compute, from one of three statements; the others are None.
+
+    Args:
+        steps: Steps of dry runs.
+        rate: Floating-point operations by second that a rank reaches.
+        computation_s: Seconds for which a rank of the first dry run computes in a step.
+        calibrate: A recorded run of the layout of one of the dry runs, whose rate is measured.
+
+    Raises:
+        CommtraceError: Not exactly one is given, it is not above 0, or the run is of another layout.
+    """
+    if sum(value is not None for value in (rate, computation_s, calibrate)) != 1:
+        raise CommtraceError("dry runs: state how fast ranks compute, by one of rate, computation_s and calibrate")
+    if calibrate is not None:
+        return rate_of_run(replayed_run(calibrate), steps)
+    if rate is not None:
+        if not rate > 0:
+            raise CommtraceError(f"dry runs: a rate of {rate:g} operations by second; it must be above 0")
+        return Rate(rate, "as stated")
+    if not (computation_s or 0) > 0:
+        raise CommtraceError(f"dry runs: a computation of {computation_s:g} s; it must be above 0")
+    return rate_of_computation(steps[0], float(computation_s or 0))
 
 
 def rate_of_computation(step: SimulatedStep, seconds: float) -> Rate:
@@ -191,17 +222,10 @@ def predicted_layouts(
 
 
 def _layout(name: str, step: SimulatedStep, networks: Mapping[str, Network], rate: Rate) -> _Layout:
-    try:
-        graphs = bounds(step)
-    except CircularEventsError as error:
-        raise LogError(
-            f"{step.run.log.path}: its ranks wait for each other in a circle; it does not show when they wait for "
-            f"messages that they receive in the background: {error}"
-        ) from None
     examples, groups = group_rows([step.calls["role"], step.calls["purpose"]])
     margin = max((network.held_out_error or 0.0 for network in networks.values()), default=0.0)
     return _Layout(
-        name, step, graphs, step.flops / rate.flops_per_s * 1e9, step.transfer_ns(networks),
+        name, step, bounds(step), step.flops / rate.flops_per_s * 1e9, step.transfer_ns(networks),
         (max(0.0, 1 - margin), 1 + margin), groups, examples,
     )  # fmt: skip
 
@@ -223,7 +247,7 @@ def _rows(layout: _Layout, first_forward: float) -> tuple[dict[str, Any], list[d
     for graph, factor in zip(layout.graphs, layout.factors, strict=True):
         delays = [graph.delays(layout.computation, np.where(own, 0, transfer * factor)) for own in free]
         times = [graph.graph.times(own) for own in delays]
-        durations.append([graph.step_ns(own) for own in times])
+        durations.append([float(graph.step_ns(own)) for own in times])
         limits.append(_limits(layout, graph, delays[0], times[0]))
     low, high = durations
     processes = len(np.unique(calls["process"]))
@@ -260,13 +284,21 @@ def _limits(layout: _Layout, graph: LayoutGraph, delays: Array, times: Array) ->
     """Return the largest parts of the critical path of the last copies of the step."""
     calls, sums = layout.step.calls, defaultdict[str, float](float)
     last = int(graph.ends[int(times[graph.ends[:, -1]].argmax()), -1])
-    for edge, ns in critical_parts(graph.graph, delays, times, last, graph.begin_ns(times)):
+    for edge, ns in critical_parts(graph.graph, delays, times, last, float(graph.begin_ns(times))):
         call = np.array(graph.call[edge])
         name = "computation" if graph.part[edge] == Part.COMPUTATION else ""
         if graph.part[edge] == Part.TRANSFER:
             name = f"{calls.text('role', call)} {calls.text('op', call)}"
         sums[name] += ns
     return largest_parts(sums, sum(sums.values()))
+
+
+def rate_sentence(rate: Rate) -> str:
+    """Return what computation is assumed to take, without the full stop."""
+    return (
+        f"Computation: {rate.flops_per_s / 1e12:.4g} TFLOP/s a rank, {rate.source}. Counted are matrix products, "
+        "convolutions and attention; everything else a rank computes is in this rate"
+    )
 
 
 def sentences(tables: Mapping[str, pd.DataFrame], networks: Mapping[str, Network], rate: Rate) -> Iterator[str]:
@@ -282,10 +314,7 @@ def sentences(tables: Mapping[str, pd.DataFrame], networks: Mapping[str, Network
             yield f"Whether {rows[0].run} is faster than {others} depends on what is hidden: their bounds overlap."
     if table["batch"].max() > _EQUAL_BATCH * table["batch"].min():
         yield "The steps do not train on batches of one size: the order is that for equal ones, by duration / batch."
-    yield (
-        f"Computation: {rate.flops_per_s / 1e12:.4g} TFLOP/s a rank, {rate.source}. Counted are matrix products, "
-        "convolutions and attention; everything else a rank computes is in this rate, which is one for all layouts."
-    )
+    yield f"{rate_sentence(rate)}, which is one for all layouts."
     for role, network in networks.items():
         where = f" ({role})" if role else ""
         known = network.held_out_error
@@ -302,4 +331,4 @@ def sentences(tables: Mapping[str, pd.DataFrame], networks: Mapping[str, Network
         purposes = ", ".join(dict.fromkeys(tables[LAYOUT_TRANSFERS.name].loc[unknown, "purpose"]))
         yield f"The network predicts no time for some calls, which count as none: {purposes}."
     if (table["simulated_ranks"] < table["ranks"]).any():
-        yield "Ranks that were not simulated count as the simulated ones of their groups."
+        yield NOT_SIMULATED

@@ -22,7 +22,6 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from commtrace.analyses.analysed_run import AnalysedRun
 from commtrace.analyses.grouping import Array, rows_of
 from commtrace.analyses.robust_deviation import robust_deviation
 from commtrace.analyses.sections import Section
@@ -37,23 +36,19 @@ from commtrace.analyses.table_specs.spec import (
     text_column,
     word_column,
 )
-from commtrace.errors import LogError
 from commtrace.formatting import format_count, format_duration, is_known
-from commtrace.volume import wire_bytes
 
 from . import layouts
-from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_TARGETS, format_bandwidth
+from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_BY_BANDWIDTH, EXPOSED_TARGETS, format_bandwidth
 from .buckets import BucketsError
-from .changed_run import ChangedRun, ReplayedRun, worst_straggler
+from .changed_run import REMARKS, ChangedRun, ReplayedRun, wire_bytes_of_calls, worst_straggler
 from .changes import changed_run, changes_of_catalogue
 from .critical_parts import critical_parts, largest_parts
 from .overlapped_step import OverlapError
-from .recorded_graph import Part, Replay, read_replay
+from .recorded_graph import Part, Replay
 from .timelines import STEP_TIMELINES
 
 AS_RECORDED: Final = "as recorded"
-REMARKS: Final = "remarks"
-_COLUMNS: Final = ("payload", "local", "peer", "purpose", "dtype", "micro_batch")
 _MAX_EVENTS_AT_ONCE: Final = 1 << 24
 """Events that are computed at a time: they limit memory."""
 _SPEEDS: Final = np.logspace(-10, 14, 97, base=2)
@@ -109,6 +104,7 @@ WHAT_IF_RUN: Final = TableSpec("what_if_run", "What was replayed", "One row.", (
 ))  # fmt: skip
 TABLES: Final = (
     WHAT_IF, REQUIRED_BANDWIDTH, WHAT_IF_RUN, BANDWIDTH_BOUNDS, *layouts.TABLES, STEP_TIMELINES, EXPOSED_BY_SPEED,
+    EXPOSED_BY_BANDWIDTH,
 )  # fmt: skip
 SECTIONS: Final = (
     Section("what-if", "Steps with changes", (WHAT_IF,)),
@@ -116,24 +112,11 @@ SECTIONS: Final = (
     Section("required-bandwidth", REQUIRED_BANDWIDTH.title, (REQUIRED_BANDWIDTH,)),
     Section("exposed-by-speed", EXPOSED_BY_SPEED.title, (EXPOSED_BY_SPEED,), blocks=lambda _: iter(())),
     Section("bandwidth-bounds", BANDWIDTH_BOUNDS.title, (BANDWIDTH_BOUNDS,)),
+    Section("exposed-by-bandwidth", EXPOSED_BY_BANDWIDTH.title, (EXPOSED_BY_BANDWIDTH,), blocks=lambda _: iter(())),
     Section("layouts", layouts.LAYOUTS.title, (layouts.LAYOUTS,)),
     Section("layout-transfers", layouts.LAYOUT_TRANSFERS.title, (layouts.LAYOUT_TRANSFERS,)),
 )
 """The sections of text and page, in their order."""
-
-
-def replayed_run(run: AnalysedRun) -> ReplayedRun:
-    """Return the run with its replayed steps.
-
-    Raises:
-        LogError: The steps cannot be replayed; the message says why.
-    """
-    if run.simulated:
-        raise LogError(
-            f"{run.log.path}: a dry run has no times; pass a recorded run, or say how fast it computes: --rate "
-            "400TFLOPS, --computation 250ms or --calibrate RUN"
-        )
-    return ReplayedRun(run, read_replay(run, _COLUMNS))
 
 
 def what_if(changed: ChangedRun, *, catalogue: bool = False, variation: float = 0.0) -> pd.DataFrame:
@@ -312,22 +295,7 @@ def _wire_and_bandwidth(replayed: ReplayedRun, delays: Array, edges: Array) -> t
     replay, calls = replayed.replay, replayed.replay.paths.calls
     transfers, _ = replay.transfers(np.flatnonzero(edges))
     call, payload = replay.call[transfers], replay.payload(transfers)
-    size, local = calls.per_call(calls.expected), calls["local"]
-    if (ranks := replayed.new_world_size) is not None:
-        size, local = np.full(len(size), ranks), local * (replayed.run.world_size or 1) / ranks
-    rank = np.array([process.rank for process in replayed.run.processes])[calls["process"]]
-    total = 0.0
-    for code in np.unique(calls["op"][call]):
-        at = calls["op"][call] == code
-        of = call[at]
-        try:
-            sent = wire_bytes(
-                str(calls.categories["op"][code]), payload[at], local[of], size[of],
-                peer_is_self=(calls["peer"][of] == rank[of]).astype(np.int64),
-            )  # fmt: skip
-        except ValueError:
-            return None, None
-        total += float(np.sum(sent))
+    total = float(wire_bytes_of_calls(replayed.run, calls, call, payload, replayed.new_world_size).sum())
     seconds = float(delays[transfers].sum()) / 1e9
     per_step = total / len(replay.paths.processes) / len(replay.paths.steps)
     if not np.isfinite(total):

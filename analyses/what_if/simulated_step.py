@@ -25,7 +25,7 @@ from commtrace.rank_ranges import format_ranks
 
 from .changed_run import kinds_of_calls
 
-_COLUMNS: Final = ("op", "role", "purpose", "phase", "payload", "flags", "step", "t_begin")
+_COLUMNS: Final = ("op", "role", "purpose", "phase", "payload", "local", "peer", "flags", "step", "t_begin")
 _MAX_CALLS: Final = 1_000_000
 """Calls of a step that are replayed at most: they limit time and memory."""
 
@@ -37,7 +37,7 @@ class SimulatedStep:
     Attributes:
         run: The dry run.
         calls: Calls of the step, process by process in their order, with the columns "op", "role", "purpose", "phase",
-            "payload", "flags" and "depends".
+            "payload", "local", "peer", "flags" and "depends".
         flops: Floating-point operations of the rank directly before each call, float64, shape (calls,).
         forward_flops: Those of them outside of backward.
     """

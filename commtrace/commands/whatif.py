@@ -10,7 +10,7 @@ on all ranks. Options of changes compose, in the order in which they are given:
     commtrace whatif logs/run1 --overlap
     commtrace whatif logs/run1 --network net.json,net.json --world-size 64
     commtrace whatif logs/run1 --required-bandwidth --html bandwidth.html
-    commtrace whatif logs/dryrun --required-bandwidth --computation 250ms
+    commtrace whatif logs/dryrun --required-bandwidth --rate 400TFLOPS
 
 Dry runs of several layouts are compared on a network; their ranks compute at
 one rate, stated or measured:
@@ -109,7 +109,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     computation.add_argument("--calibrate", metavar="RUN", type=Path,
         help="a recorded run of the layout of one of the dry runs, whose rate is measured")  # fmt: skip
     parser.add_argument("--latency", metavar="TIME", type=duration_seconds, default=0.0,
-        help="latency of a call beside --required-bandwidth --computation, such as 5us (default: 0)")  # fmt: skip
+        help="latency of a message beside --required-bandwidth of a dry run, such as 5us (default: 0)")  # fmt: skip
     add_formats(parser)
     add_shared(parser, "--width")
 
@@ -120,20 +120,22 @@ def run(arguments: argparse.Namespace) -> int:
     stated = [arguments.computation, arguments.rate, arguments.calibrate]
     if any(value is not None for value in stated) and not arguments.required_bandwidth:
         return _layouts(arguments)
+    if others and arguments.required_bandwidth:
+        raise CommtraceError("--required-bandwidth is of one run; give them one after the other")
     if others:
         raise CommtraceError(
             "several runs are compared if they are dry runs, and it is known how fast they compute: add --rate, "
             "--computation or --calibrate"
         )
-    if arguments.computation is not None:
-        return _bandwidth_bounds(first, arguments)
+    if any(value is not None for value in stated):
+        return _required_bandwidth(first, arguments)
     return _changes(first, arguments)
 
 
 def _layouts(arguments: argparse.Namespace) -> int:
     from commtrace.analyses.side_by_side import short_names
+    from commtrace.analyses.what_if.changed_run import REMARKS
     from commtrace.analyses.what_if.layout_comparison import compare_layouts
-    from commtrace.analyses.what_if.predictions import REMARKS
     from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
@@ -158,23 +160,31 @@ def _layouts(arguments: argparse.Namespace) -> int:
     return _show(runs, tables, tables["layouts"].attrs[REMARKS], arguments)
 
 
-def _bandwidth_bounds(path: Path, arguments: argparse.Namespace) -> int:
-    from commtrace.analyses.what_if import bandwidth_bounds
+def _required_bandwidth(path: Path, arguments: argparse.Namespace) -> int:
+    from commtrace.analyses.what_if.bandwidth_bounds import required_bandwidth
+    from commtrace.analyses.what_if.changed_run import REMARKS
     from commtrace.reading.log_notes import print_notes
     from commtrace.run import open_run
 
-    if arguments.changes or arguments.all:
-        raise CommtraceError("--required-bandwidth --computation is without changes")
-    opened, stated = open_run(path, recover=True), (arguments.computation, arguments.latency)
+    if arguments.changes or arguments.all or arguments.equal:
+        raise CommtraceError("--required-bandwidth of a dry run is without changes and other runs")
+    opened = open_run(path, recover=True)
     try:
-        tables = {"bandwidth_bounds": bandwidth_bounds.bandwidth_bounds(opened, *stated)}
+        tables = required_bandwidth(
+            opened,
+            rate=arguments.rate,
+            computation_s=arguments.computation,
+            calibrate=None if arguments.calibrate is None else open_run(arguments.calibrate),
+            latency_s=arguments.latency,
+        )
     finally:
         print_notes(opened.notes)
-    return _show({path.name: opened}, tables, [bandwidth_bounds.sentence(*stated)], arguments)
+    return _show({path.name: opened}, tables, tables["bandwidth_bounds"].attrs[REMARKS], arguments)
 
 
 def _changes(path: Path, arguments: argparse.Namespace) -> int:
     from commtrace.analyses.what_if import predictions
+    from commtrace.analyses.what_if.changed_run import replayed_run
     from commtrace.analyses.what_if.changes import changed_run
     from commtrace.analyses.what_if.timelines import step_timelines
     from commtrace.reading.log_notes import print_notes
@@ -182,8 +192,8 @@ def _changes(path: Path, arguments: argparse.Namespace) -> int:
 
     opened = open_run(path, recover=True)
     try:
-        replayed = predictions.replayed_run(opened)
-        equal = [predictions.replayed_run(open_run(path)) for path in arguments.equal]
+        replayed = replayed_run(opened)
+        equal = [replayed_run(open_run(path)) for path in arguments.equal]
         variation = predictions.variation_of_runs([replayed, *equal])
         catalogue = arguments.all or not (arguments.changes or arguments.required_bandwidth)
         changed = changed_run(replayed, arguments.changes)

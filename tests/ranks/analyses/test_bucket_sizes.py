@@ -16,9 +16,8 @@ import recorders
 from ranks import Nursery
 
 from commtrace.analyses.what_if.buckets import gradient_buckets
-from commtrace.analyses.what_if.changed_run import ReplayedRun
+from commtrace.analyses.what_if.changed_run import ReplayedRun, replayed_run
 from commtrace.analyses.what_if.changes import changed_run
-from commtrace.analyses.what_if.predictions import replayed_run
 from commtrace.analyses.what_if.recorded_graph import Part
 from commtrace.run import open_run
 

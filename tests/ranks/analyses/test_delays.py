@@ -17,7 +17,7 @@ import ranks
 import recorders
 from draws import DRAWS
 
-from commtrace.analyses.what_if.predictions import replayed_run
+from commtrace.analyses.what_if.changed_run import replayed_run
 from commtrace.run import open_run
 
 pytestmark = pytest.mark.exhaustive

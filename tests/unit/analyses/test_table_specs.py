@@ -22,12 +22,11 @@ from commtrace.analyses.report.document import comparison_to_json, report_to_jso
 from commtrace.analyses.scaling import scaling
 from commtrace.analyses.side_by_side import compare
 from commtrace.analyses.table_specs.spec import formatted_rows
-from commtrace.analyses.what_if.bandwidth_bounds import bandwidth_bounds
+from commtrace.analyses.what_if.changed_run import replayed_run
 from commtrace.analyses.what_if.changes import changed_run
 from commtrace.analyses.what_if.layouts import Rate, networks_of, predicted_layouts
 from commtrace.analyses.what_if.predictions import (
     exposed_shares,
-    replayed_run,
     required_bandwidth,
     run_facts,
     what_if,
@@ -53,7 +52,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
     differences = compare_calls(*(read_calls(run) for run in zeros.values()))
     network = network_analysis(MeasuredNetwork("it", results([*ideal("all_reduce", 2), *ideal("all_gather", 2)])))
     calls = [Call(1, 1, phase=Phase.FORWARD), Call(1, 1)]
-    simulated = simulated_step(open_run(dry_run(tmp_path_factory.mktemp("dryrun"), {0: calls, 1: calls})))
+    dry = open_run(dry_run(tmp_path_factory.mktemp("dryrun"), {0: calls, 1: calls}))
     return {
         **analyse(zeros["zero3"], details=True),
         **fold(zeros["zero3"], [network]),
@@ -66,8 +65,8 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
         "what_if_run": run_facts(changed.recorded),
         "step_timelines": step_timelines(changed),
         "exposed_by_speed": exposed_shares(changed),
-        "bandwidth_bounds": bandwidth_bounds(zeros["zero3"], computation_s=0.1),
-        **predicted_layouts({"it": simulated}, networks_of(["1GB/s"]), Rate(1e12, "as stated")),
+        **dry.bandwidth_bounds(rate=1e12),
+        **predicted_layouts({"it": simulated_step(dry)}, networks_of(["1GB/s"]), Rate(1e12, "as stated")),
     }
 
 

@@ -18,7 +18,7 @@ from commtrace import cli
 from commtrace.analyses.across_ranks.critical_paths import chosen_steps
 from commtrace.analyses.grouping import rows_of
 from commtrace.analyses.scaling.step_times import step_times
-from commtrace.analyses.what_if.predictions import replayed_run
+from commtrace.analyses.what_if.changed_run import replayed_run
 from commtrace.errors import LogError
 from commtrace.formatting import format_duration
 from commtrace.run import Run, open_run

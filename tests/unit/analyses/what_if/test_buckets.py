@@ -13,8 +13,9 @@ from simulated_steps import PROGRAMS, Simulation
 import commtrace
 from commtrace.analyses.what_if import bucket_size
 from commtrace.analyses.what_if.buckets import new_buckets
+from commtrace.analyses.what_if.changed_run import replayed_run
 from commtrace.analyses.what_if.changes import changed_run
-from commtrace.analyses.what_if.predictions import replayed_run, required_bandwidth, what_if
+from commtrace.analyses.what_if.predictions import required_bandwidth, what_if
 from commtrace.cli import main
 from commtrace.errors import CommtraceError
 from commtrace.schema import Phase

@@ -15,7 +15,7 @@ from factory import ALL_GATHER, ALL_REDUCE, RECV, SEND, LogFactory, record
 from simulated_steps import PROGRAMS, Simulation
 
 from commtrace.analyses.what_if import layouts
-from commtrace.analyses.what_if.predictions import replayed_run
+from commtrace.analyses.what_if.changed_run import replayed_run
 from commtrace.analyses.what_if.simulated_step import SimulatedStep, simulated_step
 from commtrace.cli import main
 from commtrace.errors import CommtraceError

@@ -8,8 +8,9 @@ import pytest
 from factory import ALL_REDUCE
 from replayed_programs import GRADIENTS_SITE, Instruction, Operation, Program, run, write
 
+from commtrace.analyses.what_if.changed_run import REMARKS, replayed_run
 from commtrace.analyses.what_if.changes import changed_run
-from commtrace.analyses.what_if.predictions import REMARKS, replayed_run, required_bandwidth, what_if
+from commtrace.analyses.what_if.predictions import required_bandwidth, what_if
 from commtrace.errors import CommtraceError
 from commtrace.run import open_run
 

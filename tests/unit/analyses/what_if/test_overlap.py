@@ -13,9 +13,10 @@ import replayed_programs
 from factory import ALL_GATHER, ALL_REDUCE
 from replayed_programs import GRADIENTS_SITE, PARAMETERS_SITE, US, Instruction, Operation, Program, run, write
 
+from commtrace.analyses.what_if.changed_run import REMARKS, replayed_run
 from commtrace.analyses.what_if.changes import changed_run
 from commtrace.analyses.what_if.overlapped_step import OverlapError
-from commtrace.analyses.what_if.predictions import REMARKS, replayed_run, what_if
+from commtrace.analyses.what_if.predictions import what_if
 from commtrace.cli import main
 from commtrace.errors import CommtraceError
 from commtrace.run import open_run

@@ -20,9 +20,10 @@ from replayed_programs import (
     write,
 )
 
+from commtrace.analyses.what_if.changed_run import replayed_run
 from commtrace.analyses.what_if.changes import changed_run
 from commtrace.analyses.what_if.event_graph import CircularEventsError, EventGraph
-from commtrace.analyses.what_if.predictions import replayed_run, what_if
+from commtrace.analyses.what_if.predictions import what_if
 from commtrace.analyses.what_if.recorded_graph import Part
 from commtrace.run import open_run
 from commtrace.schema import Clock

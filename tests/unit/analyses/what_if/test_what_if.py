@@ -15,8 +15,9 @@ from simulated_steps import MS, PROGRAMS, Simulation
 import commtrace
 from commtrace.analyses.what_if import changed_run as changed_run_module
 from commtrace.analyses.what_if import changes
+from commtrace.analyses.what_if.changed_run import replayed_run
 from commtrace.analyses.what_if.changes import changed_run, parse_change
-from commtrace.analyses.what_if.predictions import replayed_run, required_bandwidth, what_if
+from commtrace.analyses.what_if.predictions import required_bandwidth, what_if
 from commtrace.cli import main
 from commtrace.errors import CommtraceError
 from commtrace.schema import Clock, Phase
@@ -222,27 +223,6 @@ def test_transfers_that_overlap_share_a_link(tmp_path: Path) -> None:
     before, after = table["step_ns"]
     assert before / US > 1000
     assert 100 + (before / US - 100) / 4 < after / US < 350  # without sharing, the message would still take 901 us
-
-
-def test_bounds_of_a_stated_computation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each rank sends 1 MiB in a step; 250 us of computation, 10 us of latency."""
-    log = alternating(tmp_path, 100, 50)
-    stated = ["--required-bandwidth", "--computation", "250us", "--latency", "10us"]
-    assert main(["whatif", str(log), *stated, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    (row,) = document["tables"]["bandwidth_bounds"]
-    assert (row["role"], row["calls_per_rank"], row["wire_bytes_per_rank"]) == ("data", 1, 1 << 20)
-    for share in (20, 10, 5):
-        best, worst = (250 / (1 - share / 100), 250 * share / (100 - share))
-        assert row[f"best_{share}_gb_per_s"] == pytest.approx((1 << 20) / (best - 10) / 1e3)
-        assert row[f"worst_{share}_gb_per_s"] == pytest.approx((1 << 20) / (worst - 10) / 1e3)
-    assert main(["whatif", str(log), *stated[:-1], "1ms", "--width", "80"]) == 0
-    text = capsys.readouterr().out
-    assert "latency of a call: 1,000 us" in text
-    assert max(map(len, text.splitlines())) <= 80
-    assert text.splitlines()[2].split()[-4:] == ["-"] * 4, "latency alone takes too long"
-    assert main(["whatif", str(log), "--computation", "1s"]) == 2
-    assert "the network is missing" in capsys.readouterr().err
 
 
 def test_the_table_of_a_run(late: Path) -> None:

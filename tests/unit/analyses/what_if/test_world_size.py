@@ -13,8 +13,9 @@ from replayed_programs import GRADIENTS_SITE, US, Instruction, Operation, Progra
 from simulated_steps import PROGRAMS, Simulation
 
 from commtrace.analyses.more_ranks import expected_maximum
+from commtrace.analyses.what_if.changed_run import REMARKS, replayed_run
 from commtrace.analyses.what_if.changes import changed_run
-from commtrace.analyses.what_if.predictions import REMARKS, replayed_run, required_bandwidth, what_if
+from commtrace.analyses.what_if.predictions import required_bandwidth, what_if
 from commtrace.cli import main
 from commtrace.errors import CommtraceError
 from commtrace.run import open_run
