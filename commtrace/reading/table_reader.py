@@ -83,7 +83,7 @@ class StackSample(NamedTuple):
     window_ns: int
     """Time over which processor times of threads were measured."""
     children_cpu_ns: int
-    """Processor time of its child processes within this time; 0: none, or not known."""
+    """Time of its child processes on a processor, or ready for one, within this time; 0: none, or not known."""
     threads: tuple[ThreadStack, ...]
 
 

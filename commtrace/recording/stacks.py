@@ -78,7 +78,7 @@ class StackSampler:
         self._since_ns = time.monotonic_ns()
         self._longest_ns = self._due_ns = 0
         self._usage: dict[int, _Usage] | None = None
-        self._usage_at_ns = self._children_ns = 0
+        self._usage_at_ns, self._children = 0, _Children(0, {})
         self._begin_pause(self._since_ns)
 
     def turn(self, calls: int, *, is_late: bool = False) -> bool:
@@ -103,7 +103,7 @@ class StackSampler:
             self._begin_pause(now)
         elif self._minimum_ns and pause >= self._due_ns:
             if self._usage is None:  # the usage is that of the drain thread's next pause
-                self._usage, self._usage_at_ns, self._children_ns = _usages(), now, _children_ns()
+                self._usage, self._usage_at_ns, self._children = _usages(), now, _children()
             else:
                 self._write(now, pause)
                 self._usage, self._due_ns = None, 2 * pause
@@ -128,7 +128,7 @@ class StackSampler:
         threads = [*islice(_threads(self._usage or {}), MAX_THREADS)]
         self._tables.add(
             "stacks", mono_ns=now, calls=self._calls, pause_ns=pause, in_call=self._is_in_call,
-            window_ns=now - self._usage_at_ns, children_cpu_ns=max(0, _children_ns() - self._children_ns),
+            window_ns=now - self._usage_at_ns, children_cpu_ns=_children().since(self._children),
             threads=threads,
         )  # fmt: skip
 
@@ -188,27 +188,51 @@ def _usages() -> dict[int, _Usage]:
 
 
 def _usage(thread: int) -> _Usage:
-    cpu_ns = storage_bytes = 0
-    with suppress(ValueError):
-        running, ready, _ = read_text(f"/proc/self/task/{thread}/schedstat").split()
-        cpu_ns = int(running) + int(ready)
+    cpu_ns, storage_bytes = sum(_schedule(f"/proc/self/task/{thread}")), 0
     with suppress(ValueError, KeyError):
         counts = dict(line.split(": ") for line in read_text(f"/proc/self/task/{thread}/io").splitlines())
         storage_bytes = int(counts["read_bytes"]) + int(counts["write_bytes"])
     return _Usage(cpu_ns, storage_bytes)
 
 
-def _children_ns() -> int:
-    """Return the processor time of the processes that this one has started, and that those have started, ns."""
+class _Children(NamedTuple):
+    """Processor time of the processes that this one has started, and that those have started.
+
+    Attributes:
+        cpu_ns: Time for which they were on a processor, also of those that have ended, ns.
+        ready_ns: Time for which each process was ready for one that was busy; those that have ended are missing.
+    """
+
+    cpu_ns: int
+    ready_ns: dict[int, int]
+
+    def since(self, before: _Children) -> int:
+        """Return the time since an earlier look, on a processor or ready for one, ns."""
+        ready_ns = sum(max(0, ns - before.ready_ns.get(pid, 0)) for pid, ns in self.ready_ns.items())
+        return max(0, self.cpu_ns - before.cpu_ns) + ready_ns
+
+
+def _children() -> _Children:
     own = read_stat("/proc/self")
-    ticks, pids = 0 if own is None else own.ended_ticks, [os.getpid()]
+    ticks, ready_ns = 0 if own is None else own.ended_ticks, dict[int, int]()
+    pids = [os.getpid()]
     for pid in islice(pids, MAX_PROCESSES):  # grows meanwhile
         for thread in list_folder(f"/proc/{pid}/task"):
-            children = read_text(f"/proc/{pid}/task/{thread}/children").split()
-            pids += map(int, children)
+            children = [*map(int, read_text(f"/proc/{pid}/task/{thread}/children").split())]
+            pids += children
             stats = (read_stat(f"/proc/{child}") for child in children)
             ticks += sum(stat.cpu_ticks + stat.ended_ticks for stat in stats if stat is not None)
-    return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+            if pid != pids[0]:
+                ready_ns[pid] = ready_ns.get(pid, 0) + _schedule(f"/proc/{pid}/task/{thread}")[1]
+    return _Children(ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK"), ready_ns)
+
+
+def _schedule(folder: str) -> tuple[int, int]:
+    """Return for how long a thread was on a processor, and ready for one, ns; 0: not known."""
+    with suppress(ValueError):
+        running, ready, _ = read_text(folder, "schedstat").split()
+        return int(running), int(ready)
+    return 0, 0
 
 
 def _system_call(thread: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -159,14 +160,35 @@ def test_processes_that_compute_for_this_one() -> None:
     """Those that run, those that they started, and those that have ended, as compilers do."""
     burn = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
     started = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); input()"
-    before = stacks._children_ns()
+    before = stacks._children()
     with subprocess.Popen([sys.executable, "-c", started], stdin=subprocess.PIPE) as process:
         deadline = time.monotonic() + 60
-        while stacks._children_ns() - before < 300_000_000 and time.monotonic() < deadline:
+        while stacks._children().since(before) < 300_000_000 and time.monotonic() < deadline:
             time.sleep(0.05)
-        while_running = stacks._children_ns() - before
+        while_running = stacks._children().since(before)
         process.communicate(b"\n")
-    assert 300_000_000 <= while_running <= stacks._children_ns() - before
+    assert while_running >= 300_000_000
+    assert stacks._children().cpu_ns - before.cpu_ns >= 300_000_000, "with what they used before they ended"
+
+
+def test_processes_that_are_ready_for_a_busy_processor() -> None:
+    """Four processes that share one processor compute, though each is on it for a quarter of the time."""
+    pinned = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+    burn = f"{pinned}\nprint(flush=True)\nwhile True: pass"
+    command = [sys.executable, "-c", burn]
+    with contextlib.ExitStack() as stack:
+        started = [stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE)) for _ in range(4)]
+        try:
+            for process in started:
+                assert process.stdout is not None
+                process.stdout.readline()
+            before, begun = stacks._children(), time.monotonic_ns()
+            time.sleep(1)
+            share = stacks._children().since(before) / (time.monotonic_ns() - begun)
+        finally:
+            for process in started:
+                process.kill()
+    assert share > 2, "on one processor, they are on it for all of the time, and ready for it for three times as long"
 
 
 def test_frames_of_wrappers_are_left_out() -> None:
