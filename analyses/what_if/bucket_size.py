@@ -19,7 +19,6 @@ from commtrace.theory.rules.torch.ddp import gradient_bytes
 
 from .buckets import (
     Bucket,
-    BucketsError,
     GradientBuckets,
     MessageTimes,
     adds_up,
@@ -29,7 +28,7 @@ from .buckets import (
     new_buckets,
     with_buckets,
 )
-from .changed_run import ChangedRun, kinds_of_calls, with_error
+from .changed_run import ChangedRun, DoesNotApplyError, kinds_of_calls, with_error
 from .recorded_graph import Replay
 
 MOST_EXTRAPOLATED: Final = 4.25
@@ -46,12 +45,12 @@ def with_bucket_size(run: ChangedRun, limit: int) -> ChangedRun:
         limit: Bytes from which on a bucket is closed.
 
     Raises:
-        BucketsError: The recorded steps do not show what that would change.
+        DoesNotApplyError: The recorded steps do not show what that would change.
     """
     replay, path = run.replayed.replay, run.recorded.run.log.path
     try:
         if (replay.message >= 0).any():
-            raise BucketsError("the sizes of its messages have already been changed")
+            raise DoesNotApplyError("the sizes of its messages have already been changed")
         recorded = gradient_buckets(replay)
         gradients = _gradients(run.recorded.run)
         pairs = [(own, new_buckets(own.payload, limit, gradients)) for own in recorded]
@@ -59,7 +58,7 @@ def with_bucket_size(run: ChangedRun, limit: int) -> ChangedRun:
         if not pairs:
             return run
         if any(len(own.payload) == 1 for own, _ in pairs):
-            raise BucketsError(
+            raise DoesNotApplyError(
                 "all gradients are in one bucket, so that it is not known when each of them became ready; record a run "
                 "with smaller buckets"
             )
@@ -72,8 +71,8 @@ def with_bucket_size(run: ChangedRun, limit: int) -> ChangedRun:
             times = [_relative_to(run, run.network, own) for own, _ in pairs]
         together = [(*pair, of_pair) for pair, of_pair in zip(pairs, times, strict=True)]
         changed, delays = with_buckets(replay, rows, together)
-    except BucketsError as problem:
-        raise BucketsError(f"{path}: no prediction for buckets of another size: {problem}") from None
+    except DoesNotApplyError as problem:
+        raise DoesNotApplyError(f"{path}: no prediction for buckets of another size: {problem}") from None
     if error:
         delays = with_error(delays, changed.message >= 0, error)
     return replace(
@@ -134,7 +133,7 @@ def _relative_to(run: ChangedRun, network: Network, recorded: GradientBuckets) -
     """Return the times that a network predicts, times what the messages of the run take relative to it.
 
     Raises:
-        BucketsError: It does not predict the operation.
+        DoesNotApplyError: It does not predict the operation.
     """
     replay = run.replayed.replay
     call = recorded.calls[0, 0]
@@ -145,7 +144,7 @@ def _relative_to(run: ChangedRun, network: Network, recorded: GradientBuckets) -
     def expected_ns(payload: int) -> float:
         expected = network.expected(op, payload, ranks, hosts)
         if expected is None:
-            raise BucketsError(f"{network.name} does not predict {op}")
+            raise DoesNotApplyError(f"{network.name} does not predict {op}")
         return 1e3 * expected.total_us
 
     ratio = busy_ns(replay, run.delays, recorded) / sum(map(expected_ns, recorded.payload.tolist()))
@@ -156,6 +155,6 @@ def other_sizes(replay: Replay) -> list[int]:
     """Return sizes of buckets for the catalogue, bytes: half and twice the largest one, or nothing without buckets."""
     try:
         largest = max(int(own.payload.max()) for own in gradient_buckets(replay))
-    except BucketsError:
+    except DoesNotApplyError:
         return []
     return [largest // 2, 2 * largest]

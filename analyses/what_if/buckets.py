@@ -25,11 +25,11 @@ from typing import Final
 import numpy as np
 
 from commtrace.analyses.grouping import Array
-from commtrace.errors import CommtraceError
 from commtrace.formatting import format_bytes
 from commtrace.schema import Flag, Purpose
 from commtrace.theory.rules.gradients import buckets_reaching_limit
 
+from .changed_run import DoesNotApplyError
 from .recorded_graph import Part, Replay
 from .rewiring import Rewiring
 
@@ -45,10 +45,6 @@ _BOUND_TOLERANCE: Final = 0.05
 
 MessageTimes = Callable[[int], Array]
 """Returns the transfer of a message of so many bytes, ns, for each row of delays, shape (n,)."""
-
-
-class BucketsError(CommtraceError):
-    """The steps of a run do not show what buckets of another size would change."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,18 +64,18 @@ def gradient_buckets(replay: Replay) -> list[GradientBuckets]:
     """Return the buckets that DistributedDataParallel all_reduced in the background.
 
     Raises:
-        BucketsError: There are none, or the ranks of a group launched other ones.
+        DoesNotApplyError: There are none, or the ranks of a group launched other ones.
     """
     calls = replay.paths.calls
     is_bucket = calls.has_label("purpose", Purpose.GRADIENTS.value) & calls.has_label("op", OPERATION)
     is_bucket &= ((calls["flags"] & int(Flag.ASYNC)) > 0) & (replay.begun >= 0) & (calls["instance"] >= 0)
     call = np.flatnonzero(is_bucket & (replay.ended >= 0))
     if not len(call) and is_bucket.any():
-        raise BucketsError("the ends of the messages were not observed: record with the native recorder")
+        raise DoesNotApplyError("the ends of the messages were not observed: record with the native recorder")
     if not len(call):
-        raise BucketsError("the steps have no gradients that DistributedDataParallel all_reduced in the background")
+        raise DoesNotApplyError("the steps have no gradients that DistributedDataParallel reduced in the background")
     if len(np.unique(calls["dtype"][call])) > 1:
-        raise BucketsError("gradients of several data types have buckets of their own")
+        raise DoesNotApplyError("gradients of several data types have buckets of their own")
     channel = calls.channel[calls["instance"][call]]
     process, step, micro_batch = (calls[name][call].astype(np.int64) for name in ("process", "step", "micro_batch"))
     order = np.lexsort((replay.begun[call], process, micro_batch, step, channel))
@@ -92,7 +88,7 @@ def gradient_buckets(replay: Replay) -> list[GradientBuckets]:
             continue  # the first replayed pass has begun before the first step
         rows = own.reshape(ranks, -1)
         if (calls["instance"][rows] != calls["instance"][rows[0]]).any():
-            raise BucketsError("the ranks launched other buckets, or in another order")
+            raise DoesNotApplyError("the ranks launched other buckets, or in another order")
         payload = calls["payload"][rows[0]].astype(np.int64)
         passes.setdefault((number, payload.tobytes()), []).append(rows)
     return [GradientBuckets(np.stack(rows), np.frombuffer(payload, np.int64)) for (_, payload), rows in passes.items()]
@@ -135,11 +131,11 @@ def fitted_messages(replay: Replay, delays: Array, buckets: GradientBuckets) -> 
         buckets: Its buckets.
 
     Raises:
-        BucketsError: The messages have one size.
+        DoesNotApplyError: The messages have one size.
     """
     payload, count = buckets.payload, len(buckets.payload)
     if payload.min() == payload.max():
-        raise BucketsError(
+        raise DoesNotApplyError(
             f"the recorded messages have one size ({format_bytes(payload[0])}), from which times of other sizes do not "
             "follow; put the network of the run before this change: --network FILE,FILE (twice the same file of "
             "commtrace bench)"

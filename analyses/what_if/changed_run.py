@@ -28,6 +28,10 @@ SELECTORS: Final = {"role": "dimension", "op": "operation", "purpose": "purpose"
 """Columns of calls by whose labels a change may select -> their names."""
 
 
+class DoesNotApplyError(CommtraceError):
+    """A change does not apply to a run: a catalogue of changes leaves it out."""
+
+
 @dataclass(frozen=True, eq=False)
 class ReplayedRun:
     """A run whose steps are replayed.

@@ -307,7 +307,7 @@ def changes_of_catalogue(run: ReplayedRun) -> Sequence[NamedChange]:
     """Return the changes of the catalogue that apply to any run, and those of its dimensions and largest purposes."""
     texts = ["without-straggler=worst", "balance", "no-wait", "compute=0.5x", "scale-network=2x", "scale-network=0.5x"]
     calls, replay = run.replay.paths.calls, run.replay
-    texts.append("overlap")
+    texts += ["overlap", f"dtype={DTYPES[0]}"]
     for column, most in (("role", MAX_STRAGGLERS), ("op", MAX_STRAGGLERS), ("purpose", 3)):
         is_transfer = replay.part == Part.TRANSFER
         codes = calls[column][replay.call[is_transfer]]

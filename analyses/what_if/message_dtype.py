@@ -17,12 +17,11 @@ from typing import Final
 import numpy as np
 
 from commtrace.analyses.grouping import Array, group_rows
-from commtrace.errors import CommtraceError
 from commtrace.formatting import format_bytes, format_count
 from commtrace.network.networks import Network
 from commtrace.schema import Purpose
 
-from .changed_run import ChangedRun, ReplayedRun, kinds_of_calls, with_scaled_transfers
+from .changed_run import ChangedRun, DoesNotApplyError, ReplayedRun, kinds_of_calls, with_scaled_transfers
 from .recorded_graph import Part
 
 DTYPES: Final = ("bf16", "fp16")
@@ -46,14 +45,16 @@ def with_message_dtype(run: ChangedRun, dtype: str) -> ChangedRun:
         dtype: One of `DTYPES`.
 
     Raises:
-        CommtraceError: It sends none, or a network does not predict an operation.
+        DoesNotApplyError: It sends none, their type has been changed, or a network does not predict an operation.
     """
+    if any(text.startswith("dtype=") for text in run.texts):
+        raise DoesNotApplyError(f"dtype={dtype}: the type of its messages has already been changed")
     replay, calls = run.replayed.replay, run.replayed.replay.paths.calls
     is_sent = calls.has_label("dtype", _RECORDED) & calls.has_label("purpose", *(each.value for each in _PURPOSES))
     changed = (replay.part == Part.TRANSFER) & is_sent[replay.call]
     edges = np.flatnonzero(changed & (run.delays > 0).any(axis=0))
     if not len(edges):
-        raise CommtraceError(
+        raise DoesNotApplyError(
             f"{run.recorded.run.log.path}: no calls for gradients or parameters in {_RECORDED} in its steps: nothing "
             f"changes with {dtype}"
         )
@@ -82,7 +83,7 @@ def _by_network(run: ChangedRun, network: Network, transfers: Array, payload: Ar
     for op, size, ranks, hosts, at in kinds_of_calls(calls, run.replayed.hosts, call, payload):
         times = [network.expected(op, round(of * size), ranks, hosts) for of in (1, _RATIO)]
         if times[0] is None or times[1] is None or not times[0].total_us:
-            raise CommtraceError(f"{network.name} does not predict {op}")
+            raise DoesNotApplyError(f"{network.name} does not predict {op}")
         factor[at] = times[1].total_us / times[0].total_us
     return factor
 
@@ -112,8 +113,7 @@ def _remarks(run: ChangedRun, dtype: str, transfers: Array, payload: Array) -> I
     yield (
         f"{dtype}: {format_count(count)} calls of a rank in a step, with {format_bytes(size)} of gradients and "
         f"parameters in {_RECORDED}, carry half. Everything else stays: other types, losses and norms, and computation "
-        "(conversions take time that is not predicted; matrix products may become faster). This change has not been "
-        "held to real runs."
+        "(conversions take time that is not predicted; matrix products may become faster)."
     )
     if ranks > VALIDATED_RANKS:
         yield f"Predictions for other types were compared with real runs of {VALIDATED_RANKS} ranks over gloo only."

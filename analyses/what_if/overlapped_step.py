@@ -19,10 +19,9 @@ from typing import Final
 import numpy as np
 
 from commtrace.analyses.grouping import Array
-from commtrace.errors import CommtraceError
 from commtrace.formatting import format_count
 
-from .changed_run import ChangedRun
+from .changed_run import ChangedRun, DoesNotApplyError
 from .event_graph import CircularEventsError
 from .overlap_rules import END_OF_STEP, OverlapRules, OverlapSpans
 from .recorded_graph import Part, Replay
@@ -30,10 +29,6 @@ from .rewiring import Rewiring
 
 VALIDATED_RANKS: Final = 4
 """Ranks of the runs over gloo to which bounds were held."""
-
-
-class OverlapError(CommtraceError):
-    """No operation can overlap more than it was recorded."""
 
 
 def with_overlap(run: ChangedRun, what: str) -> ChangedRun:
@@ -44,7 +39,7 @@ def with_overlap(run: ChangedRun, what: str) -> ChangedRun:
         what: Their dimension, operation or purpose; "": all.
 
     Raises:
-        OverlapError: None can, or ranks would wait for each other in a circle.
+        DoesNotApplyError: None can, or ranks would wait for each other in a circle.
         CommtraceError: No call has this label.
     """
     replay, path = run.replayed.replay, run.recorded.run.log.path
@@ -59,7 +54,7 @@ def with_overlap(run: ChangedRun, what: str) -> ChangedRun:
     changes = _waits_later(rewiring, selected, call, until)
     changes[early] |= begins_early
     if not changes.any():
-        raise OverlapError(
+        raise DoesNotApplyError(
             f"{path}: {f'no call of {what!r}' if what else 'no call'} can overlap more than recorded: only gradients "
             "and parameters gathered for a pass can, unless they are already waited for as late as dependencies allow"
         )
@@ -68,7 +63,7 @@ def with_overlap(run: ChangedRun, what: str) -> ChangedRun:
     try:
         changed.graph.times(delays)
     except CircularEventsError as error:
-        raise OverlapError(f"{path}: its ranks would wait for each other in a circle: {error}") from None
+        raise DoesNotApplyError(f"{path}: its ranks would wait for each other in a circle: {error}") from None
     moved = call[changes]
     return replace(
         run, replayed=replace(run.replayed, replay=changed), delays=delays,

@@ -40,11 +40,9 @@ from commtrace.formatting import format_count, format_duration, is_known
 
 from . import layouts
 from .bandwidth_bounds import BANDWIDTH_BOUNDS, EXPOSED_BY_BANDWIDTH, EXPOSED_TARGETS, format_bandwidth
-from .buckets import BucketsError
-from .changed_run import REMARKS, ChangedRun, ReplayedRun, wire_bytes_of_calls, worst_straggler
+from .changed_run import REMARKS, ChangedRun, DoesNotApplyError, ReplayedRun, wire_bytes_of_calls, worst_straggler
 from .changes import changed_run, changes_of_catalogue
 from .critical_parts import critical_parts, largest_parts
-from .overlapped_step import OverlapError
 from .recorded_graph import Part, Replay
 from .timelines import STEP_TIMELINES
 
@@ -138,7 +136,7 @@ def what_if(changed: ChangedRun, *, catalogue: bool = False, variation: float = 
         for change in changes_of_catalogue(changed.recorded):
             try:
                 run = changed.with_change(change)
-            except (BucketsError, OverlapError):  # it does not apply to the run
+            except DoesNotApplyError:
                 continue
             more.append(predicted(prefix + change.text, run))
             remarks += run.remarks

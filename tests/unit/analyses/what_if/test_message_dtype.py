@@ -68,6 +68,18 @@ def test_a_network_says_what_half_the_bytes_take(tmp_path: Path) -> None:
     assert row.step_ns == pytest.approx((100 + 900 * 400 / 600) * US, rel=0.01)
 
 
+def test_the_catalogue_has_it_once(tmp_path: Path) -> None:
+    recorded = replayed_run(open_run(program_of(tmp_path / "gradients", [(MB, 200, GRADIENTS_SITE)])))
+    changes = what_if(changed_run(recorded), catalogue=True)["change"]
+    assert "dtype=bf16" in [*changes]
+    changed = changed_run(recorded, ["dtype=fp16"])
+    assert "... dtype=bf16" not in [*what_if(changed, catalogue=True)["change"]]
+    with pytest.raises(CommtraceError, match="the type of its messages has already been changed"):
+        changed_run(recorded, ["dtype=fp16", "dtype=bf16"])
+    others = replayed_run(open_run(program_of(tmp_path / "others", [(MB, 200, 2)])))
+    assert "dtype=bf16" not in [*what_if(changed_run(others), catalogue=True)["change"]]
+
+
 def test_nothing_to_change(tmp_path: Path) -> None:
     recorded = replayed_run(open_run(program_of(tmp_path, [(MB, 200, 2)])))
     with pytest.raises(CommtraceError, match="no calls for gradients or parameters in float32"):

@@ -13,9 +13,8 @@ import replayed_programs
 from factory import ALL_GATHER, ALL_REDUCE
 from replayed_programs import GRADIENTS_SITE, PARAMETERS_SITE, US, Instruction, Operation, Program, run, write
 
-from commtrace.analyses.what_if.changed_run import REMARKS, replayed_run
+from commtrace.analyses.what_if.changed_run import REMARKS, DoesNotApplyError, replayed_run
 from commtrace.analyses.what_if.changes import changed_run
-from commtrace.analyses.what_if.overlapped_step import OverlapError
 from commtrace.analyses.what_if.predictions import what_if
 from commtrace.cli import main
 from commtrace.errors import CommtraceError
@@ -182,9 +181,9 @@ def test_nothing_to_overlap(tmp_path: Path) -> None:
     program = program_of([Call(100, 50, NORM), END])
     write(program, run(program), tmp_path)
     replayed = replayed_run(open_run(tmp_path))
-    with pytest.raises(OverlapError, match="no call can overlap more than recorded"):
+    with pytest.raises(DoesNotApplyError, match="no call can overlap more than recorded"):
         changed_run(replayed, ["overlap"])
-    with pytest.raises(OverlapError, match="no call of 'all_reduce' can overlap"):
+    with pytest.raises(DoesNotApplyError, match="no call of 'all_reduce' can overlap"):
         changed_run(replayed, ["overlap=all_reduce"])
     with pytest.raises(CommtraceError, match="'overlap=': the dimension, operation or purpose is missing"):
         changed_run(replayed, ["overlap="])
