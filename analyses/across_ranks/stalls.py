@@ -35,8 +35,8 @@ STALLED_THREADS: Final = TableSpec("stalled_threads", "Ranks without progress",
         optional=True),
     flag("in_call", "in a call", "Whether the process was in a recorded call; missing if that is not known."),
     word_column("activity", "activity", 'What the thread did: "computing", "sleeping", "waiting for" '
-        '"a lock or thread", "data", "a process" or "storage", "waiting while its child processes compute", or just '
-        '"waiting"; of a process whose stacks are not '
+        '"a lock or thread", "data", "a process" or "storage", "waiting while its child processes compute" or "... use '
+        'storage", or just "waiting"; of a process whose stacks are not '
         'known "stopped", or "keeping the interpreter\'s lock, computing" (or waiting).'),
     text_column("function", "in",
         "Function of a library that the program's innermost line called, or that line's own function; missing if no "
@@ -61,6 +61,7 @@ WAITING: Final = "waiting"
 STOPPED: Final = "stopped"
 STORAGE: Final = "waiting for storage"
 CHILDREN: Final = "waiting while its child processes compute"
+CHILDREN_STORAGE: Final = "waiting while its child processes use storage"
 LOCK: Final = "keeping the interpreter's lock, "
 _ACTIVITIES: Final = {
     **dict.fromkeys(("nanosleep", "clock_nanosleep"), "sleeping"),
@@ -137,6 +138,8 @@ def _activity(thread: ThreadStack, sample: StackSample) -> dict[str, object]:
         activity = STORAGE
     elif thread.is_main and window_ns and sample.children_cpu_ns / window_ns >= COMPUTES_FROM:
         activity = CHILDREN  # as compilers, and workers of a data loader
+    elif thread.is_main and sample.children_use_storage:
+        activity = CHILDREN_STORAGE
     else:
         activity = _ACTIVITIES.get(thread.system_call, WAITING)
     return {"activity": activity, "cpu_share": cpu_share}

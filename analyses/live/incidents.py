@@ -21,7 +21,7 @@ import pandas as pd
 
 from commtrace.analyses.across_ranks.culprits import HIGH, Culprit, find_culprits
 from commtrace.analyses.across_ranks.endings_section import describe_endings
-from commtrace.analyses.across_ranks.stalls import CHILDREN, COMPUTING, LOCK, STORAGE
+from commtrace.analyses.across_ranks.stalls import CHILDREN, CHILDREN_STORAGE, COMPUTING, LOCK, STORAGE
 from commtrace.analyses.across_ranks.step_time_section import delay_sentences
 from commtrace.analyses.across_ranks.stuck_calls import MIN_WAIT_NS
 from commtrace.analyses.across_ranks.stuck_calls_section import diagnosis
@@ -35,7 +35,7 @@ KINDS: Final = {"hang": "60s", "end": "", "straggler": "20%", "step": "2x"}
 """Kinds of incidents -> threshold by default; "": none."""
 EXPLAINED_NS: Final = 4_000_000_000
 """Time after which a stuck call is told, whether or not it is known what its absent ranks do."""
-_MAY_GO_ON: Final = (COMPUTING, STORAGE, CHILDREN, LOCK + COMPUTING)
+_MAY_GO_ON: Final = (COMPUTING, STORAGE, CHILDREN, CHILDREN_STORAGE, LOCK + COMPUTING)
 """Activities of a rank that may go on by itself."""
 MIN_STEPS: Final = 5
 """Steps before a long one that must be known."""

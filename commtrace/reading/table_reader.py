@@ -84,6 +84,8 @@ class StackSample(NamedTuple):
     """Time over which processor times of threads were measured."""
     children_cpu_ns: int
     """Time of its child processes on a processor, or ready for one, within this time; 0: none, or not known."""
+    children_use_storage: bool
+    """Whether a child process waited for storage, read from it, or changed files on it, within this time."""
     threads: tuple[ThreadStack, ...]
 
 
@@ -263,7 +265,8 @@ def _stacks(row: Row) -> StackSample:
     )  # fmt: skip
     return StackSample(
         _natural(row["mono_ns"]), _natural(row["calls"]), _natural(row["pause_ns"]), row["in_call"] is True,
-        _natural(row["window_ns"]), _natural(row.get("children_cpu_ns", 0)), tuple(threads),
+        _natural(row["window_ns"]), _natural(row.get("children_cpu_ns", 0)),
+        row.get("children_use_storage") is True, tuple(threads),
     )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ class StackSampler:
         self._since_ns = time.monotonic_ns()
         self._longest_ns = self._due_ns = 0
         self._usage: dict[int, _Usage] | None = None
-        self._usage_at_ns, self._children = 0, _Children(0, {})
+        self._usage_at_ns, self._children = 0, _Children(0, {}, {}, wait_for_storage=False)
         self._begin_pause(self._since_ns)
 
     def turn(self, calls: int, *, is_late: bool = False) -> bool:
@@ -126,9 +126,10 @@ class StackSampler:
 
     def _write(self, now: int, pause: int) -> None:
         threads = [*islice(_threads(self._usage or {}), MAX_THREADS)]
+        children_ns, children_use_storage = _children().since(self._children)
         self._tables.add(
             "stacks", mono_ns=now, calls=self._calls, pause_ns=pause, in_call=self._is_in_call,
-            window_ns=now - self._usage_at_ns, children_cpu_ns=_children().since(self._children),
+            window_ns=now - self._usage_at_ns, children_cpu_ns=children_ns, children_use_storage=children_use_storage,
             threads=threads,
         )  # fmt: skip
 
@@ -188,43 +189,53 @@ def _usages() -> dict[int, _Usage]:
 
 
 def _usage(thread: int) -> _Usage:
-    cpu_ns, storage_bytes = sum(_schedule(f"/proc/self/task/{thread}")), 0
-    with suppress(ValueError, KeyError):
-        counts = dict(line.split(": ") for line in read_text(f"/proc/self/task/{thread}/io").splitlines())
-        storage_bytes = int(counts["read_bytes"]) + int(counts["write_bytes"])
-    return _Usage(cpu_ns, storage_bytes)
+    folder = f"/proc/self/task/{thread}"
+    return _Usage(sum(_schedule(folder)), _storage_bytes(folder))
 
 
 class _Children(NamedTuple):
-    """Processor time of the processes that this one has started, and that those have started.
+    """What the processes do that this one has started, and that those have started.
 
     Attributes:
         cpu_ns: Time for which they were on a processor, also of those that have ended, ns.
         ready_ns: Time for which each process was ready for one that was busy; those that have ended are missing.
+        storage_bytes: Bytes that each one read from storage, or changed in files that are on storage.
+        wait_for_storage: Whether one of them waits for storage at the moment.
     """
 
     cpu_ns: int
     ready_ns: dict[int, int]
+    storage_bytes: dict[int, int]
+    wait_for_storage: bool
 
-    def since(self, before: _Children) -> int:
-        """Return the time since an earlier look, on a processor or ready for one, ns."""
-        ready_ns = sum(max(0, ns - before.ready_ns.get(pid, 0)) for pid, ns in self.ready_ns.items())
-        return max(0, self.cpu_ns - before.cpu_ns) + ready_ns
+    def since(self, before: _Children) -> tuple[int, bool]:
+        """Return the time since an earlier look on a processor, or ready for one, ns, and whether they used storage."""
+        ready_ns = _growth(self.ready_ns, before.ready_ns)
+        uses_storage = self.wait_for_storage or _growth(self.storage_bytes, before.storage_bytes) > 0
+        return max(0, self.cpu_ns - before.cpu_ns) + ready_ns, uses_storage
+
+
+def _growth(now: dict[int, int], before: dict[int, int]) -> int:
+    return sum(max(0, value - before.get(pid, 0)) for pid, value in now.items())
 
 
 def _children() -> _Children:
     own = read_stat("/proc/self")
-    ticks, ready_ns = 0 if own is None else own.ended_ticks, dict[int, int]()
+    ticks, waits = 0 if own is None else own.ended_ticks, False
+    ready_ns, storage_bytes = dict[int, int](), dict[int, int]()
     pids = [os.getpid()]
     for pid in islice(pids, MAX_PROCESSES):  # grows meanwhile
         for thread in list_folder(f"/proc/{pid}/task"):
             children = [*map(int, read_text(f"/proc/{pid}/task/{thread}/children").split())]
             pids += children
-            stats = (read_stat(f"/proc/{child}") for child in children)
-            ticks += sum(stat.cpu_ticks + stat.ended_ticks for stat in stats if stat is not None)
+            stats = [stat for child in children if (stat := read_stat(f"/proc/{child}")) is not None]
+            ticks += sum(stat.cpu_ticks + stat.ended_ticks for stat in stats)
+            waits = waits or any(stat.state == "D" for stat in stats)
             if pid != pids[0]:
                 ready_ns[pid] = ready_ns.get(pid, 0) + _schedule(f"/proc/{pid}/task/{thread}")[1]
-    return _Children(ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK"), ready_ns)
+        if pid != pids[0]:
+            storage_bytes[pid] = _storage_bytes(f"/proc/{pid}")
+    return _Children(ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK"), ready_ns, storage_bytes, waits)
 
 
 def _schedule(folder: str) -> tuple[int, int]:
@@ -233,6 +244,14 @@ def _schedule(folder: str) -> tuple[int, int]:
         running, ready, _ = read_text(folder, "schedstat").split()
         return int(running), int(ready)
     return 0, 0
+
+
+def _storage_bytes(folder: str) -> int:
+    """Return the bytes that a process or thread read from storage, or changed in files on storage; 0: not known."""
+    with suppress(ValueError, KeyError):
+        counts = dict(line.split(": ") for line in read_text(folder, "io").splitlines())
+        return int(counts["read_bytes"]) + int(counts["write_bytes"])
+    return 0
 
 
 def _system_call(thread: int) -> str:

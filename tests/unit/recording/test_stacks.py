@@ -163,9 +163,9 @@ def test_processes_that_compute_for_this_one() -> None:
     before = stacks._children()
     with subprocess.Popen([sys.executable, "-c", started], stdin=subprocess.PIPE) as process:
         deadline = time.monotonic() + 60
-        while stacks._children().since(before) < 300_000_000 and time.monotonic() < deadline:
+        while stacks._children().since(before)[0] < 300_000_000 and time.monotonic() < deadline:
             time.sleep(0.05)
-        while_running = stacks._children().since(before)
+        while_running, _ = stacks._children().since(before)
         process.communicate(b"\n")
     assert while_running >= 300_000_000
     assert stacks._children().cpu_ns - before.cpu_ns >= 300_000_000, "with what they used before they ended"
@@ -184,11 +184,40 @@ def test_processes_that_are_ready_for_a_busy_processor() -> None:
                 process.stdout.readline()
             before, begun = stacks._children(), time.monotonic_ns()
             time.sleep(1)
-            share = stacks._children().since(before) / (time.monotonic_ns() - begun)
+            share = stacks._children().since(before)[0] / (time.monotonic_ns() - begun)
         finally:
             for process in started:
                 process.kill()
     assert share > 2, "on one processor, they are on it for all of the time, and ready for it for three times as long"
+
+
+def test_a_process_that_writes_to_storage(tmp_path: Path) -> None:
+    """While it waits for its standard input, it uses none."""
+    saves = """
+import os, sys
+for _ in range(2):
+    print(flush=True)
+    sys.stdin.readline()
+    with open(sys.argv[1], "wb") as file:
+        file.write(bytes(1 << 20))
+        os.fsync(file.fileno())
+"""
+    command = [sys.executable, "-c", saves, str(tmp_path / "file")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        before = stacks._children()
+        _, used_before = stacks._children().since(before)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        written = stacks._children()
+        process.communicate("\n")
+    if not sum(written.storage_bytes.values()):
+        pytest.skip("files of tests are not on storage, or the kernel does not count")
+    assert not used_before
+    assert written.since(before)[1]
 
 
 def test_frames_of_wrappers_are_left_out() -> None:

@@ -103,6 +103,20 @@ def test_a_process_of_which_children_compute(fields: dict[str, Any], activity: s
     assert row.activity == activity
 
 
+@pytest.mark.parametrize(
+    ("fields", "activity"),
+    [
+        ({"system_call": "read"}, "waiting while its child processes use storage"),
+        ({"cpu_ns": SECOND // 10}, "computing"),
+        ({"main": False}, "waiting for a lock or thread"),
+    ],
+)
+def test_a_process_of_which_children_use_storage(fields: dict[str, Any], activity: str, tmp_path: Path) -> None:
+    sampled(LogFactory(tmp_path), 0, thread(**fields), children_cpu_ns=SECOND // 200, children_use_storage=True)
+    (row,) = rows_of(stalled(tmp_path))
+    assert row.activity == activity
+
+
 def test_a_process_that_went_on_or_closed_its_log_is_not_stalled(tmp_path: Path) -> None:
     log = LogFactory(tmp_path)
     sampled(log, 0, thread(), calls=1, counted=2)
