@@ -187,8 +187,8 @@ _TABLE_SECTIONS: Final = (
     (
         "Tables of predicted changes",
         "`commtrace whatif DIR ... --json`; methods of `commtrace.open(DIR)` return those of changes, "
-        "`commtrace.compare_layouts` those of layouts. `step_timelines` and `exposed_by_speed` are only in pages and "
-        "Python.",
+        "`commtrace.compare_layouts` those of layouts. `step_timelines`, `exposed_by_speed` and `exposed_by_bandwidth` "
+        "are only in pages and Python.",
         TABLE_GROUPS["what_if"],
     ),
 )

@@ -179,6 +179,8 @@ def _required_bandwidth(path: Path, arguments: argparse.Namespace) -> int:
         )
     finally:
         print_notes(opened.notes)
+    if arguments.html is None:
+        del tables["exposed_by_bandwidth"]  # of a figure
     return _show({path.name: opened}, tables, tables["bandwidth_bounds"].attrs[REMARKS], arguments)
 
 
