@@ -38,7 +38,7 @@ RATES: Final = ("300mbit", "1gbit", "2gbit", "4gbit", "8gbit")
 STEPS: Final = ("steps=40",)
 SCHEMES: Final = ("ddp", "zero1", "fsdp2")
 RANKS: Final = 2
-LATE: Final = (10.0, 30.0, 80.0)
+LATE: Final = (10.0, 20.0, 30.0, 50.0, 80.0, 120.0, 200.0)
 BUCKETS_MB: Final = (1, 2, 4, 16)
 """Limits of buckets. All gradients fit into one of 16 MiB, from which nothing is predicted."""
 BUCKET_JOBS: Final = (("300mbit", 0.0), ("1gbit", 0.0), ("4gbit", 0.0), ("1gbit", 15.0), ("4gbit", 15.0))

@@ -75,8 +75,8 @@ class Member:
         self.begins = np.sort(known[0])
         self.quiet_ns = max(int(column.max(initial=_NO_TIME)) for column in known)
         moments = [stats.get("mono_ns"), end.get("mono_ns"), *(row.get("mono_ns") for row in tables.clock)]
-        # A process that is stopped does not wait.
-        is_stopped = process.silence in ("stopped", "resumed")
+        # A process that is stopped does not wait; one whose turn is overdue may be.
+        is_stopped = process.silence in ("late", "stopped", "resumed")
         live_ns = process.live_turn_ns if is_stopped else process.live_at_ns
         seen_ns = max(live_ns, *(integer_or_none(moment) or 0 for moment in moments))
         self.alive_ns = max(seen_ns + self.offset, self.quiet_ns)

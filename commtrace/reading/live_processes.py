@@ -12,6 +12,9 @@ from commtrace.recording.ring import RingContent, Silence, read_turn
 
 SILENT_NS: Final = 5_000_000_000
 """Time by which a turn must be overdue for a process to be looked at."""
+LATE_NS: Final = 1_000_000_000
+"""Time from which on it is not known that the process went on: a call is said to be stuck before it is looked at."""
+_STOPPED: Final = ("T", "t")  # t: by a debugger
 CONFIRM_SECONDS: Final = 1.0
 """Time in which a process takes a turn that has just been resumed."""
 
@@ -29,11 +32,14 @@ def with_silences(rings: Mapping[Path, RingContent]) -> dict[Path, RingContent]:
     for key, ring in silent.items():
         if silences[key] == "lock" and read_turn(ring.path) != ring.turn_ns:
             silences[key] = "resumed"
-    return {**rings, **{key: ring._replace(silence=silences[key]) for key, ring in silent.items()}}
+    for key, ring in rings.items():
+        if ring.is_alive and (ring.silent_ns >= LATE_NS or ring.process_state in _STOPPED):
+            silences.setdefault(key, "late")
+    return {key: ring._replace(silence=silences.get(key, "")) for key, ring in rings.items()}
 
 
 def _silence(ring: RingContent) -> Silence:
-    if ring.process_state in ("T", "t"):  # t: by a debugger
+    if ring.process_state in _STOPPED:
         return "stopped"
     thread = f"/proc/{ring.identity.get('pid')}/task/{ring.drain_thread}"
     return "storage" if ring.drain_thread and waits_for_storage(thread) else "lock"

@@ -227,10 +227,16 @@ def other_rings(folder: str) -> list[Path]:
     return sorted(path for path in Path(folder).glob("commtrace-*.ring") if path not in _own_rings)
 
 
-Silence: TypeAlias = Literal["", "stopped", "resumed", "lock", "storage"]
-"""Why the drain thread of a live process takes no turns: "": it does; "stopped": the process is stopped; "resumed": it
-had been, and goes on; "lock": another thread keeps the interpreter's lock; "storage": it waits for the log's storage,
-and the program's own threads go on."""
+Silence: TypeAlias = Literal["", "late", "stopped", "resumed", "lock", "storage"]
+"""Why the drain thread of a live process takes no turns.
+
+    ""         it does
+    "late"     its turn is overdue, not for long enough to tell why, or the process has just been stopped
+    "stopped"  the process is stopped
+    "resumed"  it had been, and goes on
+    "lock"     another thread keeps the interpreter's lock
+    "storage"  it waits for the log's storage, and the program's own threads go on
+"""
 
 
 class RingContent(NamedTuple):

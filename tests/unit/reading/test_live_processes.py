@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from waiting_threads import waiting_for_a_file
 
+from commtrace.analyses.across_ranks.stuck_calls import MIN_WAIT_NS
 from commtrace.reading import live_processes
-from commtrace.reading.live_processes import SILENT_NS, with_silences
+from commtrace.reading.live_processes import LATE_NS, SILENT_NS, with_silences
 from commtrace.recording.ring import TURN_AT, RingContent, Silence
 from commtrace.recording.summary_files import Snapshot
 from commtrace.schema import RECORD
+from commtrace.settings import Settings
 
 NONE = np.zeros(0, RECORD)
 TURN_NS = 7
@@ -41,10 +43,19 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_takes_turns(tmp_path: Path) -> None:
-    assert silence(ring(tmp_path / "ring", silent_ns=SILENT_NS - 1)) == ""
+    assert silence(ring(tmp_path / "ring", silent_ns=LATE_NS - 1)) == ""
     assert silence(ring(tmp_path / "ring")._replace(is_alive=False)) == ""
     assert silence(ring(tmp_path / "ring")._replace(turn_ns=0)) == "", "of an earlier version, before its first turn"
     assert silence(ring(tmp_path / "ring")._replace(identity={"drain_ms": "damaged"})) == ""
+
+
+def test_a_turn_that_is_overdue(tmp_path: Path) -> None:
+    """For longer than a process on a busy host takes, and not for as long as it takes to say why."""
+    for silent_ns in (LATE_NS, SILENT_NS - 1):
+        assert silence(ring(tmp_path / "ring", silent_ns=silent_ns)) == "late"
+    assert silence(ring(tmp_path / "ring", silent_ns=0)._replace(process_state="T")) == "late"
+    wait_ns = LATE_NS + Settings.drain_ms * 1_000_000
+    assert wait_ns < MIN_WAIT_NS, "before a call that a stopped process is in may be said to be stuck"
 
 
 @pytest.mark.parametrize("letter", ["T", "t"])

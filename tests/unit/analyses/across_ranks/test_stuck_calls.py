@@ -141,7 +141,15 @@ def test_a_hang(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("silence", "late_s", "waited_s"),
-    [("", 0, 20), ("", 9, 11), ("", 18, None), ("stopped", 0, None), ("resumed", 0, None), ("lock", 0, 20)],
+    [
+        ("", 0, 20),
+        ("", 9, 11),
+        ("", 18, None),
+        ("late", 0, None),
+        ("stopped", 0, None),
+        ("resumed", 0, None),
+        ("lock", 0, 20),
+    ],
 )
 def test_time_in_which_a_process_was_stopped(
     silence: Silence, late_s: int, waited_s: int | None, tmp_path: Path
