@@ -75,10 +75,8 @@ class Member:
         self.begins = np.sort(known[0])
         self.quiet_ns = max(int(column.max(initial=_NO_TIME)) for column in known)
         moments = [stats.get("mono_ns"), end.get("mono_ns"), *(row.get("mono_ns") for row in tables.clock)]
-        # A process that is stopped does not wait; one whose turn is overdue may be.
-        is_stopped = process.silence in ("late", "stopped", "resumed")
-        live_ns = process.live_turn_ns if is_stopped else process.live_at_ns
-        seen_ns = max(live_ns, *(integer_or_none(moment) or 0 for moment in moments))
+        # A process that is stopped does not wait.
+        seen_ns = max(process.ran_until_ns, *(integer_or_none(moment) or 0 for moment in moments))
         self.alive_ns = max(seen_ns + self.offset, self.quiet_ns)
         self.resumed_ns = process.live_late_turn_ns + self.offset if process.live_late_turn_ns else _NO_TIME
 

@@ -105,7 +105,7 @@ def _rows(run: RecordedRun, number: int, process: Process) -> Iterator[dict[str,
         return
     if (sample := process.tables.stacks) is not None and sample.calls >= _known_calls(process):
         # Of a live process that was in no call, it is known that it has begun none since.
-        later_ns = max(0, process.live_at_ns - sample.mono_ns) if not sample.in_call else 0
+        later_ns = max(0, process.ran_until_ns - sample.mono_ns) if not sample.in_call else 0
         short = short_paths(file for thread in sample.threads for file, _, _ in thread.frames)
         for thread in sample.threads:
             yield {

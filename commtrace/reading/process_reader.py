@@ -71,7 +71,7 @@ class Process:
     live_late_turn_ns: int = 0
     """Monotonic time at which it did so late, for the last time; 0: never."""
     silence: Silence = ""
-    """Why a live process has not done so when it was due, 5 s ago."""
+    """Why a live process has not done so when it was due."""
     live_state: str = ""
     """The kernel's letter for the state of a live process."""
     left_in_memory: int = 0
@@ -85,6 +85,11 @@ class Process:
     """Its file of other work on the device (`device_work`), if it was imported from a source that has it."""
     kept: Segment | None = None
     """Its last records, including steps that were not recorded; for stuck calls only, as segments may have them too."""
+
+    @property
+    def ran_until_ns(self) -> int:
+        """Monotonic time until which a live process was not stopped, as far as that is known."""
+        return self.live_turn_ns if self.silence in ("late", "stopped", "resumed") else self.live_at_ns
 
     @cached_property
     def rank(self) -> int:

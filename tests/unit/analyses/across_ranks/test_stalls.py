@@ -166,6 +166,23 @@ def test_a_live_process_without_turns(silence: Silence, state: str, activity: st
     )
 
 
+@pytest.mark.parametrize(("silence", "seconds"), [("", 60), ("late", 20), ("resumed", 20), ("storage", 60)])
+def test_time_in_which_a_process_was_stopped_is_no_stall(silence: Silence, seconds: int, tmp_path: Path) -> None:
+    """All ranks evaluate without a call, and the job is suspended meanwhile."""
+    log = LogFactory(tmp_path)
+    sampled(log, 0, thread())
+    run = open_run(tmp_path)
+    (process,) = run.processes
+    assert process.tables.stacks is not None
+    sample_ns = process.tables.stacks.mono_ns
+    pause = process.tables.stacks.pause_ns
+    live = replace(
+        process, live_at_ns=sample_ns + 60 * SECOND, live_turn_ns=sample_ns + 20 * SECOND, silence=silence
+    )  # fmt: skip
+    found = find_stalls(RecordedRun(replace(run.log, processes=(live,))))["stalled_threads"]
+    assert found["stalled_ns"].tolist() == [pause + seconds * SECOND]
+
+
 def test_what_the_diagnosis_says(tmp_path: Path) -> None:
     log = LogFactory(tmp_path)
     for rank in (0, 1):
