@@ -166,7 +166,7 @@ class Bandwidth:
     share: float
     predicted_gb_per_s: float
     alone_ns: float
-    """A step on a link that does not limit it."""
+    """A step of one rank, which neither shards nor sends anything."""
     measured_ns: Mapping[str, float]
     """Steps by bandwidth of the link, GB/s."""
 
@@ -195,12 +195,15 @@ def bandwidths(folder: Path) -> Iterator[Bandwidth]:
         needed = float(tables["bandwidth_bounds"].iloc[0][f"{'best' if background else 'worst'}_{percent}_gb_per_s"])
         print(f"predicted: {name}: {needed:.4f} GB/s", file=sys.stderr, flush=True)
         rates = {f"{factor * needed:.6f}": f"{factor * needed * 8e6:.0f}kbit" for factor in NEIGHBOURS}
-        for rate in ("8gbit", *rates.values()):
+        if not (alone := folder / "alone").exists():
+            with links("8gbit", 1) as inside:
+                run(inside, [*program[:2], "buckets", *program[3:]], alone)
+        for rate in rates.values():
             if not (own / rate).exists():
                 with links(rate, ranks) as inside:
                     run(inside, program, own / rate)
         measured = {gb_per_s: step_ns(own / rate) for gb_per_s, rate in rates.items()}
-        yield Bandwidth(name, percent / 100, needed, step_ns(own / "8gbit"), measured)
+        yield Bandwidth(name, percent / 100, needed, step_ns(alone), measured)
 
 
 def tables(found: Sequence[Choice], needed: Sequence[Bandwidth]) -> Iterator[str]:
