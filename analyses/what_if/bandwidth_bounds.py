@@ -207,8 +207,9 @@ class _Transfers:
         for (bound, _), graph in zip(_BOUNDS, self.graphs, strict=True):
             by_byte = partial(self._by_byte, graph, latency_ns)
             by_latency = partial(self._by_latency, graph)
+            alone_ns = self.alone_ns(graph)
             for target in EXPOSED_TARGETS:
-                longest_ns = self.alone_ns(graph) / (1 - target)
+                longest_ns = alone_ns / (1 - target)
                 ns_per_byte, latency = largest(by_byte, longest_ns), largest(by_latency, longest_ns)
                 row[_name(bound, target)] = None if ns_per_byte is None else 1 / ns_per_byte
                 row[_name(bound, target, _LATENCY)] = latency if latency is not None and latency < np.inf else None
@@ -247,15 +248,15 @@ def largest(step_ns: Callable[[Array], Array], longest_ns: float) -> float | Non
         if high > _MOST:
             return float("inf")
         (at_high,) = step_ns(np.array([high]))
-    x, before = high, _CHORD * high
+    x = high
     # Right of the solution, the next x of Newton's method is not left of it, but for the length of the chord that is
     # taken for the tangent.
     for _ in range(_MAX_ITERATIONS):
+        before = _CHORD * x
         left, here = step_ns(np.array([x - before, x]))
         if here <= longest_ns * (1 + _PRECISION):
             break
         x -= (here - longest_ns) * before / (here - left)
-        before = _CHORD * x
     return float(x)
 
 

@@ -220,22 +220,25 @@ def _growth(now: dict[int, int], before: dict[int, int]) -> int:
 
 
 def _children() -> _Children:
-    own = read_stat("/proc/self")
-    ticks, waits = 0 if own is None else own.ended_ticks, False
-    ready_ns, storage_bytes = dict[int, int](), dict[int, int]()
-    pids = [os.getpid()]
+    own, pids = read_stat("/proc/self"), [os.getpid()]
     for pid in islice(pids, MAX_PROCESSES):  # grows meanwhile
         for thread in list_folder(f"/proc/{pid}/task"):
-            children = [*map(int, read_text(f"/proc/{pid}/task/{thread}/children").split())]
-            pids += children
-            stats = [stat for child in children if (stat := read_stat(f"/proc/{child}")) is not None]
-            ticks += sum(stat.cpu_ticks + stat.ended_ticks for stat in stats)
-            waits = waits or any(stat.state == "D" for stat in stats)
-            if pid != pids[0]:
-                ready_ns[pid] = ready_ns.get(pid, 0) + _schedule(f"/proc/{pid}/task/{thread}")[1]
-        if pid != pids[0]:
-            storage_bytes[pid] = _storage_bytes(f"/proc/{pid}")
-    return _Children(ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK"), ready_ns, storage_bytes, waits)
+            pids += map(int, read_text(f"/proc/{pid}/task/{thread}/children").split())
+    stats = [stat for pid in pids[1:] if (stat := read_stat(f"/proc/{pid}")) is not None]
+    ticks = (0 if own is None else own.ended_ticks) + sum(stat.cpu_ticks + stat.ended_ticks for stat in stats)
+    examined = pids[1:MAX_PROCESSES]
+    return _Children(
+        ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK"),
+        {pid: _ready_ns(pid) for pid in examined},
+        {pid: _storage_bytes(f"/proc/{pid}") for pid in examined},
+        wait_for_storage=any(stat.state == "D" for stat in stats),
+    )
+
+
+def _ready_ns(pid: int) -> int:
+    """Return for how long the threads of a process were ready for a processor that was busy, ns."""
+    folder = f"/proc/{pid}/task"
+    return sum(_schedule(f"{folder}/{thread}")[1] for thread in list_folder(folder))
 
 
 def _schedule(folder: str) -> tuple[int, int]:

@@ -90,31 +90,29 @@ def test_activities(fields: dict[str, Any], activity: str, share: float | None, 
 
 
 @pytest.mark.parametrize(
-    ("fields", "activity"),
+    ("children", "activity_of_children"),
     [
-        ({"system_call": "read"}, "waiting while its child processes compute"),
-        ({"cpu_ns": SECOND // 10}, "computing"),
-        ({"main": False}, "waiting for a lock or thread"),
+        ({"children_cpu_ns": SECOND // 20}, "waiting while its child processes compute"),
+        (
+            {"children_cpu_ns": SECOND // 200, "children_use_storage": True},
+            "waiting while its child processes use storage",
+        ),
     ],
 )
-def test_a_process_of_which_children_compute(fields: dict[str, Any], activity: str, tmp_path: Path) -> None:
-    sampled(LogFactory(tmp_path), 0, thread(**fields), children_cpu_ns=SECOND // 20)
-    (row,) = rows_of(stalled(tmp_path))
-    assert row.activity == activity
-
-
 @pytest.mark.parametrize(
     ("fields", "activity"),
     [
-        ({"system_call": "read"}, "waiting while its child processes use storage"),
+        ({"system_call": "read"}, None),
         ({"cpu_ns": SECOND // 10}, "computing"),
         ({"main": False}, "waiting for a lock or thread"),
     ],
 )
-def test_a_process_of_which_children_use_storage(fields: dict[str, Any], activity: str, tmp_path: Path) -> None:
-    sampled(LogFactory(tmp_path), 0, thread(**fields), children_cpu_ns=SECOND // 200, children_use_storage=True)
+def test_a_process_of_which_children_work(
+    fields: dict[str, Any], activity: str | None, children: dict[str, Any], activity_of_children: str, tmp_path: Path
+) -> None:
+    sampled(LogFactory(tmp_path), 0, thread(**fields), **children)
     (row,) = rows_of(stalled(tmp_path))
-    assert row.activity == activity
+    assert row.activity == (activity or activity_of_children)
 
 
 def test_a_process_that_went_on_or_closed_its_log_is_not_stalled(tmp_path: Path) -> None:
