@@ -34,8 +34,10 @@ from commtrace.run import open_run
 
 TRAINING: Final = Path(__file__).with_name("what_if_training.py")
 OVERLAPPING: Final = Path(__file__).with_name("what_if_overlap.py")
-RATES: Final = ("300mbit", "1gbit", "2gbit", "4gbit", "8gbit")
-STEPS: Final = ("steps=40",)
+RATES: Final = ("100mbit", "200mbit", "300mbit", "500mbit", "1gbit")
+"""Networks. From 2 Gbit/s on, two cores limit transfers, and no longer the link."""
+STRAGGLER_RATE: Final = "500mbit"
+STEPS: Final = ("steps=20",)
 SCHEMES: Final = ("ddp", "zero1", "fsdp2")
 RANKS: Final = 2
 LATE: Final = (10.0, 20.0, 30.0, 50.0, 80.0, 120.0, 200.0)
@@ -171,7 +173,7 @@ def networks(folder: Path) -> Iterator[Case]:
 
 def stragglers(folder: Path) -> Iterator[Case]:
     """Yield a case for each scheme and late rank, without it, and a control: a run predicted from an equal one."""
-    with link("4gbit") as inside:
+    with link(STRAGGLER_RATE) as inside:
         for scheme in SCHEMES:
             equal = equal_runs(folder, scheme)
             for late_ms, after in zip(LATE, equal, strict=True):
