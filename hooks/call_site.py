@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any, Final
 
@@ -127,21 +127,14 @@ class CallSites:
         return self.number(site_frame, caller, purpose), frame_flags
 
     def in_training(self) -> bool:
-        """Return whether the outermost module that is being called is in training mode.
-
-        This distinguishes training from evaluation where gradients are off: the forwards of
-        autograd functions and of FSDP run under `no_grad`. For a wrapper, it is the mode of the
-        wrapped model, because `eval()` of DeepSpeed's engine does not change the engine's own flag.
-        """
+        """Return whether the outermost module that is being called is in training mode."""
         frame: FrameType | None = sys._getframe()
-        module = None
+        calls = []
         while frame is not None:
             if self.classify(frame.f_code) & FORWARD:
-                called = frame.f_locals.get("self")
-                # The parts of a compiled program are modules, too, and always in training mode.
-                module = module if type(called).__module__.startswith("torch.fx") else called
+                calls.append(frame)
             frame = frame.f_back
-        return getattr(getattr(module, "module", module), "training", False) is True
+        return in_training(call.f_locals.get("self") for call in reversed(calls))
 
     def find_backward_site(self, purpose: int) -> int:
         """Return the call site of a call on an autograd thread, which has no Python frame.
@@ -206,6 +199,23 @@ class CallSites:
         self.classify(code)  # keeps the code object, so that its id stays valid
         function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
         return {"file": code.co_filename, "line": frame.f_lineno, "function": function}
+
+
+def in_training(modules: Iterable[object]) -> bool:
+    """Return whether the outermost module that is being called is in training mode.
+
+    This distinguishes training from evaluation where gradients are off: the forwards of autograd functions and of FSDP
+    run under `no_grad`. For a wrapper, it is the mode of the wrapped model, because `eval()` of DeepSpeed's engine does
+    not change the engine's own flag.
+
+    Args:
+        modules: What is being called, the outermost first. One is read in general: locals of frames are copied.
+    """
+    for module in modules:
+        # The parts of a compiled program are modules, too, and always in training mode.
+        if not type(module).__module__.startswith("torch.fx"):
+            return getattr(getattr(module, "module", module), "training", False) is True
+    return False
 
 
 def _classify(code: CodeType) -> int:

@@ -2,8 +2,8 @@
 // Python once per instruction and cached. Independent of torch.
 #pragma once
 
-#include <array>
-#include <unordered_map>
+#include <cstddef>
+#include <vector>
 
 #include "frames.h"
 
@@ -30,12 +30,61 @@ struct Marks {
   }
 };
 
+// Numbers by keys, which are never 0. Exact: where keys displaced each other, each step would look some up in Python.
+class NumberTable {
+ public:
+  // Returns the number of a key; null if it has none.
+  const uint32_t* find(uint64_t key) const {
+    const Entry& entry = entries_[place(key)];
+    return entry.key == key ? &entry.number : nullptr;
+  }
+
+  // Adds a key, or replaces its number: a lookup in Python may have run a finalizer that communicates, too.
+  uint32_t add(uint64_t key, uint32_t number) {
+    if (used_ == kMost) clear();  // a program that creates code at run time
+    if (2 * ++used_ > entries_.size()) grow();
+    entries_[place(key)] = {key, number};
+    return number;
+  }
+
+  void clear() {
+    entries_.assign(kLeast, {});
+    used_ = 0;
+  }
+
+ private:
+  struct Entry {
+    uint64_t key = 0;
+    uint32_t number = 0;
+  };
+
+  // Returns where a key is or belongs: linear probing, half of the entries at most are in use.
+  size_t place(uint64_t key) const {
+    const size_t mask = entries_.size() - 1;
+    size_t at = key * 0x9E3779B97F4A7C15ULL >> 32 & mask;
+    while (entries_[at].key != key && entries_[at].key != 0) at = (at + 1) & mask;
+    return at;
+  }
+
+  void grow() {
+    std::vector<Entry> before(2 * entries_.size());
+    entries_.swap(before);
+    for (const Entry& entry : before)
+      if (entry.key != 0) entries_[place(entry.key)] = entry;
+  }
+
+  static constexpr size_t kLeast = 256, kMost = 1 << 16;  // powers of two
+
+  std::vector<Entry> entries_{kLeast};
+  size_t used_ = 0;
+};
+
 // Results of lookups in Python, by instruction. Clear it when code objects are released: addresses may be reused.
 class SiteCache {
  public:
   void clear() {
-    entries_.fill({});
-    with_purpose_.clear();
+    kinds_.clear();
+    sites_.clear();
   }
 
   // Finds the call site of the running call, as CallSites.find does in Python; its row only if `numbered`.
@@ -65,61 +114,42 @@ class SiteCache {
     return result;
   }
 
+  // Calls `visit(frame, properties)` for each frame of the thread, the innermost first.
+  template <typename Kind, typename Visit>
+  void each_frame(Kind kind, Visit visit) {
+    CallSite ignored;
+    Frame frame;
+    int depth = 0;
+    for (bool more = innermost(frame); more; more = outer(frame)) visit(frame, kind_of(frame, depth++, kind, ignored));
+    finished(frame);
+  }
+
  private:
-  static constexpr uint32_t kUnknown = 0xffffffff;
-
-  struct Entry {
-    uint64_t where = 0;
-    uint16_t kind = 0;
-    uint32_t site = kUnknown;
-  };
-
   // A frame: its depth (0: innermost; -1: none) and its instruction.
   struct Place {
     int depth = -1;
     uint64_t where = 0;
   };
 
-  Entry& at(uint64_t where) { return entries_[where * 0x9E3779B97F4A7C15ULL >> 54]; }
-
   template <typename Kind>
   [[gnu::always_inline]] uint16_t kind_of(const Frame& frame, int depth, Kind look_up, CallSite& result) {
-    const Entry& known = at(frame.where);
-    if (known.where == frame.where) return known.kind;
+    if (const uint32_t* known = kinds_.find(frame.where)) return static_cast<uint16_t>(*known);
     const int64_t kind = look_up(depth);
     result.failed |= kind < 0;
-    if (kind < 0) return 0;
-    at(frame.where) = {frame.where, static_cast<uint16_t>(kind), kUnknown};
-    return static_cast<uint16_t>(kind);
+    return kind < 0 ? 0 : static_cast<uint16_t>(kinds_.add(frame.where, static_cast<uint32_t>(kind)));
   }
 
   template <typename Site>
   uint32_t site_of(Place named, Place caller, uint32_t purpose, Site look_up, CallSite& result) {
-    // The highest bit distinguishes pairs of instructions from single ones.
-    const uint64_t pair = (named.where ^ caller.where * 0x9E3779B97F4A7C15ULL) | 1ULL << 63;
-    const uint64_t key = caller.depth < 0 ? named.where : pair;
-    if (purpose != kNoPurpose) {  // many of a few lines, which would displace each other in `entries_`
-      const uint64_t with_purpose = key ^ purpose * 0xD6E8FEB86659FD93ULL;
-      const auto known = with_purpose_.find(with_purpose);
-      if (known != with_purpose_.end()) return known->second;
-      const int64_t site = look_up(named.depth, caller.depth, purpose);
-      result.failed |= site < 0;
-      if (site < 0) return 0;
-      return with_purpose_[with_purpose] = static_cast<uint32_t>(site);
-    }
-    const Entry& known = at(key);
-    if (known.where == key && known.site != kUnknown) return known.site;
+    const uint64_t key = named.where ^ caller.where * 0x9E3779B97F4A7C15ULL ^ purpose * 0xD6E8FEB86659FD93ULL;
+    if (const uint32_t* known = sites_.find(key)) return *known;
     const int64_t site = look_up(named.depth, caller.depth, purpose);
     result.failed |= site < 0;
-    if (site < 0) return 0;
-    Entry& entry = at(key);
-    if (caller.depth >= 0) entry = {key, 0, static_cast<uint32_t>(site)};
-    else if (entry.where == key) entry.site = static_cast<uint32_t>(site);
-    return static_cast<uint32_t>(site);
+    return site < 0 ? 0 : sites_.add(key, static_cast<uint32_t>(site));
   }
 
-  std::array<Entry, 1024> entries_{};
-  std::unordered_map<uint64_t, uint32_t> with_purpose_;  // rows of call sites by instruction and purpose
+  NumberTable kinds_;  // properties of frames by instruction
+  NumberTable sites_;  // rows of call sites by instruction, the caller's instruction and purpose
 };
 
 }  // namespace commtrace

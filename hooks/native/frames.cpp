@@ -47,10 +47,37 @@ bool outer(Frame& frame) { return set_frame(frame, static_cast<_PyInterpreterFra
 
 void finished(Frame&) {}
 
+PyObject* first_argument(const Frame& frame) {
+  auto* f = static_cast<_PyInterpreterFrame*>(frame.frame);
+#if PY_VERSION_HEX >= 0x030C0000
+  const PyCodeObject* code = _PyFrame_GetCode(f);
+#else
+  const PyCodeObject* code = f->f_code;
+#endif
+  PyObject* value = code->co_argcount > 0 ? f->localsplus[0] : nullptr;
+  if (value != nullptr && PyCell_Check(value)) value = PyCell_GET(value);  // an inner function uses it, too
+  Py_XINCREF(value);
+  return value;
+}
+
+// Whether the first argument is read as Python's public functions do.
+static bool argument_agrees(const Frame& read, PyFrameObject* frame) {
+  PyCodeObject* code = PyFrame_GetCode(frame);
+  PyObject *names = PyCode_GetVarnames(code), *locals = PyObject_GetAttrString(reinterpret_cast<PyObject*>(frame), "f_locals");
+  PyObject *argument = first_argument(read), *named = nullptr;
+  if (names != nullptr && locals != nullptr && code->co_argcount > 0) named = PyObject_GetItem(locals, PyTuple_GET_ITEM(names, 0));
+  PyErr_Clear();
+  const bool agrees = argument == named;
+  PyObject* const owned[] = {argument, named, locals, names, reinterpret_cast<PyObject*>(code)};
+  for (PyObject* object : owned) Py_XDECREF(object);
+  return agrees;
+}
+
 bool frames_agree() {
   Frame read;
   bool found = innermost(read);
   PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
+  if (!found || frame == nullptr || !argument_agrees(read, frame)) return false;
   while (found && frame != nullptr) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     const uint64_t where = reinterpret_cast<uint64_t>(_PyCode_CODE(code)) + PyFrame_GetLasti(frame);
@@ -95,6 +122,14 @@ bool outer(Frame& frame) { return set_frame(frame, PyFrame_GetBack(static_cast<P
 void finished(Frame& frame) {
   Py_XDECREF(static_cast<PyObject*>(frame.frame));
   frame.frame = nullptr;
+}
+
+PyObject* first_argument(const Frame& frame) {
+  PyObject* locals = PyObject_GetAttrString(static_cast<PyObject*>(frame.frame), "f_locals");
+  PyObject* value = locals == nullptr ? nullptr : PyMapping_GetItemString(locals, "self");
+  Py_XDECREF(locals);
+  PyErr_Clear();
+  return value;
 }
 
 bool frames_agree() { return true; }

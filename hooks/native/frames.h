@@ -29,6 +29,9 @@ bool innermost(Frame& frame);
 bool outer(Frame& frame);
 void finished(Frame& frame);  // releases the reference that `frame` holds if the GIL is needed
 
+// The first argument, `self`, of the method that the frame runs: a new reference, or null. Needs the GIL.
+PyObject* first_argument(const Frame& frame);
+
 // Whether the functions above return the calling thread's frames as Python's public functions do. Needs the GIL. They do
 // not if the library was compiled with the headers of a Python whose structures differ.
 bool frames_agree();

@@ -49,16 +49,21 @@ class CallSites {
   CallSite find(bool deep, bool numbered, Marks marks, ThreadSites*& cache) {
     std::optional<py::gil_scoped_acquire> gil;
     if (frames_need_gil()) gil.emplace();
-    if (cache == nullptr) cache = &cache_of_thread();
-    cache->renew(epoch_.load(std::memory_order_acquire));
-    return cache->sites.find(
-        deep, numbered, marks,
-        [&](int depth) {
-          const int64_t kind = classify(depth);
-          cache->renew(epoch_.load(std::memory_order_acquire));  // Python may have released code objects
-          return kind;
-        },
+    return renewed(cache).find(
+        deep, numbered, marks, [&](int depth) { return classify(depth, *cache); },
         [&](int depth, int caller, uint32_t purpose) { return number(depth, caller, purpose); });
+  }
+
+  // Returns the modules that are being called, the innermost first. Needs the GIL.
+  py::list modules(ThreadSites*& cache) {
+    py::list called;
+    renewed(cache).each_frame([&](int depth) { return classify(depth, *cache); },
+                              [&](const Frame& frame, uint16_t seen) {
+                                if (!(seen & kForward)) return;
+                                const auto module = py::reinterpret_steal<py::object>(first_argument(frame));
+                                if (module) called.append(module);
+                              });
+    return called;
   }
 
   // Invalidates the caches of all threads: row numbers have changed, or code objects are no longer kept alive.
@@ -67,12 +72,20 @@ class CallSites {
  private:
   static ThreadSites& cache_of_thread();
 
+  SiteCache& renewed(ThreadSites*& cache) const {
+    if (cache == nullptr) cache = &cache_of_thread();
+    cache->renew(epoch_.load(std::memory_order_acquire));
+    return cache->sites;
+  }
+
   // Returns the properties of the frame at this depth; -1: there is no result.
-  int64_t classify(int depth) const {
-    return rows_.look_up(int64_t{-1}, [&](const py::object& rows) -> int64_t {
+  int64_t classify(int depth, ThreadSites& cache) const {
+    const int64_t kind = rows_.look_up(int64_t{-1}, [&](const py::object& rows) -> int64_t {
       const auto frame = py::reinterpret_steal<py::object>(frame_object(depth));
       return frame ? rows.attr("classify")(frame).cast<int64_t>() : -1;
     });
+    cache.renew(epoch_.load(std::memory_order_acquire));  // Python may have released code objects
+    return kind;
   }
 
   // Returns the row of a call site, given by the depth of its frame and of its caller's (-1: none), and a purpose.
@@ -200,10 +213,11 @@ class Recording {
 
   uint32_t site_of_backward(int task, uint32_t purpose);
 
-  // Whether the running forward pass belongs to training.
-  bool trains() {
-    return c10::GradMode::is_enabled() ||
-           rows.call(false, [](const py::object& python_rows) { return python_rows.attr("in_training")().cast<bool>(); });
+  // Whether the running forward pass belongs to training. `cache`: the calling thread's call sites.
+  bool trains(ThreadSites*& cache) {
+    return c10::GradMode::is_enabled() || rows.call(false, [&](const py::object& python_rows) {
+      return python_rows.attr("in_training")(callsites.modules(cache)).cast<bool>();
+    });
   }
 
   // ---- records -------------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ static CallSite call_context(Recording& recording, Thread& thread, Record& recor
     }
   }
   if ((phase == kForwardPhase || phase == kBackwardPhase) && progress.between_steps()) {
-    if (phase == kBackwardPhase || recording.trains())
+    if (phase == kBackwardPhase || recording.trains(thread.sites))
       progress.note_activity();
     else
       phase = kEvaluation;

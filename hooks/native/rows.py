@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from commtrace.hooks.call_site import in_training
 from commtrace.hooks.groups import Group
 from commtrace.hooks.torch.c10d_operators import Operator
 from commtrace.hooks.torch.tracer import TorchTracer
@@ -66,9 +67,12 @@ class Rows:
         return self.tracer.sites.number(frame, caller, purpose)
 
     @_default_on_error(False)
-    def in_training(self) -> bool:
-        """Return whether the running forward pass, without gradients, belongs to training."""
-        return self.tracer.sites.in_training()
+    def in_training(self, modules: Sequence[object]) -> bool:
+        """Return whether the running forward pass, without gradients, belongs to training.
+
+        `modules` are those that are being called, the innermost first.
+        """
+        return in_training(reversed(modules))
 
     @_default_on_error((0, False))
     def site_of_backward(self, purpose: int) -> tuple[int, bool]:

@@ -59,6 +59,25 @@ wait_for_threads()
         assert len(log.records) == number + 1
 
 
+@pytest.mark.parametrize("recorder", recorders.RECORDERS)
+def test_a_call_site_is_looked_up_once(recorder: str, tmp_path: Path) -> None:
+    """However many sites a program has: in a cache that forgets, each step would look some up again."""
+    recorders.needs(recorder)
+    sites = 800
+    calls = "\n".join("    dist.all_reduce(tensor)" for _ in range(sites))
+    code = f"""
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+tensor = torch.ones(3)
+for _ in range(5):
+{calls}
+"""
+    assert processes.python(code, COMMTRACE=tmp_path / "log", COMMTRACE_RECORDER=recorder).status == 0
+    stats = processes.read_one(tmp_path / "log").stats
+    assert (stats["calls"], stats["first_calls"]) == (5 * sites, sites)
+
+
 def test_without_a_compiler_one_line_says_what_is_missing(tmp_path: Path) -> None:
     result = processes.run(
         [sys.executable, "-m", "commtrace.cli", "build"], PATH=tmp_path, XDG_CACHE_HOME=tmp_path, CXX="c++"
