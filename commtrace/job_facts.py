@@ -122,6 +122,7 @@ class Facts:
         return {**self._row, **given}
 
 
+@functools.cache  # hooks make rows in each step
 def fields_of(facts: type[Facts]) -> Mapping[str, Fact]:
     """Return the fields of a class by name, in the order of definition."""
     return {name: field for name, field in vars(facts).items() if isinstance(field, Fact)}

@@ -214,7 +214,9 @@ def in_training(modules: Iterable[object]) -> bool:
     for module in modules:
         # The parts of a compiled program are modules, too, and always in training mode.
         if not type(module).__module__.startswith("torch.fx"):
-            return getattr(getattr(module, "module", module), "training", False) is True
+            # Not `module.module`: torch looks a missing attribute up slowly.
+            wrapped = getattr(module, "_modules", {}).get("module", module)
+            return getattr(wrapped, "training", False) is True
     return False
 
 

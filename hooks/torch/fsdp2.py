@@ -7,9 +7,10 @@ they are counted at the root.
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -34,6 +35,9 @@ _RECOMPUTATION: Final = purposes.InModules(Purpose.PARAMETERS_RECOMPUTATION)
 _GRADIENTS: Final = purposes.InModules(Purpose.GRADIENTS)
 _GATHERED_FOR: Final = {"FORWARD": _FORWARD, "PRE_BACKWARD": purposes.InModules(Purpose.PARAMETERS_BACKWARD)}
 """Name of a group's training state -> why it gathers. In others, the program or a pipeline has called `unshard`."""
+
+_SETTINGS: Final = "reduce_grads", "all_reduce_grads", "reshard_after_backward"
+_READ_SETTINGS: Final = operator.attrgetter(*_SETTINGS)
 
 _patches = Patches()
 _rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
@@ -67,34 +71,64 @@ def install() -> None:
 uninstall = _patches.undo
 
 
-@around
-def _complete(original: Callable[..., None], self: Any, /) -> None:
-    initialized = getattr(self, "_is_root", None) is not None
-    original(self)
-    if not initialized:
-        with guard():
-            root = self._modules[0]
-            _rows[root] = describe(root)  # now, because running the model replaces parameters
-            _roots.add(root)
-            for number, group in enumerate(groups_below(root)):
-                _units[group] = weakref.ref(root), number
-                if group.is_unsharded:  # by the program, before the first pass
-                    _note_unit(group, "unsharded")
+# The next three run several times for each unit and step: functions that `around` calls would add a frame to each.
 
 
-@around
-def _end_forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _complete(original: Callable[..., None]) -> Callable[..., None]:
+    """Note the job of a root when it is determined."""
+
+    def lazy_init(self: Any) -> None:
+        initialized = getattr(self, "_is_root", None) is not None
+        original(self)
+        if not initialized:
+            with guard():
+                _add_root(self._modules[0])
+
+    return lazy_init
+
+
+def _add_root(root: Any) -> None:
+    _rows[root] = describe(root)  # now, because running the model replaces parameters
+    _roots.add(root)
+    for number, group in enumerate(groups_below(root)):
+        _units[group] = weakref.ref(root), number
+        if group.is_unsharded:  # by the program, before the first pass
+            _note_unit(group, "unsharded")
+
+
+def _end_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Note the end of each unit's forward."""
-    # A forward within a backward pass recomputes activations.
-    if self._state_ctx.iter_forward_root is self and torch._C._current_graph_task_id() < 0:
-        with guard():
-            if not self._is_root:
-                _passes.add(_root(self), PassRow(kind="part", times=1))
-            elif torch.is_grad_enabled():
-                _forwards[_root(self)] = _forwards.get(_root(self), 0) + 1
-            else:
-                _passes.add(_root(self), PassRow(kind="evaluation", times=1))
-    return original(self, *args, **kwargs)
+
+    def register_pre_backward_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A forward within a backward pass recomputes activations.
+        if self._state_ctx.iter_forward_root is self and torch._C._current_graph_task_id() < 0:
+            with guard():
+                _note_forward(self)
+        return original(self, *args, **kwargs)
+
+    return register_pre_backward_hook
+
+
+def _note_forward(state: Any) -> None:
+    if not state._is_root:
+        _passes.add(_root(state), PassRow(kind="part", times=1))
+    elif torch.is_grad_enabled():
+        _forwards[_root(state)] = _forwards.get(_root(state), 0) + 1
+    else:
+        _passes.add(_root(state), PassRow(kind="evaluation", times=1))
+
+
+def _note_resharding(original: Callable[..., None]) -> Callable[..., None]:
+    """Note that parameters are resharded outside of a pass: for a state dict, or by the program."""
+
+    def to_sharded(self: Any) -> None:
+        if self._training_state._name_ == "IDLE":  # seldom, while each unit is resharded in every pass
+            with guard():
+                if not self.is_sharded:
+                    _note_unit(self, "resharded")
+        original(self)
+
+    return to_sharded
 
 
 @around
@@ -107,27 +141,10 @@ def _end_backward(original: Callable[..., None], self: Any, /) -> None:
         root = _root(self)
         if _forwards.pop(root, 0) == 1:
             groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
-            training = PassRow(
-                kind="training",
-                times=1,
-                reduce_grads=_setting(groups, "reduce_grads"),
-                all_reduce_grads=_setting(groups, "all_reduce_grads"),
-                reshard_after_backward=_setting(groups, "reshard_after_backward"),
-                is_last_backward=bool(self._state_ctx.is_last_backward),
-            )
-            _passes.add(root, training)
+            is_last = bool(self._state_ctx.is_last_backward)
+            _passes.add(root, PassRow(kind="training", times=1, **_settings(groups), is_last_backward=is_last))
         else:
             _passes.add(root, PassRow(kind="backward", times=1))
-
-
-@around
-def _note_resharding(original: Callable[..., None], self: Any, /) -> None:
-    """Note that parameters are resharded outside of a pass: for a state dict, or by the program."""
-    if self._training_state._name_ == "IDLE":  # seldom, while each unit is resharded in every pass
-        with guard():
-            if not self.is_sharded:
-                _note_unit(self, "resharded")
-    original(self)
 
 
 def _note_unit(group: Any, kind: str) -> None:
@@ -166,7 +183,11 @@ def _root(state: Any) -> Any:
     return next(other for other in state._state_ctx.all_states if other._is_root)._modules[0]
 
 
-def _setting(groups: Iterable[Any], name: str) -> bool | None:
-    """Return a setting of all groups; None where they differ, or in a version of torch without it."""
-    values = {getattr(group, name, None) for group in groups}
-    return values.pop() if len(values) == 1 else None
+def _settings(groups: Sequence[Any]) -> dict[str, bool | None]:
+    """Return the settings that all groups share; None where they differ, or in a version of torch without one."""
+    try:
+        values = {*map(_READ_SETTINGS, groups)}
+    except AttributeError:
+        values = {tuple(getattr(group, name, None) for name in _SETTINGS) for group in groups}
+    columns = {name: {of_group[number] for of_group in values} for number, name in enumerate(_SETTINGS)}
+    return {name: column.pop() if len(column) == 1 else None for name, column in columns.items()}

@@ -63,12 +63,12 @@ def groups_below(root: Any) -> Iterator[Any]:
             yield from groups_of(state)
 
 
-def groups_of(state: Any) -> Iterator[Any]:
-    """Yield the parameter groups of one FSDPState."""
+def groups_of(state: Any) -> list[Any]:
+    """Return the parameter groups of one FSDPState."""
     groups = getattr(state, "_fsdp_param_groups", None)
     # Older versions of torch have one group, or none, for each state.
     groups = [state._fsdp_param_group] if groups is None else groups
-    yield from (group for group in groups if group is not None)
+    return [group for group in groups if group is not None]
 
 
 def _units(root: Any, groups: Sequence[Any]) -> list[UnitRow]:

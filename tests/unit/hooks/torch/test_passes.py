@@ -63,7 +63,11 @@ def test_the_last_row_that_fits_has_no_passes(rows: list[Any]) -> None:
 
 
 def test_a_setting_that_differs_among_units_is_not_known() -> None:
-    units = [SimpleNamespace(reduce_grads=value) for value in (True, False)]
-    assert fsdp2._setting(units[:1], "reduce_grads") is True
-    assert fsdp2._setting(units, "reduce_grads") is None
-    assert fsdp2._setting(units, "of_another_version") is None
+    settings = {"reduce_grads": True, "all_reduce_grads": True, "reshard_after_backward": False}
+    units = [SimpleNamespace(**settings), SimpleNamespace(**{**settings, "reduce_grads": False})]
+    assert fsdp2._settings(units[:1]) == settings
+    assert fsdp2._settings(units) == {**settings, "reduce_grads": None}
+    assert fsdp2._settings([]) == dict.fromkeys(settings)
+    for unit in units:
+        del unit.all_reduce_grads  # as in another version of torch
+    assert fsdp2._settings(units) == {**settings, "reduce_grads": None, "all_reduce_grads": None}
