@@ -54,7 +54,7 @@ $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[html,import,parquet,perfetto,examples]'
 	touch $(READY)
 
-bench: $(READY)  ## measure the cost of tracing against a control and other tools: about an hour; writes the README's tables
+bench: $(READY)  ## measure the cost of tracing against a control and other tools: about two hours; writes the README's tables
 	-$(BIN)/commtrace build
 	test -x build/plain/bin/python || $(PYTHON) -m venv build/plain
 	build/plain/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
@@ -64,8 +64,7 @@ bench: $(READY)  ## measure the cost of tracing against a control and other tool
 	$(BIN)/python benchmarks/call_cost.py
 	$(BIN)/python benchmarks/call_parts.py
 	$(BIN)/python benchmarks/mpi_cost.py
-	$(BIN)/python benchmarks/step_time.py
-	$(BIN)/python benchmarks/native_step.py
+	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/step_instructions.py
 	$(BIN)/python benchmarks/bench_loop.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check duckdb

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from measuring import Round, Row, compared, in_turn
+from measuring import PROCESSOR, Round, Row, compared, in_turn
 from results import show
 from sides import Switch, bare
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 RANKS = {"fake": 1, "gloo": 2, "nccl": 1}
-PROCESSOR = ", CPU time"
 TIMEOUT = datetime.timedelta(seconds=120)
 
 

@@ -8,13 +8,16 @@ that no outlier has to be removed.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
+PROCESSOR: Final = ", CPU time"
+"""Ends the case of a row of processor time."""
 ORDERS = tuple(itertools.permutations(range(3)))
 
 
@@ -49,6 +52,10 @@ class Row:
     """Lower and upper quartile of the differences."""
     ratio_quartiles: tuple[float, float] | None = None
     """Lower and upper quartile of the ratios."""
+    ratio_interval: tuple[float, float] | None = None
+    """95 % confidence interval of the ratio."""
+    control_interval: tuple[float, float] | None = None
+    """95 % confidence interval of the control."""
 
 
 def compared(case: str, name: str, unit: str, rounds: Sequence[Round]) -> Row:
@@ -75,6 +82,33 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     """Return the lower and upper quartile of at least two values, by linear interpolation."""
     lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
     return lower, upper
+
+
+STUDENT_975: Final = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086,
+)  # fmt: skip
+"""97.5 % quantiles of Student's distribution by degrees of freedom from 1; for more, the last one is an upper bound."""
+
+
+class Interval(NamedTuple):
+    """A mean and its 95 % confidence interval."""
+
+    mean: float
+    bounds: tuple[float, float]
+
+
+def interval_of(values: Sequence[float]) -> Interval:
+    """Return the interval of the mean of at least two independent values, by Student's t distribution."""
+    mean, freedom = statistics.mean(values), len(values) - 1
+    half = STUDENT_975[min(freedom, len(STUDENT_975)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean, (mean - half, mean + half))
+
+
+def rotated(items: Sequence[T], number: int) -> list[T]:
+    """Return the items in another order for each of the first numbers; each order comes equally often."""
+    orders = list(itertools.permutations(items))
+    return list(orders[number % len(orders)])
 
 
 def in_turn(bare: Callable[[], T], side: Callable[[], T], rounds: int) -> list[tuple[T, T, T]]:

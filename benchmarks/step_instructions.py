@@ -5,7 +5,7 @@ runs under callgrind with and without the recorder. Counted are the instructions
 several steps after the first ones, without garbage collections, and in several processes a side: where memory lies
 decides which keys of a hash table collide, so processes of the same program differ, too. Each has an environment of
 another size, which moves its memory. That is no time: what recording costs beyond its instructions, as caches that it
-displaces, shows in `native_step` only.
+displaces, shows in `step_cost` only.
 
 Needs valgrind with its headers, a C compiler and, for ZeRO, DeepSpeed.
 """
@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import results
 import sides
 from measuring import Round, Row, compared
-from zero_engine import zero_engine
+from training_steps import SCHEMES, TINY
 
 from commtrace.schema import Purpose
 
@@ -40,7 +40,6 @@ void begin(void) { CALLGRIND_ZERO_STATS; CALLGRIND_START_INSTRUMENTATION; }
 void end(const char* name) { CALLGRIND_STOP_INSTRUMENTATION; CALLGRIND_DUMP_STATS_AT(name); }
 """
 RANKS, WARM = 8, 10
-LAYERS, WIDTH, TOKENS, SAMPLES = 6, 32, 8, 2  # little computation, which valgrind makes forty times slower
 SIDES = ("bare", "again", "native", "python")
 UNMARKED = ("native, unmarked", "native, unmarked again")
 """The native recorder, whose calls have no purposes; twice."""
@@ -61,7 +60,7 @@ def main() -> None:
         program, side = options.child
         train(program, side, options.steps, options.requests)
         return
-    programs = [name for name in PROGRAMS if options.only in name]
+    programs = [name for name in SCHEMES if options.only in name]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         requests = compiled(Path(folder))
         cases = [case for case in product(programs, ALL_SIDES) if case not in WITHOUT_MARKS]
@@ -170,7 +169,7 @@ def train(program: str, side: str, steps: int, requests: str) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    step = PROGRAMS[program]()
+    step = SCHEMES[program](TINY)
     for _ in range(WARM):
         step()
     gc.collect()
@@ -188,76 +187,6 @@ def train(program: str, side: str, steps: int, requests: str) -> None:
         print("calls", int((run.events()["step"] == WARM).sum()))
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may still run
-
-
-def model() -> Any:
-    """Return a small transformer."""
-    from torch import nn
-
-    layers = [nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(LAYERS)]
-    return nn.Sequential(*layers)
-
-
-def by_torch(wrap: Callable[[Any], Any]) -> Callable[[], object]:
-    """Return a step of a model that torch parallelizes."""
-    import torch
-
-    trained = wrap(model())
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
-    inputs = torch.randn(SAMPLES, TOKENS, WIDTH)
-
-    def step() -> None:
-        trained(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def ddp() -> Callable[[], object]:
-    """Return a step of DDP with several buckets."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    return by_torch(lambda whole: DistributedDataParallel(whole, bucket_cap_mb=0.05))
-
-
-def fsdp2() -> Callable[[], object]:
-    """Return a step of FSDP2 with each layer sharded."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    def shard(whole: Any) -> Any:
-        mesh = init_device_mesh("cpu", (RANKS,))
-        for layer in whole:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(whole, mesh=mesh)
-        return whole
-
-    return by_torch(shard)
-
-
-def zero(stage: int) -> Callable[[], object]:
-    """Return a step of DeepSpeed's ZeRO."""
-    import torch
-
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    engine = zero_engine(net, optimizer, stage=stage, samples=SAMPLES)
-    inputs = torch.randn(SAMPLES, TOKENS, WIDTH)
-
-    def step() -> None:
-        engine.backward(engine(inputs).square().mean())
-        engine.step()
-
-    return step
-
-
-PROGRAMS: dict[str, Callable[[], Callable[[], object]]] = {
-    "DDP": ddp,
-    "FSDP2": fsdp2,
-    "ZeRO-1": lambda: zero(1),
-    "ZeRO-3": lambda: zero(3),
-}
 
 
 if __name__ == "__main__":

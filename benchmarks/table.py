@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import results
-from measuring import Row
+from measuring import PROCESSOR, Row
 
 ROOT = Path(__file__).parents[1]
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "explanation" / "benchmarks.md"
@@ -126,10 +126,28 @@ def scale(rows: Sequence[Row]) -> str:
     return markdown(["s, MiB", *commands], lines)
 
 
-def native_step(rows: Sequence[Row]) -> str:
-    """Return the tables of both programs' steps and of the drain thread."""
-    compared = [row for row in rows if row.ratio is not None]
-    return f"{by_case(compared)}\n\n{by_case_alone([row for row in rows if row.ratio is None])}"
+def step_cost(rows: Sequence[Row]) -> str:
+    """Return a table with a line for each training: what recording adds, each with its interval and the control's."""
+    alone = {(row.case, row.name.rpartition(": ")[2]): row for row in rows if row.ratio is None}
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        case = row.case.removesuffix(PROCESSOR)
+        if row.ratio is not None:
+            line = lines.setdefault(case, [case, f"{number(row.bare or 0)} ms"])
+            line += [change(row.ratio, row.ratio_interval), change(row.control or 0, row.control_interval)]
+    for case, line in lines.items():
+        calls, reported = alone[case, "calls"].side, alone[case, "as reported"].side
+        line += [f"{calls:.3g}", f"{number(reported)} us"]
+    header = ["", "step", "recorded", "control", "processor time", "control", "calls", "a call, as reported"]
+    return markdown(header, list(lines.values()))
+
+
+def change(ratio: float, interval: tuple[float, float] | None) -> str:
+    """Return a ratio as a change in percent, with its interval."""
+    if interval is None:
+        raise ValueError("no interval was measured")
+    low, high = (f"{100 * (bound - 1):+.2f}" for bound in interval)
+    return f"{100 * (ratio - 1):+.2f} % ({low} to {high})"
 
 
 def log_size(rows: Sequence[Row]) -> str:
@@ -182,10 +200,9 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
-    "step_time": ("Time of a training step of two ranks, baseline + overhead, ratio (control)", by_case),
-    "native_step": (
-        "Time of a training step of two ranks, baseline + overhead of the native recorder, ratio (control)",
-        native_step,
+    "step_cost": (
+        "What the native recorder adds to a training step, with 95 % intervals, beside an equal job as control",
+        step_cost,
     ),
     "step_instructions": (
         "Thousands of instructions of the thread that trains in a step, baseline + overhead, ratio (control)",

@@ -122,10 +122,15 @@ class Facts:
         return {**self._row, **given}
 
 
-@functools.cache  # hooks make rows in each step
+_FIELDS: Final[dict[type[Facts], Mapping[str, Fact]]] = {}
+
+
 def fields_of(facts: type[Facts]) -> Mapping[str, Fact]:
     """Return the fields of a class by name, in the order of definition."""
-    return {name: field for name, field in vars(facts).items() if isinstance(field, Fact)}
+    known = _FIELDS.get(facts)  # hooks make rows in each step
+    if known is None:
+        known = _FIELDS[facts] = {name: field for name, field in vars(facts).items() if isinstance(field, Fact)}
+    return known
 
 
 def known(read: Callable[[], Value]) -> Value | None:

@@ -183,8 +183,9 @@ def _root(state: Any) -> Any:
     return next(other for other in state._state_ctx.all_states if other._is_root)._modules[0]
 
 
-def _settings(groups: Sequence[Any]) -> dict[str, bool | None]:
+def _settings(groups: Sequence[Any]) -> dict[str, Any]:
     """Return the settings that all groups share; None where they differ, or in a version of torch without one."""
+    values: set[Any]
     try:
         values = {*map(_READ_SETTINGS, groups)}
     except AttributeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -16,7 +17,7 @@ import processes
 import pytest
 import results
 import table
-from measuring import Round, Row, compared, in_turn, quartiles
+from measuring import PROCESSOR, Round, Row, compared, in_turn, quartiles, rotated
 from processes import ROOT
 
 from commtrace.hooks.native import libraries
@@ -94,6 +95,27 @@ def test_the_own_measure_stands_beside_what_is_seen_from_outside() -> None:
     assert "| case: this | -26.5 (- 0.50) | 25.0 | 123 |" in text.splitlines()
 
 
+def test_the_cost_of_a_step_stands_beside_its_control() -> None:
+    pytest.importorskip("torch")
+    import step_cost
+
+    turns = [{"bare": [100.0, 104.0], "again": [100.0, 104.0], "side": [100.0 + more, 104.0]} for more in (0, 4, 8)]
+    case, name = "ordinary DDP, 2 ranks", "commtrace, native, with call sites"
+    rows = [step_cost.row_of(where, name, "ms", turns) for where in (case, f"{case}{PROCESSOR}")]
+    assert rows[0].ratio == pytest.approx(1.02)
+    assert rows[0].ratio_interval == pytest.approx((1.02 - 4.303 * 0.02 / 3**0.5, 1.02 + 4.303 * 0.02 / 3**0.5))
+    rows += [Row(case, f"{name}: calls", "a step", 12.0), Row(case, f"{name}: as reported", "us a call", 4.5)]
+    cells = "+2.00 % (-2.97 to +6.97) | +0.00 % (+0.00 to +0.00)"
+    text = table.rendered({"step_cost": section(*rows)})
+    assert f"| {case} | 102 ms | {cells} | {cells} | 12 | 4.50 us |" in text.splitlines()
+
+
+def test_each_order_comes_equally_often() -> None:
+    orders = [tuple(rotated(["a", "b", "c"], number)) for number in range(12)]
+    assert set(orders[:6]) == set(itertools.permutations("abc"))
+    assert orders[:6] == orders[6:]
+
+
 def test_only_what_is_between_the_markers_is_replaced() -> None:
     text = f"a\n{table.BEGIN}old\n{table.END}b\n"
     assert table.replaced(text, "new\n") == f"a\n{table.BEGIN}new\n{table.END}b\n"
@@ -120,8 +142,7 @@ SCALE = {
 EXPECTED = {
     "call_cost": COMMTRACE | {"CommDebugMode", "torch.profiler"},
     "mpi_cost": COMMTRACE | {f"commtrace, native, {prefix} call sites" for prefix in ("with", "without")},
-    "step_time": COMMTRACE | {"CommDebugMode", "torch.profiler"},
-    "native_step": {"commtrace, native, with call sites", "commtrace, native, with call sites: drain thread"},
+    "step_cost": {f"commtrace, native, with call sites{what}" for what in ("", ": calls", ": as reported")},
     "step_instructions": {f"commtrace, {recorder}, with call sites" for recorder in ("python", "native")},
     "call_parts": {"call site, phase and step", "the process group", "payload"},
     "own_cost": {f"{name}: {what}" for name in COMMTRACE for what in ("mean", "99th percentile")},
@@ -138,7 +159,7 @@ EXPECTED = {
 
 
 SLOW = (
-    "step_time", "native_step", "step_instructions", "call_cost", "own_cost", "mpi_cost", "bench_loop", "report",
+    "step_cost", "step_instructions", "call_cost", "own_cost", "mpi_cost", "bench_loop", "report",
     "log_size", "scale", "large_scale", "live_view",
 )  # fmt: skip
 
@@ -152,7 +173,7 @@ def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
         pytest.importorskip("torch")
     if benchmark == "step_instructions" and shutil.which("valgrind") is None:
         pytest.skip("valgrind is not installed")
-    if benchmark in ("native_step", "step_instructions") and not libraries.TORCH.available():
+    if benchmark in ("step_cost", "step_instructions") and not libraries.TORCH.available():
         pytest.skip("the native recorder is not built")
     if benchmark in ("mpi_cost", "bench_loop", "live_view"):
         mpi_launch.needs("mpich")
@@ -160,11 +181,11 @@ def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
     rows = results.rows(section)
     names = {row.name for row in rows}
     assert names >= EXPECTED[benchmark]
-    if benchmark in ("call_cost", "step_time") and find_spec("deepspeed") is not None:
+    if benchmark == "call_cost" and find_spec("deepspeed") is not None:
         assert any(name.startswith("DeepSpeed comms logger") for name in names)
     assert len({(row.case, row.name) for row in rows}) == len(rows)
     for row in rows:
-        check(row, is_compared=benchmark in ("call_cost", "mpi_cost", "step_time", "startup") or row.ratio is not None)
+        check(row, is_compared=benchmark in ("call_cost", "mpi_cost", "startup") or row.ratio is not None)
     assert section["machine"]["cores"] >= 1
     assert table.rendered({benchmark: section}).count(" | ") >= len(names)
 
@@ -188,8 +209,9 @@ def check(row: Row, *, is_compared: bool) -> None:
     if is_compared:
         assert given == COMPARED
         assert row.pairs == results.QUICK_PAIRS
-        assert row.ratio_quartiles is not None
-        assert row.ratio_quartiles[0] <= row.ratio <= row.ratio_quartiles[1]  # type: ignore[operator]
+        spread = row.ratio_quartiles or row.ratio_interval
+        assert spread is not None
+        assert spread[0] <= row.ratio <= spread[1]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
