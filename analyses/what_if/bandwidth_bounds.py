@@ -32,6 +32,7 @@ from commtrace.analyses.table_specs.spec import (
     word_column,
 )
 from commtrace.formatting import format_count, is_known
+from commtrace.network.algorithms import CARRIED_OUT_AS
 from commtrace.network.networks import open_network
 
 from .changed_run import REMARKS, wire_bytes_of_calls
@@ -266,6 +267,10 @@ def _sentences(step: SimulatedStep, rate: Rate, latency_s: float) -> Iterator[st
         "direction, and reached by all calls; real libraries send more than the least bytes. A row is for its own "
         "transfers, as if all others took no time."
     )
+    made = {*step.calls.text("op").astype(str)}
+    for (backend, op), carried_out in CARRIED_OUT_AS.items():
+        if step.backend == backend and op in made:
+            yield f"{backend} sends a {op} as an {carried_out}; the wire bytes are the least possible ones."
     yield f"{rate_sentence(rate)}."
     if len(step.run.processes) < (step.run.world_size or 0):
         yield NOT_SIMULATED

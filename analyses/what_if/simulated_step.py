@@ -48,6 +48,14 @@ class SimulatedStep:
     forward_flops: Array
 
     @cached_property
+    def backend(self) -> str:
+        """The backend of all groups; "" if there are several."""
+        configs = {config for process in self.run.processes for config in process.tables.backends.values()}
+        # "gloo", or "cpu:gloo,cuda:nccl"
+        backends = {device.rpartition(":")[2] for config in configs for device in config.split(",")}
+        return backends.pop() if len(backends) == 1 else ""
+
+    @cached_property
     def is_message(self) -> Array:
         """Whether each call sends or receives, bool, shape (calls,)."""
         return self.calls.has_label("op", *MESSAGES)
@@ -75,7 +83,7 @@ class SimulatedStep:
         result = np.full(len(calls), np.nan)
         roles = calls.text("role").astype(str)
         for role in np.unique(roles):
-            network = networks.get(str(role), networks[""])
+            network = networks.get(str(role), networks[""]).over(self.backend)
             at = np.flatnonzero(roles == role)
             hosts = {rank: rank // network.ranks_per_node for rank in range(self.run.world_size or 0)}
             for op, payload, ranks, of_hosts, own in kinds_of_calls(calls, hosts, at, calls["payload"][at]):

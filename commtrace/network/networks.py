@@ -27,7 +27,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -36,7 +36,7 @@ from commtrace.rank_ranges import MAX_RANKS
 from commtrace.volume import busbw_factor
 
 from . import NetworkError
-from .algorithms import ALGORITHMS, RING, Cost, Level, cost, steps
+from .algorithms import ALGORITHMS, CARRIED_OUT_AS, RING, Cost, Level, cost, steps
 from .bench_operations import BARRIER, COLLECTIVES, PING_PONG, bus_bytes
 from .bench_results import FORMAT, BenchResults, is_other_benchmark, read_json_object, read_results
 from .fit import Fit
@@ -64,6 +64,10 @@ class Network(Protocol):
     about: Sequence[str]  # sentences without a full stop, shown with every table of its times
     ranks_per_node: int  # number of ranks on a host
     held_out_error: float | None  # median relative error for sizes that were not fitted; None: not known
+
+    def over(self, backend: str) -> Network:
+        """Return the network as a backend of torch uses it; measured times are those of the backend measured."""
+        return self
 
     def expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
         """Predict the time of a call.
@@ -198,8 +202,14 @@ class DescribedNetwork(Network):
     inter: Level
     sources: Mapping[str, str]
     held_out_error: float | None = None
+    backend: str = ""
+
+    def over(self, backend: str) -> DescribedNetwork:
+        """Return the network as a backend of torch uses it."""
+        return replace(self, backend=backend)
 
     def _expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
+        op = CARRIED_OUT_AS.get((self.backend, op), op)
         call_cost = cost(op, payload, ranks, hosts, self.intra, self.inter)
         return ExpectedTime(self.start_us + call_cost.latency_us, call_cost.bandwidth_us, DESCRIBED)
 

@@ -31,14 +31,14 @@ class Call(NamedTuple):
 
 def dry_run(
     folder: Path, calls: Mapping[int, Sequence[Call]], *, world_size: int = 2, steps: int = 4, role: str = "data",
-    **process: Any,
+    backend: str = "gloo", **process: Any,
 ) -> Path:  # fmt: skip
     """Write a dry run whose ranks make the same calls in each step."""
     log = LogFactory(folder)
     for rank, own in calls.items():
         facts = {"world_size": world_size, "simulated": True, "simulated_device": "cpu"}
         files = log.process(rank, pid=4711 + rank, **{**facts, **process})
-        files.known({1: list(range(world_size)), 2: [rank]}, {1: role})
+        files.known({1: list(range(world_size)), 2: [rank]}, {1: role}, backend)
         for site, purpose in PURPOSES.items():
             files.add("sites", id=site, file="/x.py", line=site, function="f", purpose={"name": purpose})
         rows: list[Any] = []

@@ -118,14 +118,14 @@ class ProcessFactory:
         return self
 
     def known(
-        self, groups: dict[int, Sequence[int]] | None = None, roles: dict[int, str] | None = None
+        self, groups: dict[int, Sequence[int]] | None = None, roles: dict[int, str] | None = None, backend: str = "gloo"
     ) -> ProcessFactory:
         """Add KINDS, SITES, groups by number (default: WORLD of ranks 0 and 1, ALONE), and roles by group number."""
         for table, rows in (("kinds", KINDS), ("sites", SITES)):
             for row in rows:
                 self.add(table, **row)
         for number, ranks in (groups or {WORLD: [0, 1], ALONE: [self.rank]}).items():
-            self.add("groups", id=number, ranks=ranks, name=str(number), desc="", index=0, backend="gloo")
+            self.add("groups", id=number, ranks=ranks, name=str(number), desc="", index=0, backend=backend)
         for number, role in (roles or {}).items():
             self.add("roles", group=number, role=role, source="test")
         return self

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from counted_dry_runs import ACTIVATIONS, Call, dry_run
-from factory import LogFactory, record
+from factory import REDUCE_SCATTER, LogFactory, record
 from simulated_steps import PROGRAMS, Simulation
 
 import commtrace
@@ -32,6 +32,19 @@ def tables_of(folder: Path, **options: Any) -> tuple[dict[tuple[str, str], pd.Se
     tables = commtrace.open(log).bandwidth_bounds(**options)
     rows = {(row.role, row.purpose): row for _, row in tables["bandwidth_bounds"].iterrows()}
     return rows, tables["exposed_by_bandwidth"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "times"), [("nccl", 1), ("gloo", 2), ("cpu:gloo,cuda:gloo", 2), ("cpu:gloo,cuda:nccl", 1), ("", 1)]
+)
+def test_what_a_backend_sends(backend: str, times: int, tmp_path: Path) -> None:
+    """gloo sends as much for a reduce_scatter as for an all_reduce."""
+    calls = [Call(20, 4, kind=REDUCE_SCATTER, phase=Phase.FORWARD)]
+    run = commtrace.open(dry_run(tmp_path, {0: calls, 1: calls}, backend=backend))
+    table = run.bandwidth_bounds(rate=1e12)["bandwidth_bounds"]
+    [row] = table.itertuples()
+    assert row.worst_20_gb_per_s == pytest.approx(times * 2 / 5)
+    assert any("as an all_reduce" in sentence for sentence in table.attrs["remarks"]) == (times == 2)
 
 
 def test_bandwidths_of_a_step(tmp_path: Path) -> None:
