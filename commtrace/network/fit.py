@@ -13,6 +13,11 @@ bandwidth, from some size on), or up to five if they lower the mean held-out err
 percentage point. Five pieces are enough for an eager and a rendezvous protocol and three levels of memory. The last
 level may begin at 32 MiB and contain only two sizes, so a piece has at least two.
 
+**Corrections.** No number of lines fits what a rate limiter with bursts does to small messages, or a library with many
+protocols. Times between measured sizes are then those of the pieces, times the ratio of measured to fitted times at the
+sizes next to them, interpolated linearly in the logarithms. A size is corrected only if that more than halves the
+held-out error of it and its neighbors: noise of single sizes is not.
+
 **Held-out error.** The error of a fit is measured on sizes that it was not fitted to: each size in turn is left out,
 everything, including the bounds of the pieces, is fitted to the others, and the size that was left out is predicted.
 
@@ -24,7 +29,7 @@ it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,6 +47,8 @@ _MIN_PIECE_SIZES: Final = 2
 _MAX_ERROR_RATIO: Final = 0.9
 _MIN_ERROR_DECREASE: Final = 0.01
 """More pieces must lower the mean held-out error to this ratio, and by this difference."""
+_MAX_CORRECTED_RATIO: Final = 0.4
+"""A correction must lower the held-out error of a size and its neighbors to this ratio, and by the same difference."""
 _HUBER_THRESHOLD: Final = 1.5
 _ITERATIONS: Final = 4
 
@@ -60,6 +67,7 @@ class Fit:
     """The fit of one operation and group.
 
     `sizes` is the number of fitted sizes. The held-out errors are relative; None: too few sizes to leave one out.
+    `corrections` has measured / fitted time of each payload, 1 where the pieces alone are as good; empty: all are.
     """
 
     op: str
@@ -72,11 +80,12 @@ class Fit:
     held_out_median: float | None
     held_out_worst: float | None
     held_out_worst_bytes: int | None
+    corrections: tuple[tuple[int, float], ...] = ()
 
     def time_us(self, payload: int) -> float:
         """Return the expected microseconds of a call."""
-        piece = _piece_at(self.pieces, payload)
-        return piece.alpha_us + piece.beta_us_per_byte * float(bus_bytes(self.op, payload, self.ranks))
+        fitted = _time_of(self.pieces, payload, float(bus_bytes(self.op, payload, self.ranks)))
+        return fitted * _correction(self.corrections, payload) if self.corrections else fitted
 
     @property
     def latency_us(self) -> float:
@@ -92,6 +101,12 @@ class Fit:
 
 def _piece_at(pieces: Sequence[Piece], payload: float) -> Piece:
     return next((piece for piece in reversed(pieces) if piece.from_bytes <= payload), pieces[0])
+
+
+def _correction(corrections: Sequence[tuple[float, float]], payload: float) -> float:
+    """Return the ratio at a payload; outside of the measured payloads, that of the nearest one."""
+    sizes, ratios = np.array(corrections).T
+    return float(np.exp(np.interp(np.log(max(payload, 1.0)), np.log(np.maximum(sizes, 1.0)), np.log(ratios))))
 
 
 def fit_operations(rows: Iterable[BenchRow]) -> tuple[Fit, ...]:
@@ -114,21 +129,58 @@ def fit(op: str, ranks: int, hosts: int, rows: Sequence[BenchRow]) -> Fit:
     pieces, errors = 1, _held_out_errors(payload, bus, times, 1)
     for more_pieces in range(2, min(_MAX_PIECES, (len(rows) - 1) // _MIN_PIECE_SIZES) + 1):
         new_errors = _held_out_errors(payload, bus, times, more_pieces)
-        if new_errors.mean() < min(_MAX_ERROR_RATIO * errors.mean(), errors.mean() - _MIN_ERROR_DECREASE):
+        if _is_lower(new_errors, errors, _MAX_ERROR_RATIO):
             pieces, errors = more_pieces, new_errors
-    fitted, worst = _fit_pieces(payload, bus, times, pieces), int(errors.argmax())
+    fitted = _fit_pieces(payload, bus, times, pieces)
+    corrections: list[tuple[int, float]] = []
+    corrected_errors = _held_out_errors(payload, bus, times, pieces, corrected=True)
+    corrected = [
+        _is_lower(corrected_errors[near], errors[near], _MAX_CORRECTED_RATIO) for near in _neighborhoods(len(rows))
+    ]
+    if any(corrected):
+        errors = np.where(corrected, corrected_errors, errors)
+        ratios = _corrections(fitted, payload, bus, times)
+        corrections = [(int(size), ratio if own else 1.0) for own, (size, ratio) in zip(corrected, ratios, strict=True)]
+    worst = int(errors.argmax())
     median, highest = float(np.median(errors)), float(errors[worst])
-    return Fit(op, ranks, hosts, len(rows), begin, end, fitted, median, highest, int(payload[worst]))
+    return Fit(
+        op, ranks, hosts, len(rows), begin, end, fitted, median, highest, int(payload[worst]), tuple(corrections)
+    )  # fmt: skip
 
 
-def _held_out_errors(payload: Array, bus: Array, times: Array, pieces: int) -> Array:
+def _neighborhoods(count: int) -> Iterator[slice]:
+    """Yield the positions of each size and its neighbors."""
+    for at in range(count):
+        yield slice(max(at - 1, 0), at + 2)
+
+
+def _is_lower(errors: Array, than: Array, ratio: float) -> bool:
+    """Return whether held-out errors are lower by enough to justify more numbers."""
+    return bool(errors.mean() < min(ratio * than.mean(), than.mean() - _MIN_ERROR_DECREASE))
+
+
+def _held_out_errors(payload: Array, bus: Array, times: Array, pieces: int, *, corrected: bool = False) -> Array:
     """Return the relative error of each size, predicted from the others."""
     errors = np.empty(len(times))
     for left_out in range(len(times)):
         kept = np.arange(len(times)) != left_out
-        piece = _piece_at(_fit_pieces(payload[kept], bus[kept], times[kept], pieces), payload[left_out])
-        errors[left_out] = abs((piece.alpha_us + piece.beta_us_per_byte * bus[left_out]) / times[left_out] - 1)
+        fitted = _fit_pieces(payload[kept], bus[kept], times[kept], pieces)
+        time = _time_of(fitted, payload[left_out], bus[left_out])
+        if corrected:
+            time *= _correction(_corrections(fitted, payload[kept], bus[kept], times[kept]), payload[left_out])
+        errors[left_out] = abs(time / times[left_out] - 1)
     return errors
+
+
+def _corrections(fitted: Sequence[Piece], payload: Array, bus: Array, times: Array) -> list[tuple[float, float]]:
+    """Return measured / fitted time of each payload."""
+    expected = (_time_of(fitted, size, own) for size, own in zip(payload, bus, strict=True))
+    return [(float(size), float(time / of)) for size, time, of in zip(payload, times, expected, strict=True)]
+
+
+def _time_of(fitted: Sequence[Piece], payload: float, bus: float) -> float:
+    piece = _piece_at(fitted, payload)
+    return float(max(piece.alpha_us + piece.beta_us_per_byte * bus, 1e-6))
 
 
 def _fit_pieces(payload: Array, bus: Array, times: Array, pieces: int) -> tuple[Piece, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from networks import row
@@ -66,6 +68,35 @@ def test_a_protocol_switch_makes_pieces_when_the_held_out_error_says_so() -> Non
     assert fitted.held_out_median < 0.03
     straight = fit("all_reduce", 2, 1, rows(lambda size: 5.0 + size / 4e3, noise=0.02))
     assert len(straight.pieces) == 1
+
+
+def test_what_no_line_fits_is_corrected_at_the_measured_sizes() -> None:
+    """A rate limiter lets bursts of 64 KiB pass at once."""
+
+    def limited(size: int) -> float:
+        return 300.0 + size / 2e3 + max(size - (64 << 10), 0) / 12.5
+
+    most = 8 << 20
+    fitted = fit("broadcast", 2, 1, rows(limited, "broadcast", most=most, noise=0.01))
+    assert fitted.corrections
+    for size in (1 << 20, 3 << 19, 2 << 20, 3 << 20, 4 << 20, 6 << 20, most):
+        assert fitted.time_us(size) == pytest.approx(limited(size), rel=0.04)
+    assert fitted.time_us(4 * most) == pytest.approx(4 * limited(most), rel=0.05)
+
+
+def test_sizes_that_noise_alone_corrects_are_few() -> None:
+    errors: dict[bool, list[float]] = {False: [], True: []}
+    for seed in range(10):
+        rng = random.Random(seed)
+        bench_rows = [
+            row(payload_bytes=size, us=(30 + size / 1e3) * rng.lognormvariate(0, 0.05))
+            for size in payload_sizes(4, 64 << 20)
+        ]
+        fitted = fit("all_reduce", 2, 1, bench_rows)
+        assert sum(ratio != 1 for _, ratio in fitted.corrections) <= 4, seed
+        for kept, one in ((True, fitted), (False, replace(fitted, corrections=()))):
+            errors[kept] += [abs(one.time_us(size) / (30 + size / 1e3) - 1) for size in payload_sizes(4, 64 << 20)]
+    assert statistics.mean(errors[True]) < statistics.mean(errors[False]) + 0.005
 
 
 def test_noise_alone_makes_no_pieces() -> None:
