@@ -2,9 +2,10 @@
 
 A fake process group sends nothing, so only the cost of `torch.distributed` and of the tool is measured. As many calls
 come first that are not timed, because a tool's first calls touch memory that later ones use again. (DeepSpeed's logger
-is not warmed up: its calls take longer the more it has logged.) On two gloo ranks, the time that a program waits is
-measured. DeepSpeed's comms logger records calls of `deepspeed.comm` only, so its baseline is the same call of
-`deepspeed.comm` with the logger off.
+is not warmed up: its calls take longer the more it has logged.) In a training, code and memory of a call have left the
+caches by the next one; so single calls are also measured, each after a layer's forward, backward and optimizer. On two
+gloo ranks, the time that a program waits is measured. DeepSpeed's comms logger records calls of `deepspeed.comm` only,
+so its baseline is the same call of `deepspeed.comm` with the logger off.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import results
 import sides
 import torch
 import torch.distributed as dist
+import training_steps
 from measuring import Row
 
 from commtrace.hooks import purposes
@@ -33,7 +35,8 @@ def main() -> None:
     parser = results.parser(__doc__, pairs=36, settle=0.15)
     parser.add_argument("--fake-calls", type=int, default=2000, help="calls per block on the fake group")
     parser.add_argument("--gloo-calls", type=int, default=200, help="calls per block on gloo")
-    options = results.parsed(parser, fake_calls=20, gloo_calls=5)
+    parser.add_argument("--cold-calls", type=int, default=40, help="calls after computation per block")
+    options = results.parsed(parser, fake_calls=20, gloo_calls=5, cold_calls=3)
     rows = groups.run(on_fake, options, backend="fake") + groups.run(on_gloo, options, backend="gloo")
     results.write("call_cost", rows, options)
 
@@ -44,11 +47,25 @@ def on_fake(options: argparse.Namespace) -> list[Row]:
     all_reduce = partial(dist.all_reduce, torch.ones(1024))
     switches = {**sides.commtrace_sides(), **sides.summary_sides(), **sides.torch_sides()}
     rows = measure(case, switches, all_reduce, options.fake_calls, options, warm=options.fake_calls)
+    rows += after_computation(all_reduce, options)
     rows += through_mappings(options)
     rows += with_purpose(all_reduce, options)
     for times in sorted({min(200, options.fake_calls), options.fake_calls}):
         rows += with_deepspeed(case, times, options)
     return rows
+
+
+def after_computation(call: Callable[[], object], options: argparse.Namespace) -> list[Row]:
+    """Measure a call of which little is left in the caches."""
+    amount = groups.Amount(options.cold_calls, options.pairs, options.settle)
+    compute = training_steps.alone()
+    return [
+        groups.Comparison("all_reduce after computation, fake group", name, switch, call, before=compute).microseconds(
+            amount
+        )
+        for name, switch in sides.commtrace_sides().items()
+        if options.only in name and "with call sites" in name
+    ]
 
 
 MAPPINGS = """

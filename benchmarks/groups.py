@@ -6,6 +6,7 @@ import ctypes
 import datetime
 import os
 import socket
+import statistics
 import sys
 import time
 import warnings
@@ -124,8 +125,13 @@ class Amount(NamedTuple):
     """Calls before that, because the first calls with a tool may touch new memory."""
 
 
-def block(switch: Switch, call: Callable[[], object], amount: Amount) -> Block:
-    """Measure a block, without switching on and off and without the first calls."""
+def block(
+    switch: Switch, call: Callable[[], object], amount: Amount, before: Callable[[], object] | None = None
+) -> Block:
+    """Measure a block, without switching on and off and without the first calls.
+
+    With `before`, that is called before each call and not timed, and the time is the median of the calls.
+    """
     with switch():
         for _ in range(amount.warm):
             call()
@@ -133,14 +139,22 @@ def block(switch: Switch, call: Callable[[], object], amount: Amount) -> Block:
         call()
         dist.barrier()
         synchronize()
+        times = [timed(before, call) for _ in range(amount.times)] if before is not None else []
         processor, wall = time.process_time(), time.perf_counter()
-        for _ in range(amount.times):
+        for _ in range(0 if times else amount.times):
             call()
         synchronize()
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
-    return Block(
-        over_ranks(wall / amount.times, dist.ReduceOp.MAX), over_ranks(processor / amount.times, dist.ReduceOp.SUM)
-    )
+    wall = statistics.median(times) if times else wall / amount.times
+    return Block(over_ranks(wall, dist.ReduceOp.MAX), over_ranks(processor / amount.times, dist.ReduceOp.SUM))
+
+
+def timed(before: Callable[[], object], call: Callable[[], object]) -> float:
+    """Return the seconds of a call that follows something else."""
+    before()
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
 
 
 def synchronize() -> None:
@@ -168,12 +182,14 @@ class Comparison:
     """Called in place of `call` on the other side."""
     base: Switch = bare
     """What is switched on for the bare side."""
+    before: Callable[[], object] | None = None
+    """What runs before each call and is not timed."""
 
     def rounds(self, amount: Amount) -> list[tuple[Block, Block, Block]]:
         """Return the blocks of each round: bare, bare again, switched on."""
         return in_turn(
-            lambda: block(self.base, self.call, amount),
-            lambda: block(self.switch, self.call_with or self.call, amount),
+            lambda: block(self.base, self.call, amount, self.before),
+            lambda: block(self.switch, self.call_with or self.call, amount, self.before),
             amount.pairs,
         )
 

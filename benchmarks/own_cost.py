@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import results
 import sides
 import torch
 import torch.distributed as dist
+import training_steps
 from groups import Amount, Block, Comparison
 from measuring import Row, quartiles
 
@@ -28,14 +29,18 @@ def main() -> None:
     parser = results.parser(__doc__, pairs=24, settle=0.03)
     parser.add_argument("--fake-calls", type=int, default=2000, help="calls per block on the fake group")
     parser.add_argument("--gloo-calls", type=int, default=200, help="calls per block on gloo")
-    options = results.parsed(parser, fake_calls=100, gloo_calls=20)
+    parser.add_argument("--cold-calls", type=int, default=60, help="calls after computation per block")
+    options = results.parsed(parser, fake_calls=100, gloo_calls=20, cold_calls=60)
     rows = groups.run(on_fake, options, backend="fake") + groups.run(on_gloo, options, backend="gloo")
     results.write("own_cost", rows, options)
 
 
 def on_fake(options: argparse.Namespace) -> list[Row]:
-    """Measure on a fake process group, where nothing is sent."""
-    return measure("all_reduce, fake group", options.fake_calls, options)
+    """Measure on a fake process group, where nothing is sent: in a loop, and after computation (see `call_cost`)."""
+    rows = measure("all_reduce, fake group", options.fake_calls, options)
+    return rows + measure(
+        "all_reduce after computation, fake group", options.cold_calls, options, training_steps.alone()
+    )
 
 
 def on_gloo(options: argparse.Namespace) -> list[Row]:
@@ -43,7 +48,9 @@ def on_gloo(options: argparse.Namespace) -> list[Row]:
     return measure("all_reduce, two gloo ranks", options.gloo_calls, options)
 
 
-def measure(case: str, times: int, options: argparse.Namespace) -> list[Row]:
+def measure(
+    case: str, times: int, options: argparse.Namespace, before: Callable[[], object] | None = None
+) -> list[Row]:
     """Return two rows for each recorder: mean and 99th percentile."""
     reported: dict[str, list[tuple[float, float]]] = {}
 
@@ -54,7 +61,9 @@ def measure(case: str, times: int, options: argparse.Namespace) -> list[Row]:
     call = partial(dist.all_reduce, torch.ones(1024))
     for name, switch in sides.commtrace_sides(read=read).items():
         if options.only in name:
-            rounds = Comparison(case, name, switch, call).rounds(Amount(times, options.pairs, options.settle))
+            rounds = Comparison(case, name, switch, call, before=before).rounds(
+                Amount(times, options.pairs, options.settle)
+            )
             rows += [groups.shown(row) for row in side_by_side(case, name, rounds, reported[name])]
     return rows
 

@@ -55,6 +55,11 @@ def by_torch(size: Size, wrap: Callable[[Any], Any]) -> Step:
     return step
 
 
+def alone() -> Step:
+    """Return a step of one layer on one rank, which leaves little of anything else in the caches."""
+    return by_torch(Size(layers=1, width=256, tokens=64, samples=2), lambda whole: whole)
+
+
 def ddp(size: Size) -> Step:
     """Return a step of DDP with several buckets."""
     from torch.nn.parallel import DistributedDataParallel
