@@ -49,7 +49,7 @@ void finished(Frame&) {}
 
 PyObject* first_argument(const Frame& frame) {
   auto* f = static_cast<_PyInterpreterFrame*>(frame.frame);
-#if PY_VERSION_HEX >= 0x030C0000
+#if PY_VERSION_HEX >= 0x030D0000
   const PyCodeObject* code = _PyFrame_GetCode(f);
 #else
   const PyCodeObject* code = f->f_code;
