@@ -260,8 +260,8 @@ def start(
         arguments = [str(theirs.fileno()), *(script or [program])]
         environment = {
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore",
-            **variables,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "DS_ACCELERATOR": "cpu",
+            "PYTHONWARNINGS": "ignore", **variables,
         }  # fmt: skip
         processes.append(
             subprocess.Popen(
