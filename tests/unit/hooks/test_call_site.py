@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,3 +73,17 @@ def test_a_helper_of_many_lines_is_named_with_its_caller(folder: str) -> None:
 
 def test_a_program_s_own_file_is_never_passed_over() -> None:
     assert not call_site._classify(code("/home/me/torch/utils/_device.py", "main")) & call_site.WRAPPER
+
+
+def test_the_outermost_module_shows_whether_a_pass_trains() -> None:
+    """Parts of a compiled program are always in training mode, and an engine's own flag is not its model's."""
+    modules = [SimpleNamespace(training=value) for value in (False, True)]
+    compiled = type("Lambda", (SimpleNamespace,), {"__module__": "torch.fx.graph_module"})(training=True)
+    engine = SimpleNamespace(training=True, _modules={"module": modules[0]})
+    assert call_site.in_training([modules[1], modules[0]])
+    assert not call_site.in_training([modules[0], modules[1]])
+    assert not call_site.in_training([compiled, modules[0], modules[1]])
+    assert not call_site.in_training([engine, modules[1]])
+    assert not call_site.in_training([compiled])
+    assert not call_site.in_training([None])
+    assert not call_site.in_training([])
