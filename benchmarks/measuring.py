@@ -18,7 +18,6 @@ T = TypeVar("T")
 
 PROCESSOR: Final = ", CPU time"
 """Ends the case of a row of processor time."""
-ORDERS = tuple(itertools.permutations(range(3)))
 
 
 class Round(NamedTuple):
@@ -115,7 +114,6 @@ def in_turn(bare: Callable[[], T], side: Callable[[], T], rounds: int) -> list[t
     """Measure rounds of bare, bare again and side. Six rounds have every order once, the same in all processes."""
     measured = []
     for number in range(rounds):
-        order = ORDERS[number % len(ORDERS)]
-        values = {which: (bare, bare, side)[which]() for which in order}
+        values = {which: (bare, bare, side)[which]() for which in rotated(range(3), number)}
         measured.append((values[0], values[1], values[2]))
     return measured

@@ -88,8 +88,7 @@ def row_of(case: str, name: str, unit: str, triples: Sequence[Mapping[str, Seque
     relative: dict[str, list[float]] = {side: [] for side in ("again", "side")}
     for turns in triples:
         for side, ratios in relative.items():
-            pairs = zip(turns[side], turns["bare"], strict=True)
-            ratios.append(statistics.median(value / bare for value, bare in pairs))
+            ratios.append(ratio_to_bare(turns, side))
     medians = {which: statistics.median(value for of in triples for value in of[which]) for which in ("bare", "side")}
     bare = medians["bare"]
     ratio, control = interval_of(relative["side"]), interval_of(relative["again"])
@@ -98,6 +97,11 @@ def row_of(case: str, name: str, unit: str, triples: Sequence[Mapping[str, Seque
         control=control.mean, control_difference=(control.mean - 1) * bare, pairs=len(triples),
         ratio_interval=ratio.bounds, control_interval=control.bounds,
     )  # fmt: skip
+
+
+def ratio_to_bare(turns: Mapping[str, Sequence[float]], side: str) -> float:
+    """Return the median ratio of a side's turns to those of the bare job in the same rounds."""
+    return statistics.median(value / bare for value, bare in zip(turns[side], turns["bare"], strict=True))
 
 
 class Triple(NamedTuple):
@@ -140,12 +144,8 @@ class Triple(NamedTuple):
         """Return the ratios in a line."""
         parts = []
         for name, turns in (("wall", self.wall), ("processor", self.processor)):
-            bare = turns["bare"]
-            ratios = (
-                statistics.median(value / before for value, before in zip(turns[side], bare, strict=True))
-                for side in ("side", "again")
-            )
-            parts.append(f"{name} {statistics.median(bare):.4g} ms, {' (control '.join(f'{r:.4f}' for r in ratios)})")
+            ratio, control = (ratio_to_bare(turns, side) for side in ("side", "again"))
+            parts.append(f"{name} {statistics.median(turns['bare']):.4g} ms, {ratio:.4f} (control {control:.4f})")
         return f"{'; '.join(parts)}; {self.calls:.4g} calls a step, {self.reported_us:.3g} us as reported"
 
 

@@ -126,14 +126,13 @@ def fit(op: str, ranks: int, hosts: int, rows: Sequence[BenchRow]) -> Fit:
     begin, end = int(payload[0]), int(payload[-1])
     if len(rows) < 3:  # too few to fit and leave one out
         return Fit(op, ranks, hosts, len(rows), begin, end, _fit_pieces(payload, bus, times, 1), None, None, None)
-    pieces, errors = 1, _held_out_errors(payload, bus, times, 1)
+    pieces, (errors, corrected_errors) = 1, _held_out_errors(payload, bus, times, 1)
     for more_pieces in range(2, min(_MAX_PIECES, (len(rows) - 1) // _MIN_PIECE_SIZES) + 1):
-        new_errors = _held_out_errors(payload, bus, times, more_pieces)
+        new_errors, new_corrected_errors = _held_out_errors(payload, bus, times, more_pieces)
         if _is_lower(new_errors, errors, _MAX_ERROR_RATIO):
-            pieces, errors = more_pieces, new_errors
+            pieces, errors, corrected_errors = more_pieces, new_errors, new_corrected_errors
     fitted = _fit_pieces(payload, bus, times, pieces)
     corrections: list[tuple[int, float]] = []
-    corrected_errors = _held_out_errors(payload, bus, times, pieces, corrected=True)
     corrected = [
         _is_lower(corrected_errors[near], errors[near], _MAX_CORRECTED_RATIO) for near in _neighborhoods(len(rows))
     ]
@@ -159,16 +158,15 @@ def _is_lower(errors: Array, than: Array, ratio: float) -> bool:
     return bool(errors.mean() < min(ratio * than.mean(), than.mean() - _MIN_ERROR_DECREASE))
 
 
-def _held_out_errors(payload: Array, bus: Array, times: Array, pieces: int, *, corrected: bool = False) -> Array:
-    """Return the relative error of each size, predicted from the others."""
-    errors = np.empty(len(times))
+def _held_out_errors(payload: Array, bus: Array, times: Array, pieces: int) -> Array:
+    """Return the relative errors of each size, predicted from the others: by the pieces, and corrected; (2, sizes)."""
+    errors = np.empty((2, len(times)))
     for left_out in range(len(times)):
         kept = np.arange(len(times)) != left_out
         fitted = _fit_pieces(payload[kept], bus[kept], times[kept], pieces)
         time = _time_of(fitted, payload[left_out], bus[left_out])
-        if corrected:
-            time *= _correction(_corrections(fitted, payload[kept], bus[kept], times[kept]), payload[left_out])
-        errors[left_out] = abs(time / times[left_out] - 1)
+        correction = _correction(_corrections(fitted, payload[kept], bus[kept], times[kept]), payload[left_out])
+        errors[:, left_out] = abs(time / times[left_out] - 1), abs(time * correction / times[left_out] - 1)
     return errors
 
 
