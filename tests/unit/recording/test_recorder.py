@@ -405,6 +405,26 @@ def test_a_process_shows_that_it_is_alive_between_two_turns(tmp_path: Path, new_
     recorder.close("stop")
 
 
+def test_few_records_of_calls_that_go_on_are_moved_in_one_turn_of_four(
+    tmp_path: Path, new_recorder: NewRecorder
+) -> None:
+    recorder = new_recorder(tmp_path, ring_records=64, drain_ms=60_000)
+    processes.wait_for(lambda: struct.unpack_from("<Q", recorder.ring.buffer, ring.ALIVE_AT) != (0,))  # it sleeps
+
+    def taken_after_turn(calls: int) -> int:
+        for number in range(calls):
+            recorder.returned(processes.call(recorder, number), 101, observable=False)
+        recorder._drain._turn()
+        return recorder.slots.taken
+
+    assert taken_after_turn(1) == 0, "the first rows of the tables are written at once"
+    assert [taken_after_turn(1) for _ in range(5)] == [1, 2, 3, 0, 1]
+    assert taken_after_turn(0) == 0, "no call has begun since the last turn"
+    assert [taken_after_turn(7), taken_after_turn(1)] == [7, 0], "an eighth of the ring is taken"
+    recorder.close("stop")
+    assert processes.read_one(tmp_path).stats["calls"] == 14
+
+
 def test_a_recorder_that_cannot_begin_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_recorder: NewRecorder
 ) -> None:
