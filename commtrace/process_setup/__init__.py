@@ -9,6 +9,7 @@ mapped_libraries     communication libraries that are loaded, and their versions
 elf_files            version strings, symbols and build identifiers of shared libraries
 network_interfaces   network interfaces, and those on which the process listens
 processor_limits     cores, NUMA nodes, and the limits of control groups
+control_groups       the control groups of a process
 devices              GPUs, their drivers, and RDMA devices
 setup_reader         the row of the table `setup`, read again while libraries are loaded
 """

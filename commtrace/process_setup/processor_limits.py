@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
 from typing import Any, Final
 
+from .control_groups import ROOT, group_folders
 from .system_files import list_folder, read_number, read_text
 
 _NODES: Final = "/sys/devices/system/node"
-_CGROUPS: Final = "/sys/fs/cgroup"
 _NO_MEMORY_LIMIT: Final = 1 << 60
 """Bytes from which a limit of version 1, whose largest number stands for none, limits nothing."""
 
@@ -53,7 +52,7 @@ def _processor_model() -> str:
     return match[1].strip() if match else ""
 
 
-def read_limits(cgroups: str = _CGROUPS, membership: str = "/proc/self/cgroup") -> dict[str, float | int]:
+def read_limits(root: str = ROOT, membership: str = "/proc/self/cgroup") -> dict[str, float | int]:
     """Return the limits of the process's control groups, of either version: the lowest of each group and its parents.
 
     Returns:
@@ -61,33 +60,17 @@ def read_limits(cgroups: str = _CGROUPS, membership: str = "/proc/self/cgroup") 
     """
     cpus: list[float] = []
     memory: list[int] = []
-    for line in read_text(membership).splitlines():
-        _, controllers, group = (*line.split(":", 2), "", "")[:3]
-        names = controllers.split(",")
-        if controllers == "":
-            for folder in _folders(cgroups, "unified" if os.path.isdir(f"{cgroups}/unified") else "", group):
+    for controller, folders in group_folders(membership, root):
+        for folder in folders:
+            if controller == "":
                 cpus += _quota(*(*read_text(folder, "cpu.max").split(), "", "")[:2])
                 memory += _bytes(folder, "memory.max")
-        if "cpu" in names:
-            for folder in _folders(cgroups, _mounted(cgroups, controllers, "cpu"), group):
+            elif controller == "cpu":
                 cpus += _quota(*(read_text(folder, f"cpu.cfs_{name}_us") for name in ("quota", "period")))
-        if "memory" in names:
-            for folder in _folders(cgroups, _mounted(cgroups, controllers, "memory"), group):
+            elif controller == "memory":
                 memory += _bytes(folder, "memory.limit_in_bytes")
     lowest = {"cpus": min(cpus, default=None), "memory_bytes": min(memory, default=None)}
     return {name: value for name, value in lowest.items() if value is not None}
-
-
-def _mounted(cgroups: str, controllers: str, name: str) -> str:
-    return controllers if os.path.isdir(f"{cgroups}/{controllers}") else name
-
-
-def _folders(cgroups: str, hierarchy: str, group: str) -> Iterator[str]:
-    """Yield the folders of a group and of its parents. In a container, those that are not mounted do not exist."""
-    root = os.path.join(cgroups, hierarchy)
-    parts = [part for part in group.split("/") if part not in ("", "..")]
-    for length in range(len(parts), -1, -1):
-        yield os.path.join(root, *parts[:length])
 
 
 def _quota(quota: str, period: str) -> list[float]:

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from commtrace.process_setup.control_groups import group_folders
 from commtrace.process_setup.system_files import read_stat, read_text
 
 from . import ring
@@ -36,6 +37,8 @@ STOP_SECONDS: Final = 1.0
 COUNTER_SECONDS: Final = 1.0
 """Interval between readings of the counter of processes that the kernel ended for lack of memory."""
 
+_KILLS_FILES: Final = {"": "memory.events", "memory": "memory.oom_control"}
+"""Controller of a control group -> the file in which it counts the processes ended for lack of memory."""
 _GET_INFO: Final = 0xC040FF0B  # PIDFD_GET_INFO: _IOWR(0xFF, 11, struct pidfd_info), 64 bytes
 _EXIT_INFO: Final = 1 << 3
 _INFO: Final = struct.Struct("<QQ11Ii")
@@ -229,16 +232,10 @@ def _exit_status(peer: _Peer) -> int | None:
 
 
 def _counter_of(pid: int) -> Path | None:
-    """Return the file in which a cgroup of a process counts the processes that were ended for lack of memory."""
-    for line in read_text(f"/proc/{pid}/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "memory":
-            folder, name = Path("/sys/fs/cgroup/memory"), "memory.oom_control"
-        elif not controllers:
-            folder, name = Path("/sys/fs/cgroup"), "memory.events"
-        else:
-            continue
-        for file in (folder / path.lstrip("/") / name, folder / name):  # the second one within a container
+    """Return the file in which a control group of a process counts the processes ended for lack of memory."""
+    for controller, folders in group_folders(f"/proc/{pid}/cgroup"):
+        for folder in folders if controller in _KILLS_FILES else ():
+            file = Path(folder, _KILLS_FILES[controller])
             if _kills(file) >= 0:
                 return file
     return None
