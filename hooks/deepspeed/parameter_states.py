@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from commtrace.hooks.marked_sources import imported
@@ -83,9 +83,17 @@ def modules_of_first_pass(engine: Any, modules: list[ModuleRow]) -> list[PassRow
     entries = [
         PassRow(kind=kind, times=1, modules=[row], parameters=sorted(found)) for (kind, row), found in used.items()
     ]
-    order = getattr(engine.optimizer.parameter_offload.param_coordinator, _ORDER, ())
+    order = _order(engine.optimizer.parameter_offload)
     idle = [number for name, number in rows.items() if named[name] not in order] if order else []
     return [*entries, PassRow(kind="idle", times=1, modules=idle)] if idle else entries
+
+
+def _order(offload: Any) -> Sequence[Any]:
+    """Return the modules in the order in which they ran, if a coordinator is recording it; () otherwise."""
+    coordinator = getattr(offload, "param_coordinator", None)
+    if coordinator is None:  # DeepSpeed 0.15 has one for training, and one for evaluation
+        coordinator = getattr(offload, "param_coordinators", {}).get(True)
+    return getattr(coordinator, _ORDER, ())
 
 
 def _row_of(name: str, rows: dict[str, int]) -> int:
