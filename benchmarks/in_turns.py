@@ -2,7 +2,8 @@
 
 PROGRAM: a size and a scheme, such as "ordinary FSDP2", or a file in Python. After each step of its first optimizer in
 torch, a program looks whether its turn is over, and then writes to the socket, as JSON, the seconds of the turn and its
-processor seconds, and waits for the number of steps of the next one; 0 ends it. Ranks are started as torchrun does.
+processor seconds, and waits for the next turn: the number of steps, and whether they are recorded. No steps end it.
+Ranks are started as torchrun does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import groups
+import switching
 import torch
 import torch.distributed
 import training_steps
@@ -37,7 +39,7 @@ def main() -> None:
     descriptor, program, *_ = sys.argv[1:]
     torch.set_num_threads(1)
     groups.keep_memory()
-    take_turns(int(descriptor))
+    register_optimizer_step_post_hook(Turns(int(descriptor)).step_ended)
     size, _, scheme = program.partition(" ")
     if size in SIZES:
         train(SIZES[size], scheme)
@@ -58,27 +60,43 @@ def train(size: training_steps.Size, scheme: str) -> None:
         step()
 
 
-def take_turns(descriptor: int) -> None:
-    """Let the steps of the program's first optimizer wait for their turns."""
-    file: Any = socket.socket(fileno=descriptor).makefile("rw")
-    first: list[object] = []
-    left, began = 1, times()
+class Turns:
+    """Lets the steps of the program's first optimizer wait for their turns."""
 
-    def wait_for_turn(optimizer: object, *_: object) -> None:
-        nonlocal left, began
-        first[:] = first or [optimizer]
-        left -= optimizer is first[0]
-        if left > 0 or optimizer is not first[0]:
+    def __init__(self, descriptor: int) -> None:
+        self._file: Any = socket.socket(fileno=descriptor).makefile("rw")
+        self._recording = switching.Recording()
+        self._first: list[object] = []
+        self._untimed, self._left, self._began = 0, 1, times()
+
+    def step_ended(self, optimizer: object, *_: object) -> None:
+        """Count a step. If it is the last one of its turn, tell the times, and wait for the next turn."""
+        self._first[:] = self._first or [optimizer]
+        if optimizer is not self._first[0]:
             return
-        file.write(f"{json.dumps([end - begin for begin, end in zip(began, times(), strict=True)])}\n")
-        file.flush()
-        left = int(file.readline() or 0)
-        if left == 0:
+        if self._untimed:
+            self._untimed -= 1
+        else:
+            self._left -= 1
+            if self._left:
+                return
+            times_of_turn = [end - begin for begin, end in zip(self._began, times(), strict=True)]
+            self._file.write(f"{json.dumps(times_of_turn)}\n")
+            self._file.flush()
+            self._wait()
+        self._began = times()
+
+    def _wait(self) -> None:
+        """Wait for the next turn, and switch the recorder. The step after that is not timed."""
+        line = self._file.readline()
+        self._left, recorded = json.loads(line) if line else (0, True)
+        if self._left == 0:
             commtrace.stop()
             os._exit(0)  # gloo's threads may still run
-        began = times()
-
-    register_optimizer_step_post_hook(wait_for_turn)
+        self._recording.switch(on=False)  # before each turn: switching itself may make a step slower
+        if recorded:
+            self._recording.switch(on=True)
+        self._untimed = 1
 
 
 def times() -> tuple[float, float]:

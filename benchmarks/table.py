@@ -133,9 +133,9 @@ def step_cost(rows: Sequence[Row]) -> str:
             line = lines.setdefault(case, [case, f"{number(row.bare or 0)} ms"])
             line += [change(row.ratio, row.ratio_interval), change(row.control or 0, row.control_interval)]
     for case, line in lines.items():
-        calls, reported = alone[case, "calls"].side, alone[case, "as reported"].side
-        line += [f"{calls:.3g}", f"{number(reported)} us"]
-    header = ["", "step", "recorded", "control", "processor time", "control", "calls", "a call, as reported"]
+        calls, reported, writing = (alone[case, name].side for name in ("calls", "as reported", "writing"))
+        line += [f"{calls:.3g}", f"{number(reported)} us", f"{writing:.2f} %"]
+    header = ["", "step", "recorded", "control", "processor time", "control", "calls", "a call, as reported", "writing"]
     return markdown(header, list(lines.values()))
 
 
@@ -198,7 +198,8 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "step_cost": (
-        "What the native recorder adds to a training step, with 95 % intervals, beside an equal job as control",
+        "What the native recorder adds to a training step, with 95 % intervals, beside other unrecorded steps as "
+        "control; and the share of a core of the thread that writes the log",
         step_cost,
     ),
     "step_instructions": (

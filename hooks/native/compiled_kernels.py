@@ -80,8 +80,7 @@ def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
     _patches.on_undo(torch_tracer.start_listeners.remove, _start)
     _patches.include(NativeWorkPatches())
     if not _operators:
-        _operators[:] = operators
-        _library.install(operators, functional)
+        add_kernels(operators, functional)
     purposes.keep_in(_library.purposes)
     _patches.on_undo(purposes.keep_here)
     _library.arm(_begin)
@@ -90,6 +89,12 @@ def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
 
 uninstall = _patches.undo
 """Restore what was wrapped. The kernels stay, but only redispatch."""
+
+
+def add_kernels(operators: Sequence[Operator], functional: Sequence[str]) -> None:
+    """Add kernels to these c10d and _c10d_functional operators, which have none."""
+    _operators[:] = operators
+    _library.install(operators, functional)
 
 
 def remove_kernels() -> None:

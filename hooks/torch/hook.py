@@ -121,6 +121,11 @@ def remove_kernels() -> None:
     native.remove_kernels()
 
 
+def add_kernels() -> None:
+    """Register the kernels of the native recorder again, which `remove_kernels` has unregistered: in benchmarks."""
+    native.add_kernels(known_operators()[0], [name for name, _ in _functional_operators()])
+
+
 def _functional_operators() -> list[tuple[str, Any]]:
     """Return name and default overload of the operators of `_c10d_functional`."""
     packets = ((name, getattr(torch.ops._c10d_functional, name)) for name in operator_names("_c10d_functional"))

@@ -104,10 +104,11 @@ def test_the_cost_of_a_step_stands_beside_its_control() -> None:
     rows = [step_cost.row_of(where, name, "ms", turns) for where in (case, f"{case}{PROCESSOR}")]
     assert rows[0].ratio == pytest.approx(1.02)
     assert rows[0].ratio_interval == pytest.approx((1.02 - 4.303 * 0.02 / 3**0.5, 1.02 + 4.303 * 0.02 / 3**0.5))
-    rows += [Row(case, f"{name}: calls", "a step", 12.0), Row(case, f"{name}: as reported", "us a call", 4.5)]
+    stated = {"calls": 12.0, "as reported": 4.5, "writing": 0.06}
+    rows += [Row(case, f"{name}: {what}", "", value) for what, value in stated.items()]
     cells = "+2.00 % (-2.97 to +6.97) | +0.00 % (+0.00 to +0.00)"
     text = table.rendered({"step_cost": section(*rows)})
-    assert f"| {case} | 102 ms | {cells} | {cells} | 12 | 4.50 us |" in text.splitlines()
+    assert f"| {case} | 102 ms | {cells} | {cells} | 12 | 4.50 us | 0.06 % |" in text.splitlines()
 
 
 def test_each_order_comes_equally_often() -> None:
@@ -142,7 +143,9 @@ SCALE = {
 EXPECTED = {
     "call_cost": COMMTRACE | {"CommDebugMode", "torch.profiler"},
     "mpi_cost": COMMTRACE | {f"commtrace, native, {prefix} call sites" for prefix in ("with", "without")},
-    "step_cost": {f"commtrace, native, with call sites{what}" for what in ("", ": calls", ": as reported")},
+    "step_cost": {
+        f"commtrace, native, with call sites{what}" for what in ("", ": calls", ": as reported", ": writing")
+    },
     "step_instructions": {f"commtrace, {recorder}, with call sites" for recorder in ("python", "native")},
     "call_parts": {"call site, phase and step", "the process group", "payload"},
     "own_cost": {f"{name}: {what}" for name in COMMTRACE for what in ("mean", "99th percentile")},
