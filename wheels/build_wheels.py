@@ -28,6 +28,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from archives import repack  # noqa: E402
 from torch_releases import LIBRARIES, Release, TorchFiles, internals, releases, undefined  # noqa: E402
 
 from commtrace.hooks.native import libraries  # noqa: E402
@@ -142,20 +143,21 @@ def _source(folder: Path, out: Path) -> Path:
     built = folder / "sdist"
     _tool("build", "--sdist", "--no-isolation", "--outdir", built, ROOT)
     (archive,) = built.iterdir()
-    shutil.copy(archive, out)
+    repack(archive, out / archive.name, int(_epoch()))
     shutil.unpack_archive(archive, folder / "unpacked", filter="data")
     (source,) = (folder / "unpacked").iterdir()
     return source
 
 
+def _epoch() -> str:
+    """Return the time of the commit, s, which files in archives get."""
+    return os.environ.get("SOURCE_DATE_EPOCH") or _output(["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]).strip()
+
+
 def _wheel(source: Path, compiled: Path, python: Python, out: Path) -> Path:
     """Build the wheel, and have auditwheel check it and give it its final tag."""
     built, checked = compiled / "built", compiled / "checked"
-    commit = _output(["git", "-C", str(ROOT), "log", "-1", "--format=%ct"])
-    variables = {
-        "SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH") or commit,  # the times in the archive
-        "COMMTRACE_LIBRARIES": str(compiled),
-    }
+    variables = {"SOURCE_DATE_EPOCH": _epoch(), "COMMTRACE_LIBRARIES": str(compiled)}
     _tool("build", "--wheel", "--no-isolation", "--outdir", built, source, **variables)
     shutil.rmtree(source / "build")  # the next wheel has other libraries
     tag = ("--python-tag", python.tag, "--abi-tag", python.tag, "--platform-tag", f"linux_{python.machine}")

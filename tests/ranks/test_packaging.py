@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import functools
+import importlib.util
 import os
 import random
 import re
@@ -96,6 +97,29 @@ def build_with_libraries(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
     return Wheels(tmp_path_factory.mktemp("wheels"))
+
+
+def test_two_source_distributions_of_equal_files_are_equal(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("archives", ROOT / "wheels/archives.py")
+    assert spec is not None
+    assert spec.loader is not None
+    archives = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(archives)
+    source = tmp_path / "source"
+    (source / "folder").mkdir(parents=True)
+    (source / "link").symlink_to("folder/file")
+    packed = []
+    for name, seconds in (("first", 1_000.25), ("second", 2_000.5)):
+        (source / "folder" / "file").write_text("text")
+        os.utime(source / "folder" / "file", (seconds, seconds))
+        archive = Path(shutil.make_archive(str(tmp_path / name), "gztar", source))
+        archives.repack(archive, tmp_path / f"{name}-repacked.tar.gz", 3_000)
+        packed.append((archive.read_bytes(), (tmp_path / f"{name}-repacked.tar.gz").read_bytes()))
+    (first, repacked), (second, again) = packed
+    assert first != second
+    assert repacked == again
+    shutil.unpack_archive(tmp_path / "first-repacked.tar.gz", tmp_path / "unpacked", filter="data")
+    assert (tmp_path / "unpacked" / "link").read_text() == "text"
 
 
 class Environment:
