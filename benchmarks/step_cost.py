@@ -48,7 +48,7 @@ def main() -> None:
     """Measure all trainings, or a script, and write the results."""
     parser = results.parser(__doc__)
     parser.add_argument("--jobs", type=int, default=6, help="how often the job is started (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=60, help="recorded turns of a job (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="recorded turns of a job (%(default)s)")
     parser.add_argument("--seconds", type=float, default=0.4, help="length of a turn (%(default)s)")
     parser.add_argument("--ranks", type=int, action="append", help="ranks of a job (2); may be repeated")
     parser.add_argument("--script", nargs=argparse.REMAINDER, help="a program and its arguments, in place of ours")
