@@ -66,17 +66,15 @@ class Turns:
     def __init__(self, descriptor: int) -> None:
         self._file: Any = socket.socket(fileno=descriptor).makefile("rw")
         self._recording = switching.Recording()
-        self._first: list[object] = []
-        self._untimed, self._left, self._began = 0, 1, times()
+        self._first: object = None
+        self._is_timed, self._left, self._began = True, 1, times()
 
     def step_ended(self, optimizer: object, *_: object) -> None:
         """Count a step. If it is the last one of its turn, tell the times, and wait for the next turn."""
-        self._first[:] = self._first or [optimizer]
-        if optimizer is not self._first[0]:
+        self._first = self._first or optimizer
+        if optimizer is not self._first:
             return
-        if self._untimed:
-            self._untimed -= 1
-        else:
+        if self._is_timed:
             self._left -= 1
             if self._left:
                 return
@@ -84,6 +82,8 @@ class Turns:
             self._file.write(f"{json.dumps(times_of_turn)}\n")
             self._file.flush()
             self._wait()
+        else:
+            self._is_timed = True
         self._began = times()
 
     def _wait(self) -> None:
@@ -93,10 +93,8 @@ class Turns:
         if self._left == 0:
             commtrace.stop()
             os._exit(0)  # gloo's threads may still run
-        self._recording.switch(on=False)  # before each turn: switching itself may make a step slower
-        if recorded:
-            self._recording.switch(on=True)
-        self._untimed = 1
+        self._recording.switch(on=recorded)
+        self._is_timed = False
 
 
 def times() -> tuple[float, float]:

@@ -1,8 +1,8 @@
 """What recording adds to a training step: one job that records the steps of one turn in three.
 
-A turn is a few steps, of which the first is not timed. Before each turn, all ranks switch the recorder off, and on
-again if the turn is recorded (`switching`). In a round, three turns follow each other in an order that changes: not
-recorded, not recorded again as a control, and recorded. A turn's time is the slowest rank's, its processor time the sum
+A turn is a few steps, of which the first is not timed. Before it, all ranks switch the recorder on or off, unless it is
+so already (`switching`). In a round, three turns follow each other in an order that changes: not recorded, not recorded
+again as a control, and recorded. A turn's time is the slowest rank's, its processor time the sum
 over all threads of all ranks. The thread that writes the log runs in all turns: its share of a core has its own row.
 
 Turns of one process are compared, because processes of one program differ by up to 3 % on a small machine: where memory

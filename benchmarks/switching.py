@@ -45,10 +45,10 @@ class Recording:
                 assert one.exchange(one.original, one.replacement), f"{one.owner}.{one.name} has been replaced"
         elif not on and not self._off:
             hook.remove_kernels()
-            before = -1
-            while before < len(self._off):  # an attribute may be replaced by several hooks, the last one first
-                before = len(self._off)
-                self._off += [one for one in _replacements() if one.exchange(one.replacement, one.original)]
+            replaced = _replacements()
+            # An attribute may be replaced by several hooks: the last one comes back first.
+            while back := [one for one in replaced if one.exchange(one.replacement, one.original)]:
+                self._off += back
 
 
 def _replacements() -> list[Replacement]:

@@ -195,9 +195,14 @@ class Drain:
             calls: Number of calls begun so far.
         """
         self._turns += 1
-        goes_on, self._begun = calls != self._begun, calls
-        stays = goes_on and self._slots.taken < self._slots.capacity // 8 and self._turns < TURNS_TO_MOVE
-        return not stays or self._settings.kept_records > 0 or self._writer.unwritten(self._tables.lines) > 0
+        is_quiet, self._begun = calls == self._begun, calls
+        return (
+            is_quiet
+            or self._turns >= TURNS_TO_MOVE
+            or self._slots.taken >= self._slots.capacity // 8
+            or self._settings.kept_records > 0
+            or self._writer.unwritten(self._tables.lines) > 0
+        )
 
     def _move_finished(self) -> None:
         """Move the records that are final, and write the counters to the ring."""
