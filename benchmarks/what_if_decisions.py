@@ -17,14 +17,14 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from layout_pairs import links, run
-from what_if_pairs import OVERLAPPING, TRAINING, WIDTHS, link, train
+from what_if_pairs import DTYPE_SCHEMES, OVERLAPPING, TRAINING, WIDTHS, link, train
 
 from commtrace.analyses.what_if.changed_run import replayed_run
 from commtrace.analyses.what_if.changes import changed_run
@@ -70,23 +70,21 @@ class Job:
         return Job(self.program, self.scheme, self.rate, {**self.options, **options})
 
     def changes(self) -> dict[str, Job]:
-        """Return the job after each change that can really be made."""
-        halved = {name: self.options[name] / 2 for name in self.options if name.endswith("_ms") or name == "samples"}
-        changes = {
-            "scale-network=2x": Job(self.program, self.scheme, 2 * self.rate, self.options),
-            "compute=0.5x": self.changed(**halved),
-        }
-        if self.program == OVERLAPPING:
-            what = "overlap" if self.scheme == "buckets" else "overlap=all_gather"
-            return {**changes, what: self.changed(background=1)}
-        if self.options["late_ms"]:
+        """Return the job after each change that can really be made, in the order of the catalogue."""
+        changes = {}
+        if self.options.get("late_ms"):
             changes["without-straggler=worst"] = self.changed(late=-1)
-        if self.scheme in ("ddp", "fsdp2"):
+        if self.program == OVERLAPPING:
+            changes["overlap" if self.scheme == "buckets" else "overlap=all_gather"] = self.changed(background=1)
+        if self.scheme in DTYPE_SCHEMES and self.program == TRAINING:
             changes["dtype=bf16"] = self.changed(bf16=1)
         if self.scheme in ("ddp", "zero1"):
             changes |= {
                 f"bucket={size}MB": self.changed(bucket_mb=size) for size in (1, 4) if size != self.options["bucket_mb"]
             }
+        halved = {name: self.options[name] / 2 for name in self.options if name.endswith("_ms") or name == "samples"}
+        changes["compute=0.5x"] = self.changed(**halved)
+        changes["scale-network=2x"] = Job(self.program, self.scheme, 2 * self.rate, self.options)
         return changes
 
     def record(self, log: Path) -> None:
@@ -127,7 +125,7 @@ class Choice:
 
     @property
     def ranked(self) -> list[str]:
-        """The changes, the best prediction first."""
+        """The changes, the best prediction first; of equal ones, the first one of the catalogue."""
         return sorted(self.predicted_ns, key=lambda change: self.predicted_ns[change])
 
     @property
@@ -142,9 +140,9 @@ def step_ns(log: Path) -> float:
     return float(median_step_ns(replay, replay.delays))
 
 
-def choices(folder: Path, jobs: int) -> Iterator[Choice]:
+def choices(folder: Path, seeds: Iterable[int]) -> Iterator[Choice]:
     """Yield each job after its changes. Predictions are printed before the runs that they are of."""
-    for seed in range(jobs):
+    for seed in seeds:
         before = job(seed)
         before.record(log := folder / f"job-{seed}" / "before")
         replayed, changes = replayed_run(open_run(log)), before.changes()
@@ -232,6 +230,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("decisions.json"))
     parser.add_argument("--folder", type=Path, default=Path("decisions"))
     parser.add_argument("--jobs", type=int, default=JOBS, help="random jobs (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the first of them (%(default)s)")
     parser.add_argument("--without-bandwidths", action="store_true", help="only which change is best")
     parser.add_argument("--show", type=Path, help="print the results in a file again, and measure nothing")
     options = parser.parse_args()
@@ -243,7 +242,7 @@ def main() -> None:
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     needed = [] if options.without_bandwidths else [*bandwidths(folder)]
-    found = [*choices(folder, options.jobs)]
+    found = [*choices(folder, range(options.first, options.first + options.jobs))]
     document = {"choices": [*map(asdict, found)], "bandwidths": [*map(asdict, needed)]}
     options.out.write_text(json.dumps(document, indent=1))
     print(*tables(found, needed), sep="\n")

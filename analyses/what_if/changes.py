@@ -304,15 +304,19 @@ _CHANGES: Final[dict[str, Callable[[str, str], NamedChange]]] = {
 
 
 def changes_of_catalogue(run: ReplayedRun) -> Sequence[NamedChange]:
-    """Return the changes of the catalogue that apply to any run, and those of its dimensions and largest purposes."""
-    texts = ["without-straggler=worst", "balance", "no-wait", "compute=0.5x", "scale-network=2x", "scale-network=0.5x"]
+    """Return the changes of the catalogue that apply to any run, and those of its dimensions and largest purposes.
+
+    Changes of the program come before those of what it runs on: of two with equal predictions, the first one is better
+    or costs less. Half the bytes also halve what is not bound by the link, but by bytes; twice the bandwidth does not.
+    """
     calls, replay = run.replay.paths.calls, run.replay
-    texts += ["overlap", f"dtype={DTYPES[0]}"]
+    texts = ["without-straggler=worst", "balance", "no-wait", "overlap", f"dtype={DTYPES[0]}"]
+    texts += [f"bucket={size / (1 << 20):.3g}MB" for size in other_sizes(replay)]
+    texts += ["compute=0.5x", "scale-network=2x", "scale-network=0.5x"]
     for column, most in (("role", MAX_STRAGGLERS), ("op", MAX_STRAGGLERS), ("purpose", 3)):
         is_transfer = replay.part == Part.TRANSFER
         codes = calls[column][replay.call[is_transfer]]
         sums = np.bincount(codes, replay.delays[is_transfer].clip(min=0), len(calls.categories[column]))
         largest = [code for code in np.argsort(-sums, kind="stable")[:most] if sums[code] > 0]
         texts += [f"free={calls.categories[column][code]}" for code in largest if calls.categories[column][code]]
-    texts += [f"bucket={size / (1 << 20):.3g}MB" for size in other_sizes(replay)]
     return [parse_change(text) for text in dict.fromkeys(texts)]

@@ -80,6 +80,15 @@ def test_the_catalogue_has_it_once(tmp_path: Path) -> None:
     assert "dtype=bf16" not in [*what_if(changed_run(others), catalogue=True)["change"]]
 
 
+def test_equal_predictions_list_the_change_of_the_program_first(tmp_path: Path) -> None:
+    recorded = replayed_run(open_run(program_of(tmp_path, [(MB, 200, GRADIENTS_SITE)])))
+    table = what_if(changed_run(recorded), catalogue=True)
+    changes = [*table["change"]]
+    software, hardware = changes.index("dtype=bf16"), changes.index("scale-network=2x")
+    assert table["step_ns"][software] == table["step_ns"][hardware]
+    assert software < hardware
+
+
 def test_nothing_to_change(tmp_path: Path) -> None:
     recorded = replayed_run(open_run(program_of(tmp_path, [(MB, 200, 2)])))
     with pytest.raises(CommtraceError, match="no calls for gradients or parameters in float32"):
