@@ -88,6 +88,8 @@ STUDENT_975: Final = (
     2.110, 2.101, 2.093, 2.086,
 )  # fmt: skip
 """97.5 % quantiles of Student's distribution by degrees of freedom from 1; for more, the last one is an upper bound."""
+TRIMMED: Final = 5
+"""One value in so many is left out of a trimmed mean at each end."""
 
 
 class Interval(NamedTuple):
@@ -98,9 +100,18 @@ class Interval(NamedTuple):
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """Return the interval of the mean of at least two independent values, by Student's t distribution."""
-    mean, freedom = statistics.mean(values), len(values) - 1
-    half = STUDENT_975[min(freedom, len(STUDENT_975)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    """Return the interval of the trimmed mean of at least two independent values (Tukey and McLaughlin 1963).
+
+    The variance is that of the values of which the smallest and largest ones are replaced by the next ones. Fewer than
+    `TRIMMED` values are not trimmed: that is Student's interval of the mean.
+    """
+    ordered, count = sorted(values), len(values)
+    out = count // TRIMMED
+    kept = ordered[out : count - out]
+    winsorized = [kept[0]] * out + kept + [kept[-1]] * out
+    mean, freedom = statistics.mean(kept), len(kept) - 1
+    error = statistics.stdev(winsorized) * math.sqrt(count) / len(kept)
+    half = STUDENT_975[min(freedom, len(STUDENT_975)) - 1] * error
     return Interval(mean, (mean - half, mean + half))
 
 

@@ -6,8 +6,8 @@ again as a control, and recorded. A turn's time is the slowest rank's, its proce
 over all threads of all ranks. The thread that writes the log runs in all turns: its share of a core has its own row.
 
 Turns of one process are compared, because processes of one program differ by up to 3 % on a small machine: where memory
-lies makes one faster or slower. The job is started several times, and the intervals are those of the differences
-between the starts.
+lies makes one faster or slower. The recorded turn of a round is compared with the mean of the two others, and one of
+these with the other one; the trimmed means over all rounds are shown, of several starts of the job.
 
 Any training whose optimizers are torch's can be measured, for instance of 4 ranks:
 
@@ -47,12 +47,12 @@ LIMIT_S: Final = 120
 def main() -> None:
     """Measure all trainings, or a script, and write the results."""
     parser = results.parser(__doc__)
-    parser.add_argument("--jobs", type=int, default=6, help="how often the job is started (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=30, help="recorded turns of a job (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=3, help="how often the job is started (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=180, help="recorded turns of a job (%(default)s)")
     parser.add_argument("--seconds", type=float, default=0.4, help="length of a turn (%(default)s)")
     parser.add_argument("--ranks", type=int, action="append", help="ranks of a job (2); may be repeated")
     parser.add_argument("--script", nargs=argparse.REMAINDER, help="a program and its arguments, in place of ours")
-    options = results.parsed(parser, jobs=2, rounds=2, seconds=0.0)
+    options = results.parsed(parser, jobs=1, rounds=2, seconds=0.0)
     if "native" not in recorders():
         parser.error("the native recorder is not built; run `commtrace build`")
     programs = [f"{size} {scheme}" for size in in_turns.SIZES for scheme in training_steps.SCHEMES]
@@ -87,23 +87,21 @@ def measured(program: str, ranks: int, options: argparse.Namespace) -> list[Row]
 
 def row_of(case: str, name: str, unit: str, starts: Sequence[Mapping[str, Sequence[float]]]) -> Row:
     """Return the row of all starts of a training; `starts` has the values of each one's turns, by side."""
-    relative: dict[str, list[float]] = {side: [] for side in ("again", "side")}
-    for turns in starts:
-        for side, ratios in relative.items():
-            ratios.append(ratio_to_bare(turns, side))
-    medians = {which: statistics.median(value for of in starts for value in of[which]) for which in ("bare", "side")}
-    bare = medians["bare"]
-    ratio, control = interval_of(relative["side"]), interval_of(relative["again"])
+    turns = {side: [value for of in starts for value in of[side]] for side in starts[0]}
+    ratio, control = (interval_of(ratios(turns, side)) for side in ("side", "again"))
+    bare = statistics.median(turns["bare"])
     return Row(
-        case, name, unit, side=medians["side"], bare=bare, difference=(ratio.mean - 1) * bare, ratio=ratio.mean,
-        control=control.mean, control_difference=(control.mean - 1) * bare, pairs=len(starts),
+        case, name, unit, side=statistics.median(turns["side"]), bare=bare, difference=(ratio.mean - 1) * bare,
+        ratio=ratio.mean, control=control.mean, control_difference=(control.mean - 1) * bare, pairs=len(turns["side"]),
         ratio_interval=ratio.bounds, control_interval=control.bounds,
     )  # fmt: skip
 
 
-def ratio_to_bare(turns: Mapping[str, Sequence[float]], side: str) -> float:
-    """Return the median ratio of a side's turns to those that are not recorded in the same rounds."""
-    return statistics.median(value / bare for value, bare in zip(turns[side], turns["bare"], strict=True))
+def ratios(turns: Mapping[str, Sequence[float]], side: str) -> list[float]:
+    """Return in each round the ratio of a recorded turn to the mean of the others, or of one of these to the other."""
+    unrecorded = zip(turns["bare"], turns["again"], strict=True)
+    bare = turns["bare"] if side == "again" else [(one + other) / 2 for one, other in unrecorded]
+    return [value / of for value, of in zip(turns[side], bare, strict=True)]
 
 
 class Start(NamedTuple):
@@ -139,7 +137,7 @@ class Start(NamedTuple):
         """Return the ratios in a line."""
         parts = []
         for name, turns in (("wall", self.wall), ("processor", self.processor)):
-            ratio, control = (ratio_to_bare(turns, side) for side in ("side", "again"))
+            ratio, control = (interval_of(ratios(turns, side)).mean for side in ("side", "again"))
             parts.append(f"{name} {statistics.median(turns['bare']):.4g} ms, {ratio:.4f} (control {control:.4f})")
         stated = f"{self.calls:.4g} calls a step, {self.reported_us:.3g} us as reported, writing {self.writing:.2g} %"
         return f"{'; '.join(parts)}; {stated}"

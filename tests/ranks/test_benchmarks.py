@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+import statistics
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ import processes
 import pytest
 import results
 import table
-from measuring import PROCESSOR, Round, Row, compared, in_turn, quartiles, rotated
+from measuring import PROCESSOR, Round, Row, compared, in_turn, interval_of, quartiles, rotated
 from processes import ROOT
 
 from commtrace.hooks.native import libraries
@@ -99,16 +100,26 @@ def test_the_cost_of_a_step_stands_beside_its_control() -> None:
     pytest.importorskip("torch")
     import step_cost
 
-    turns = [{"bare": [100.0, 104.0], "again": [100.0, 104.0], "side": [100.0 + more, 104.0]} for more in (0, 4, 8)]
+    turns = [{"bare": [99.0], "again": [101.0], "side": [100.0 + more]} for more in (0, 2, 4)]
     case, name = "ordinary DDP, 2 ranks", "commtrace, native, with call sites"
     rows = [step_cost.row_of(where, name, "ms", turns) for where in (case, f"{case}{PROCESSOR}")]
     assert rows[0].ratio == pytest.approx(1.02)
     assert rows[0].ratio_interval == pytest.approx((1.02 - 4.303 * 0.02 / 3**0.5, 1.02 + 4.303 * 0.02 / 3**0.5))
     stated = {"calls": 12.0, "as reported": 4.5, "writing": 0.06}
     rows += [Row(case, f"{name}: {what}", "", value) for what, value in stated.items()]
-    cells = "+2.00 % (-2.97 to +6.97) | +0.00 % (+0.00 to +0.00)"
+    cells = "+2.00 % (-2.97 to +6.97) | +2.02 % (+2.02 to +2.02)"
     text = table.rendered({"step_cost": section(*rows)})
-    assert f"| {case} | 102 ms | {cells} | {cells} | 12 | 4.50 us | 0.06 % |" in text.splitlines()
+    assert f"| {case} | 99.0 ms | {cells} | {cells} | 12 | 4.50 us | 0.06 % |" in text.splitlines()
+
+
+def test_outliers_hardly_change_a_trimmed_mean() -> None:
+    values = [float(value) for value in range(10)]
+    ordinary, outlying = interval_of(values), interval_of([*values[:-1], 1e9])
+    assert ordinary == outlying
+    assert ordinary.mean == 4.5
+    # Winsorized: 2, 2, 2, 3 ... 6, 7, 7, 7, with 5 degrees of freedom.
+    half = 2.571 * statistics.stdev([2.0, 2, 2, 3, 4, 5, 6, 7, 7, 7]) * 10**0.5 / 6
+    assert ordinary.bounds == pytest.approx((4.5 - half, 4.5 + half))
 
 
 def test_each_order_comes_equally_often() -> None:
