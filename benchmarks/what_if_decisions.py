@@ -5,7 +5,7 @@ first should be the best of them, or nearly. Which bandwidth: a dry run and the 
 bandwidth with which a share of the step is exposed; the job then runs on links of that and of neighbouring bandwidths.
 Links are those of `what_if_pairs` and `layout_pairs`; this needs root.
 
-    sudo python benchmarks/what_if_decisions.py --folder decisions --out decisions.json    # half an hour
+    sudo python benchmarks/what_if_decisions.py --folder decisions --out decisions.json    # an hour
     python benchmarks/what_if_decisions.py --show decisions.json
 """
 
@@ -34,7 +34,7 @@ from commtrace.run import open_run
 OVERLAPPED: Final = {"buckets": "buckets", "gathered": "fsdp2"}
 """Schemes of the program that may overlap its communication -> their names in it."""
 SCHEMES: Final = ("ddp", "zero1", "fsdp2", *OVERLAPPED)
-JOBS: Final = 20
+JOBS: Final = 40
 GOOD_ENOUGH: Final = 1.03
 """A change is as good as the best one up to this ratio of their steps."""
 SLEEPS_MS: Final = {"forward_ms": 30.0, "backward_ms": 60.0}
