@@ -1,10 +1,12 @@
-"""Predictions of `commtrace whatif` beside what happened: real jobs of gloo before and after one change.
+"""Predictions of `commtrace whatif` beside what happened: real jobs of gloo and MPI before and after one change.
 
 Links are network namespaces whose only interface is limited by a token bucket filter (tc-tbf(8)); this needs root. A
 prediction reads only the log of the first run, and equal runs for its interval. Of networks, and of sizes of buckets,
-each ordered pair counts.
+each ordered pair counts. Predictions of networks and late ranks are printed before the second run. MPI is Open MPI; if
+it is not what `mpiexec` starts, put its launcher into MPIEXEC and its library into MPI4PY_LIBMPI:
 
-    sudo python benchmarks/what_if_pairs.py --out pairs.json    # 11 minutes; prints docs/explanation/replay-pairs.md
+    export MPIEXEC="prterun --personality ompi --map-by :oversubscribe --bind-to none"
+    sudo -E python benchmarks/what_if_pairs.py --out pairs.json    # an hour
     python benchmarks/what_if_pairs.py --show pairs.json
 """
 
@@ -22,10 +24,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from layout_pairs import links, run
+from mpi_groups import launcher
 
 from commtrace.analyses.what_if.changed_run import replayed_run
 from commtrace.analyses.what_if.changes import changed_run
@@ -34,11 +38,19 @@ from commtrace.run import open_run
 
 TRAINING: Final = Path(__file__).with_name("what_if_training.py")
 OVERLAPPING: Final = Path(__file__).with_name("what_if_overlap.py")
+OF_MPI: Final = Path(__file__).with_name("what_if_mpi.py")
+MPI: Final = "mpi"
+MPI_VARIABLES: Final = {
+    "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo",
+    **dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
+    **dict.fromkeys(("PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
+}  # fmt: skip
+"""Messages between ranks of Open MPI pass the link, not the memory of the host."""
 RATES: Final = ("100mbit", "200mbit", "300mbit", "500mbit", "1gbit")
 """Networks. From 2 Gbit/s on, two cores limit transfers, and no longer the link."""
 STRAGGLER_RATE: Final = "500mbit"
 STEPS: Final = ("steps=20",)
-SCHEMES: Final = ("ddp", "zero1", "fsdp2")
+SCHEMES: Final = ("ddp", "zero1", "fsdp2", MPI)
 RANKS: Final = 2
 LATE: Final = (10.0, 20.0, 30.0, 50.0, 80.0, 120.0, 200.0)
 BUCKETS_MB: Final = (1, 2, 4, 16)
@@ -113,22 +125,38 @@ def train(
     """Record a training, unless that was done before."""
     if log.exists():
         return
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=29611"]
     environment = {**os.environ, "COMMTRACE": str(log), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if scheme == MPI:
+        launch = [*launcher(ranks), sys.executable, str(OF_MPI), *options]
+        environment |= MPI_VARIABLES
+    else:
+        launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=29611"]
+        launch += [str(program), scheme, *options]
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [*inside, "timeout", "300", *launch, str(program), scheme, *options]
-    subprocess.run(command, check=True, env=environment, capture_output=True)
+    subprocess.run([*inside, "timeout", "300", *launch], check=True, env=environment, capture_output=True)
 
 
-def bench(inside: Sequence[str], out: Path) -> None:
-    """Measure the network, unless that was done before."""
+def bench(inside: Sequence[str], out: Path, scheme: str = "") -> None:
+    """Measure the network as a scheme uses it, unless that was done before."""
     if out.exists():
         return
-    operations = "all_reduce,all_gather,reduce_scatter,broadcast,barrier"
-    options = ["--operations", operations, "--max-bytes", "8m", "--seconds", "0.2", "--out", str(out), "--force"]
-    launch = [sys.executable, "-m", "commtrace.cli", "bench", "--nproc", str(RANKS)]
-    command = [*inside, "timeout", "300", *launch, *options]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-m", "commtrace.cli", "bench", "--max-bytes", "8m", "--seconds", "0.2"]
+    if scheme == MPI:
+        launch, own = launcher(RANKS), ["--through", "mpi4py", "--operations", "all_reduce,broadcast,send_recv,barrier"]
+    else:
+        launch, own = [], ["--operations", "all_reduce,all_gather,reduce_scatter,broadcast,barrier"]
+        own += ["--nproc", str(RANKS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **MPI_VARIABLES}
+    subprocess.run(
+        [*inside, "timeout", "300", *launch, *command, *own, "--out", str(out), "--force"],
+        check=True, capture_output=True, env=environment,
+    )  # fmt: skip
+
+
+def announce(name: str, log: Path, change: str) -> None:
+    """Print the prediction of a change of a run."""
+    ns = what_if(changed_run(replayed_run(open_run(log)), change.split()))["step_ns"].iloc[-1]
+    print(f"predicted: {name}: {ns / 1e6:.1f} ms", file=sys.stderr, flush=True)
 
 
 def predicted(kind: str, name: str, log: Path, change: str, after: Path, equal: Sequence[Path] = ()) -> Case:
@@ -155,33 +183,51 @@ def equal_runs(folder: Path, scheme: str) -> list[Path]:
     return [folder / f"{scheme}-{number}" for number in range(len(LATE))]
 
 
-def networks(folder: Path) -> Iterator[Case]:
-    """Yield a case for each ordered pair of networks and scheme."""
-    for rate in RATES:
-        with link(rate) as inside:
-            bench(inside, folder / f"{rate}.json")
-            for scheme in SCHEMES:
-                train(inside, folder / rate / scheme, scheme, *STEPS)
-    for before, after in itertools.permutations(RATES, 2):
-        for scheme in SCHEMES:
-            change = f"network={folder / after}.json,{folder / before}.json"
-            logs = folder / before / scheme, folder / after / scheme
-            yield predicted(
-                "network", f"{scheme}, {before} to {after}", logs[0], change, logs[1], equal_runs(folder, scheme)
-            )  # fmt: skip
+def networks(folder: Path, schemes: Sequence[str] = SCHEMES) -> Iterator[Case]:
+    """Yield a case for each ordered pair of networks and scheme. Predictions are printed before the second runs.
+
+    The networks are used from the slowest to the fastest, and back: the second run of a slower one is made there.
+    """
+    logs = {way: {rate: folder / way / rate for rate in RATES} for way in ("up", "down")}
+    yielded: list[tuple[str, str, str, Path, str, Path]] = []
+    for way, rates in (("up", RATES), ("down", RATES[-2::-1])):
+        for after in rates:
+            with link(after) as inside:
+                for scheme in schemes:
+                    bench(inside, folder / _bench_file(after, scheme), scheme)
+                    for before in RATES:
+                        if (RATES.index(before) < RATES.index(after)) == (way == "up") and before != after:
+                            files = [folder / _bench_file(rate, scheme) for rate in (after, before)]
+                            change, name = f"network={files[0]},{files[1]}", f"{scheme}, {before} to {after}"
+                            first, second = logs["up"][before] / scheme, logs[way][after] / scheme
+                            announce(name, first, change)
+                            yielded.append(("network", name, scheme, first, change, second))
+                    train(inside, logs[way][after] / scheme, scheme, *STEPS)
+    for kind, name, scheme, first, change, second in yielded:
+        yield predicted(kind, name, first, change, second, equal_runs(folder, scheme))
 
 
-def stragglers(folder: Path) -> Iterator[Case]:
-    """Yield a case for each scheme and late rank, without it, and a control: a run predicted from an equal one."""
+def _bench_file(rate: str, scheme: str) -> str:
+    return f"{rate}-mpi.json" if scheme == MPI else f"{rate}.json"
+
+
+def stragglers(folder: Path, schemes: Sequence[str] = SCHEMES) -> Iterator[Case]:
+    """Yield a case for each scheme and late rank, without it, and a control: a run predicted from an equal one.
+
+    Predictions are printed before the second runs.
+    """
+    change = "without-straggler=worst"
     with link(STRAGGLER_RATE) as inside:
-        for scheme in SCHEMES:
+        for scheme in schemes:
             equal = equal_runs(folder, scheme)
-            for late_ms, after in zip(LATE, equal, strict=True):
-                train(inside, folder / f"{scheme}-late-{late_ms:g}", scheme, *STEPS, "late=1", f"late_ms={late_ms}")
+            logs = {late_ms: folder / f"{scheme}-late-{late_ms:g}" for late_ms in LATE}
+            for (late_ms, log), after in zip(logs.items(), equal, strict=True):
+                train(inside, log, scheme, *STEPS, "late=1", f"late_ms={late_ms}")
+                announce(f"{scheme}, {late_ms:g} ms", log, change)
                 train(inside, after, scheme, *STEPS)
-            for late_ms, after in zip(LATE, equal, strict=True):
-                log, others = folder / f"{scheme}-late-{late_ms:g}", [path for path in equal if path != after]
-                yield predicted("straggler", f"{scheme}, {late_ms:g} ms", log, "without-straggler=worst", after, others)
+            for (late_ms, log), after in zip(logs.items(), equal, strict=True):
+                others = [path for path in equal if path != after]
+                yield predicted("straggler", f"{scheme}, {late_ms:g} ms", log, change, after, others)
             for before, after in itertools.pairwise(equal):
                 others = [path for path in equal if path != after]
                 yield predicted(
@@ -243,8 +289,7 @@ def overlaps(folder: Path) -> Iterator[Case]:
                 own = [f"background={background}", *options]
                 train(inside, log, scheme, *own, program=OVERLAPPING, ranks=ranks)
                 if not background:
-                    ns = what_if(changed_run(replayed_run(open_run(log)), [change]))["step_ns"].iloc[-1]
-                    print(f"predicted: {name}: {ns / 1e6:.1f} ms", file=sys.stderr, flush=True)
+                    announce(name, log, change)
         yield predicted("overlap", name, logs[0], change, logs[1])
 
 
@@ -262,9 +307,7 @@ def world_sizes(folder: Path) -> Iterator[Case]:
             for more in sizes:
                 if more > ranks:
                     for change in _world_size_changes(more).values():
-                        ns = what_if(changed_run(replayed_run(open_run(log)), change.split()))["step_ns"].iloc[-1]
-                        print(f"predicted: {scheme}, {ranks} to {more}, {change}: {ns / 1e6:.1f} ms", file=sys.stderr,
-                            flush=True)  # fmt: skip
+                        announce(f"{scheme}, {ranks} to {more}, {change}", log, change)
         for before, after in itertools.permutations(sizes, 2):
             for kind, change in _world_size_changes(after).items():
                 yield predicted(kind, f"{scheme}, {before} to {after} ranks", logs[before], change, logs[after])
@@ -298,6 +341,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("pairs.json"))
     parser.add_argument("--kind", choices=[*_KINDS], action="append")
+    parser.add_argument("--scheme", choices=SCHEMES, action="append", help="of networks and late ranks")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--show", type=Path, help="print the results in a file again, and measure nothing")
     options = parser.parse_args()
@@ -306,7 +350,11 @@ def main() -> None:
         return
     folder = options.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    cases = [case for kind in options.kind or _KINDS for case in _KINDS[kind](folder)]
+    kinds = {
+        kind: partial(make, schemes=options.scheme or SCHEMES) if make in (stragglers, networks) else make
+        for kind, make in _KINDS.items()
+    }  # fmt: skip
+    cases = [case for kind in options.kind or _KINDS for case in kinds[kind](folder)]
     options.out.write_text(json.dumps([asdict(case) for case in cases], indent=1))
     print(*tables(cases), sep="\n")
 
