@@ -47,9 +47,9 @@ LIMIT_S: Final = 120
 def main() -> None:
     """Measure all trainings, or a script, and write the results."""
     parser = results.parser(__doc__)
-    parser.add_argument("--jobs", type=int, default=3, help="how often the job is started (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=180, help="recorded turns of a job (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.4, help="length of a turn (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="how often the job is started (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=120, help="recorded turns of a job (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.8, help="length of a turn (%(default)s)")
     parser.add_argument("--ranks", type=int, action="append", help="ranks of a job (2); may be repeated")
     parser.add_argument("--script", nargs=argparse.REMAINDER, help="a program and its arguments, in place of ours")
     options = results.parsed(parser, jobs=1, rounds=2, seconds=0.0)
