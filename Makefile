@@ -54,7 +54,7 @@ $(READY): setup.cfg setup.py constraints.txt requirements-dev.txt
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[html,import,parquet,perfetto,examples]'
 	touch $(READY)
 
-bench: $(READY)  ## measure the cost of tracing against a control and other tools: about three hours; writes the README's tables
+bench: $(READY)  ## measure the cost of tracing against a control and other tools: about four hours; writes the README's tables
 	-$(BIN)/commtrace build
 	test -x build/plain/bin/python || $(PYTHON) -m venv build/plain
 	build/plain/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
