@@ -188,23 +188,22 @@ def networks(folder: Path, schemes: Sequence[str] = SCHEMES) -> Iterator[Case]:
 
     The networks are used from the slowest to the fastest, and back: the second run of a slower one is made there.
     """
-    logs = {way: {rate: folder / way / rate for rate in RATES} for way in ("up", "down")}
-    yielded: list[tuple[str, str, str, Path, str, Path]] = []
-    for way, rates in (("up", RATES), ("down", RATES[-2::-1])):
-        for after in rates:
-            with link(after) as inside:
-                for scheme in schemes:
-                    bench(inside, folder / _bench_file(after, scheme), scheme)
-                    for before in RATES:
-                        if (RATES.index(before) < RATES.index(after)) == (way == "up") and before != after:
-                            files = [folder / _bench_file(rate, scheme) for rate in (after, before)]
-                            change, name = f"network={files[0]},{files[1]}", f"{scheme}, {before} to {after}"
-                            first, second = logs["up"][before] / scheme, logs[way][after] / scheme
-                            announce(name, first, change)
-                            yielded.append(("network", name, scheme, first, change, second))
-                    train(inside, logs[way][after] / scheme, scheme, *STEPS)
-    for kind, name, scheme, first, change, second in yielded:
-        yield predicted(kind, name, first, change, second, equal_runs(folder, scheme))
+    ways = [("up", at, RATES[:at]) for at in range(len(RATES))]
+    ways += [("down", at, RATES[at + 1 :]) for at in reversed(range(len(RATES) - 1))]
+    pairs = []
+    for way, at, others in ways:
+        with link(RATES[at]) as inside:
+            for scheme in schemes:
+                bench(inside, measured := folder / _bench_file(RATES[at], scheme), scheme)
+                log = folder / way / RATES[at] / scheme
+                for before in others:
+                    recorded, name = folder / "up" / before / scheme, f"{scheme}, {before} to {RATES[at]}"
+                    change = f"network={measured},{folder / _bench_file(before, scheme)}"
+                    announce(name, recorded, change)
+                    pairs.append((name, recorded, change, log, equal_runs(folder, scheme)))
+                train(inside, log, scheme, *STEPS)
+    for pair in pairs:
+        yield predicted("network", *pair)
 
 
 def _bench_file(rate: str, scheme: str) -> str:
