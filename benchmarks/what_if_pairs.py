@@ -34,17 +34,14 @@ from mpi_groups import launcher
 from commtrace.analyses.what_if.changed_run import replayed_run
 from commtrace.analyses.what_if.changes import changed_run
 from commtrace.analyses.what_if.predictions import median_step_ns, variation_of_runs, what_if
+from commtrace.network.mpiexec import mpiexec_variables
 from commtrace.run import open_run
 
 TRAINING: Final = Path(__file__).with_name("what_if_training.py")
 OVERLAPPING: Final = Path(__file__).with_name("what_if_overlap.py")
 OF_MPI: Final = Path(__file__).with_name("what_if_mpi.py")
 MPI: Final = "mpi"
-MPI_VARIABLES: Final = {
-    "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo",
-    **dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
-    **dict.fromkeys(("PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
-}  # fmt: skip
+MPI_VARIABLES: Final = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
 """Messages between ranks of Open MPI pass the link, not the memory of the host."""
 RATES: Final = ("100mbit", "200mbit", "300mbit", "500mbit", "1gbit")
 """Networks. From 2 Gbit/s on, two cores limit transfers, and no longer the link."""
@@ -128,7 +125,7 @@ def train(
     environment = {**os.environ, "COMMTRACE": str(log), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if scheme == MPI:
         launch = [*launcher(ranks), sys.executable, str(OF_MPI), *options]
-        environment |= MPI_VARIABLES
+        environment |= mpiexec_variables(ranks) | MPI_VARIABLES
     else:
         launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=29611"]
         launch += [str(program), scheme, *options]
@@ -140,17 +137,15 @@ def bench(inside: Sequence[str], out: Path, scheme: str = "") -> None:
     """Measure the network as a scheme uses it, unless that was done before."""
     if out.exists():
         return
-    command = [sys.executable, "-m", "commtrace.cli", "bench", "--max-bytes", "8m", "--seconds", "0.2"]
+    launch: list[str] = []
+    own = ["--nproc", str(RANKS), "--operations", "all_reduce,all_gather,reduce_scatter,broadcast,barrier"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if scheme == MPI:
         launch, own = launcher(RANKS), ["--through", "mpi4py", "--operations", "all_reduce,broadcast,send_recv,barrier"]
-    else:
-        launch, own = [], ["--operations", "all_reduce,all_gather,reduce_scatter,broadcast,barrier"]
-        own += ["--nproc", str(RANKS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **MPI_VARIABLES}
-    subprocess.run(
-        [*inside, "timeout", "300", *launch, *command, *own, "--out", str(out), "--force"],
-        check=True, capture_output=True, env=environment,
-    )  # fmt: skip
+        environment |= mpiexec_variables(RANKS) | MPI_VARIABLES
+    options = ["--max-bytes", "8m", "--seconds", "0.2", "--out", str(out), "--force"]
+    command = [*inside, "timeout", "300", *launch, sys.executable, "-m", "commtrace.cli", "bench", *own, *options]
+    subprocess.run(command, check=True, capture_output=True, env=environment)
 
 
 def announce(name: str, log: Path, change: str) -> None:
