@@ -30,7 +30,10 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One result. Differences and ratios are medians over the rounds, and are not computed from `side` and `bare`."""
+    """One result. Differences and ratios are medians over the rounds, and are not computed from `side` and `bare`.
+
+    With an interval, a ratio is a trimmed mean instead (`interval_of`), and its difference follows from that.
+    """
 
     case: str
     """What is measured."""
