@@ -38,7 +38,8 @@ FIRST_SETUP_SECONDS: Final = 1.0
 TURNS_TO_MOVE: Final = 4
 """Turns until records are moved in any case."""
 LATE_SECONDS: Final = 2.0
-"""Time by which a turn is late if the process was stopped, or another thread kept the interpreter's lock."""
+"""Time by which a turn is late if the process was stopped, another thread kept the interpreter's lock, or the turn
+before it waited for storage."""
 
 # Signals that a thread gets for its own faults.
 _OWN_FAULTS: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT}
@@ -145,10 +146,12 @@ class Drain:
         self._guarded(self._measure_crossing)
         self._guarded(self._read_setup)
         pause = self._settings.drain_ms / 1000
+        last = time.monotonic()
         while not self._reason:
-            begun = time.monotonic()
             self._slots.wait(pause)
-            self._is_late = time.monotonic() - begun >= pause + LATE_SECONDS
+            # From turn to turn: a process that is stopped during one is late with the next.
+            now = time.monotonic()
+            self._is_late, last = now - last >= pause + LATE_SECONDS, now
             if not self._reason:
                 self._ring.turn(is_late=self._is_late)
                 self._guarded(self._turn)

@@ -7,7 +7,8 @@ is made, which tmpfs honours. If there is no room, the ring is in private memory
 
     offset 0        identity, twice: checksum and JSON (pid, log directory, stem of the log's files ...)
     offset 8160     monotonic ns of the last turn of the process's drain thread, and the kernel's id of that thread
-    offset 8176     monotonic ns of the last turn that came late: the process had been stopped, or that lock kept
+    offset 8176     monotonic ns of the last turn that came late: the process had been stopped, the interpreter's lock
+                    kept, or the turn before had waited for storage
     offset 8192     the last counters, twice
     offset 16352    how many kept records were begun and completed, since the start
     offset 16368    monotonic ns at which the process was last known to be alive
@@ -139,8 +140,8 @@ class Ring:
         """Record that the drain thread takes a turn. Nothing else shows that it does not get the interpreter's lock.
 
         Args:
-            is_late: Whether it waited for longer than it should: the process had been stopped, or another thread had
-                kept the lock.
+            is_late: Whether the turn before it was longer ago than it should be: the process had been stopped, another
+                thread had kept the lock, or that turn had waited for storage.
         """
         self.alive()
         now = time.monotonic_ns()
@@ -263,7 +264,8 @@ class RingContent(NamedTuple):
     """Monotonic ns of the last turn of its drain thread: long ago if it is stopped, another thread keeps the GIL, or
     storage does not answer."""
     late_turn_ns: int = 0
-    """Monotonic ns of the last turn that came late: the process had been stopped, or the lock kept. 0: none did."""
+    """Monotonic ns of the last turn that came late: the process had been stopped, the lock kept, or the turn before had
+    waited for storage. 0: none did."""
     drain_thread: int = 0
     """The kernel's id of that thread; 0: it has taken no turn."""
     process_state: str = ""

@@ -19,7 +19,7 @@ import processes
 import pytest
 from processes import NewRecorder
 
-from commtrace.recording import ring
+from commtrace.recording import drain, ring
 from commtrace.recording.counters import is_sampled
 from commtrace.recording.log_writer import LogWriter
 from commtrace.recording.recorder import PendingCall
@@ -332,6 +332,24 @@ def test_errors_of_callbacks_do_not_keep_records_from_the_disk(tmp_path: Path) -
     log = processes.read_one(tmp_path)
     assert len(log.records) == 1
     assert log.stats["hook_errors"] >= 2
+
+
+def test_a_process_that_is_stopped_during_a_turn_is_late_with_the_next(
+    tmp_path: Path, new_recorder: NewRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "LATE_SECONDS", 0.5)
+    recorder = new_recorder(tmp_path, drain_ms=1)
+
+    def late_ns() -> int:
+        return int.from_bytes(recorder.ring.buffer[ring.LATE_TURN_AT : ring.LATE_TURN_AT + 8], "little")
+
+    time.sleep(0.1)
+    assert late_ns() == 0
+    begun = time.monotonic_ns()
+    stops = iter([0.7])
+    recorder.drain_callbacks.append(lambda: time.sleep(next(stops, 0)))
+    processes.wait_for(late_ns, 10)
+    assert late_ns() >= begun + 700_000_000
 
 
 def test_a_sample_is_not_always_the_same_call_of_a_step() -> None:
