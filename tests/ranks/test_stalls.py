@@ -163,12 +163,12 @@ def test_the_storage_of_the_log_does_not_answer(nursery: Nursery, tmp_path: Path
         ranks = nursery.start("stuck", log, "train", ranks=2, stall_seconds=0.5)
         processes.wait_for(lambda: log.exists() and len(open_run(log).events()) > 0, 40)
         with frozen_storage.frozen(mount):
-            time.sleep(7)
+            processes.wait_for(lambda: ranks_without_storage(open_run(log)) == 2, 30)
             run = open_run(log)
             before = count_calls(run)
             assert not len(stalled(log))
             assert not len(run.table("stuck_calls"))
-            assert len([note for note in run.notes if "for the storage of the log" in note.what]) == 2
+            assert ranks_without_storage(run) == 2
             time.sleep(1)
             assert (count_calls(open_run(log)) > before).all()
         processes.wait_for(lambda: not open_run(log).notes, 40)
@@ -178,6 +178,11 @@ def test_the_storage_of_the_log_does_not_answer(nursery: Nursery, tmp_path: Path
         run = open_run(log)
         assert [process.lost_records for process in run.processes] == [0, 0]
         assert (count_calls(run) > before).all()
+
+
+def ranks_without_storage(run: Run) -> int:
+    """Return how many ranks the notes of a run say to wait for the storage of the log."""
+    return len([note for note in run.notes if "for the storage of the log" in note.what])
 
 
 def count_calls(run: Run) -> pd.Series:
