@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from commtrace.errors import CommtraceError
-from commtrace.patching import Wrapper, around
+from commtrace.patching import Wrapper
 from commtrace.schema import Phase
 
 # Positions in `Progress.cells`, the same as in struct Progress of hooks/native/progress.h.
@@ -93,14 +93,19 @@ class Progress:
     def wrapper(self, phase: Phase, *, in_micro_batch: bool = True) -> Wrapper:
         """Return a wrapper that marks a function's calls with a phase, and, if not `in_micro_batch`, no micro-batch."""
 
-        @around
-        def function(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            if not in_micro_batch:
-                self.micro_batch = -1
-            with self.marked(phase):
-                return original(*args, **kwargs)
+        def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                if not in_micro_batch:
+                    self.micro_batch = -1
+                self.mark(phase)
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self.unmark()
 
-        return function
+            return replacement
+
+        return wrapper
 
     def mark(self, phase: Phase) -> None:
         """Mark calls with a phase until `unmark`. Within an evaluation, every phase is EVALUATION."""

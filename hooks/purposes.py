@@ -170,13 +170,24 @@ class Recomputing(Marked):
 def marking(purpose: Purpose) -> Wrapper:
     """Return a wrapper that marks the calls of a function."""
     marked = number(purpose)
-    return marking_each(lambda *_, **__: marked)
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            before = _exchange(marked)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                _exchange(before)
+
+        return replacement
+
+    return wrapper
 
 
 def marking_each(read: Callable[..., int]) -> Wrapper:
     """Return a wrapper that marks the calls of a function with `read(arguments)`; 0 leaves the mark as it is.
 
-    It runs several times per unit and step of FSDP, so it does in place what `Marked` does.
+    Both wrappers run several times per unit and step of FSDP and ZeRO, so they do in place what `Marked` does.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

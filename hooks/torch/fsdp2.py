@@ -7,10 +7,12 @@ they are counted at the root.
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -38,6 +40,7 @@ _GATHERED_FOR: Final = {"FORWARD": _FORWARD, "PRE_BACKWARD": purposes.InModules(
 
 _SETTINGS: Final = "reduce_grads", "all_reduce_grads", "reshard_after_backward"
 _READ_SETTINGS: Final = operator.attrgetter(*_SETTINGS)
+_READ_GROUPS: Final = operator.attrgetter("_fsdp_param_groups")
 
 _patches = Patches()
 _rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
@@ -45,6 +48,8 @@ _roots = Jobs(lambda root: _rows[root], roles)
 _passes = Passes(_roots)
 # Root of a unit, and the unit's number in the job.
 _units: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], int]] = weakref.WeakKeyDictionary()
+# Roots that have just been determined. Each is described before its first unit is gathered, which replaces parameters.
+_new_roots: list[weakref.ref[Any]] = []
 # Forward passes of a root since its last backward.
 _forwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -54,7 +59,7 @@ def install() -> None:
     """Hook the states that `fully_shard` attaches to modules."""
     # No import statement: the package is still being imported.
     state = sys.modules[STATES].FSDPState
-    _patches.wrap(state, "_lazy_init", _complete)
+    _patches.wrap(state, "_init_shared_state", _note_new_root)
     _patches.wrap(state, "_register_pre_backward_hook", _end_forward)
     _patches.wrap(state, "_root_post_backward_final_callback", _end_backward)
     group = getattr(sys.modules.get(_PARAMETER_GROUPS), "FSDPParamGroup", None)
@@ -63,6 +68,7 @@ def install() -> None:
         _patches.wrap(group, "post_backward", purposes.marking_each(_purpose_of_reducing))
         _patches.wrap(group, "_to_sharded", _note_resharding)
     _patches.include(_roots, _passes)
+    _patches.on_undo(_new_roots.clear)
     _patches.on_undo(_rows.clear)
     _patches.on_undo(_forwards.clear)
     _patches.on_undo(_units.clear)
@@ -71,29 +77,31 @@ def install() -> None:
 uninstall = _patches.undo
 
 
-# The next three run several times for each unit and step: functions that `around` calls would add a frame to each.
+@around
+def _note_new_root(original: Callable[..., None], self: Any, /) -> None:
+    """Note a root while it initializes itself and its units, before its first pass."""
+    original(self)
+    _new_roots.append(weakref.ref(self._modules[0]))
 
 
-def _complete(original: Callable[..., None]) -> Callable[..., None]:
-    """Note the job of a root when it is determined."""
-
-    def lazy_init(self: Any) -> None:
-        initialized = getattr(self, "_is_root", None) is not None
-        original(self)
-        if not initialized:
-            with guard():
-                _add_root(self._modules[0])
-
-    return lazy_init
+def _add_new_roots() -> None:
+    with guard():
+        while _new_roots:
+            root = _new_roots.pop()()
+            if root is not None:
+                _add_root(root)
 
 
 def _add_root(root: Any) -> None:
-    _rows[root] = describe(root)  # now, because running the model replaces parameters
+    _rows[root] = describe(root)
     _roots.add(root)
     for number, group in enumerate(groups_below(root)):
         _units[group] = weakref.ref(root), number
         if group.is_unsharded:  # by the program, before the first pass
             _note_unit(group, "unsharded")
+
+
+# The next two run several times for each unit and step: functions that `around` calls would add a frame to each.
 
 
 def _end_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,9 +148,8 @@ def _end_backward(original: Callable[..., None], self: Any, /) -> None:
             progress.note_activity()  # passes without a call, as after an evaluation that left parameters gathered
         root = _root(self)
         if _forwards.pop(root, 0) == 1:
-            groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
-            is_last = bool(self._state_ctx.is_last_backward)
-            _passes.add(root, PassRow(kind="training", times=1, **_settings(groups), is_last_backward=is_last))
+            context = self._state_ctx
+            _passes.add(root, _training_pass(_settings(_groups(context.all_states)), bool(context.is_last_backward)))
         else:
             _passes.add(root, PassRow(kind="backward", times=1))
 
@@ -157,6 +164,8 @@ def _note_unit(group: Any, kind: str) -> None:
 
 
 def _purpose_of_gathering(group: Any, *_: Any, **__: Any) -> int:
+    if _new_roots:
+        _add_new_roots()
     numbers = _GATHERED_FOR.get(group._training_state._name_)
     if numbers is None:
         return purposes.number(_purpose_outside_of_passes(group), module=group._module_fqn or "")
@@ -180,15 +189,34 @@ def _purpose_of_reducing(group: Any, *_: Any) -> int:
 
 def _root(state: Any) -> Any:
     """Return the root module of a state."""
-    return next(other for other in state._state_ctx.all_states if other._is_root)._modules[0]
+    for other in state._state_ctx.all_states:
+        if other._is_root:
+            return other._modules[0]
+    raise LookupError("an FSDPState without a root")
 
 
-def _settings(groups: Sequence[Any]) -> dict[str, Any]:
-    """Return the settings that all groups share; None where they differ, or in a version of torch without one."""
-    values: set[Any]
+# Each step needs the next three. They call few functions: what is not in the processor's caches takes far longer.
+
+
+def _groups(states: Sequence[Any]) -> list[Any]:
+    """Return the parameter groups of several states."""
     try:
-        values = {*map(_READ_SETTINGS, groups)}
+        return [*chain.from_iterable(map(_READ_GROUPS, states))]
+    except AttributeError:  # older versions of torch
+        return [group for state in states for group in groups_of(state)]
+
+
+def _settings(groups: Sequence[Any]) -> frozenset[tuple[bool | None, ...]]:
+    """Return the settings that groups have; None in a version of torch without one."""
+    try:
+        return frozenset(map(_READ_SETTINGS, groups))
     except AttributeError:
-        values = {tuple(getattr(group, name, None) for name in _SETTINGS) for group in groups}
-    columns = {name: {of_group[number] for of_group in values} for number, name in enumerate(_SETTINGS)}
-    return {name: column.pop() if len(column) == 1 else None for name, column in columns.items()}
+        return frozenset(tuple(getattr(group, name, None) for name in _SETTINGS) for group in groups)
+
+
+@functools.lru_cache(maxsize=256)
+def _training_pass(settings: frozenset[tuple[bool | None, ...]], is_last_backward: bool) -> PassRow:
+    """Return the row of a pass, the same one each time; a setting in which groups differ is None."""
+    columns = {name: {of_group[number] for of_group in settings} for number, name in enumerate(_SETTINGS)}
+    common: dict[str, Any] = {name: column.pop() if len(column) == 1 else None for name, column in columns.items()}
+    return PassRow(kind="training", times=1, **common, is_last_backward=is_last_backward)

@@ -6,6 +6,7 @@ those of the step before.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from copy import copy
 from typing import Any
@@ -37,7 +38,7 @@ class Passes:
         self._by_model.clear()
 
     def add(self, model: Any, entry: PassRow) -> None:
-        """Add a single pass to the current step, the step of its calls.
+        """Add a single pass to the current step, the step of its calls. The row may be added again: it is not changed.
 
         A model that was built before tracing began has no job, and its passes are not known.
         """
@@ -62,15 +63,18 @@ class _ModelPasses(StepRows):
         super().__init__()
         self.job: int | None = None
         self._passes: list[PassRow] = []
+        self._last: list[PassRow] = []  # of the last step that was compared with the one before
 
     def add(self, entry: PassRow) -> None:
         """Append a pass to the current step."""
         self.enter_step()
         last = self._passes[-1] if self._passes else None
         if last is not None and _is_repeated(last, entry):
-            last.times += 1
+            self._passes[-1] = copy(last)
+            self._passes[-1].times += 1
         elif last is not None and _names_units(last) and _names_units(entry) and last.kind == entry.kind:
-            last.modules = [*last.modules, *entry.modules]
+            self._passes[-1] = copy(last)
+            self._passes[-1].modules = [*last.modules, *entry.modules]
         else:
             self._passes.append(entry)
 
@@ -83,8 +87,11 @@ class _ModelPasses(StepRows):
         self._passes = []
 
     def _write(self, tracer: TorchTracer | None) -> None:
-        if self.job is not None:
+        # Most steps have the rows of the step before, and need not be compared as JSON.
+        is_same = len(self._passes) == len(self._last) and all(map(operator.is_, self._passes, self._last))
+        if self.job is not None and tracer is not None and not is_same:
             super()._write(tracer)
+            self._last = self._passes
 
     def write(self, tracer: TorchTracer, step: int, facts: list[Any] | None) -> None:
         """Add a row to the table `passes`."""

@@ -62,12 +62,35 @@ def test_the_last_row_that_fits_has_no_passes(rows: list[Any]) -> None:
     assert rows == [(0, evaluations(1)), (1, evaluations(2)), (2, evaluations(1)), (3, None)]
 
 
+def settings_of(units: list[Any]) -> dict[str, Any]:
+    """Return the settings in the row of a pass of these units."""
+    row = fsdp2._training_pass(fsdp2._settings(units), True).to_json()
+    return {name: row[name] for name in fsdp2._SETTINGS}
+
+
 def test_a_setting_that_differs_among_units_is_not_known() -> None:
     settings = {"reduce_grads": True, "all_reduce_grads": True, "reshard_after_backward": False}
     units = [SimpleNamespace(**settings), SimpleNamespace(**{**settings, "reduce_grads": False})]
-    assert fsdp2._settings(units[:1]) == settings
-    assert fsdp2._settings(units) == {**settings, "reduce_grads": None}
-    assert fsdp2._settings([]) == dict.fromkeys(settings)
+    assert settings_of(units[:1]) == settings
+    assert settings_of(units) == {**settings, "reduce_grads": None}
+    assert settings_of([]) == dict.fromkeys(settings)
     for unit in units:
         del unit.all_reduce_grads  # as in another version of torch
-    assert fsdp2._settings(units) == {**settings, "reduce_grads": None, "all_reduce_grads": None}
+    assert settings_of(units) == {**settings, "reduce_grads": None, "all_reduce_grads": None}
+
+
+def test_a_row_that_is_added_in_each_step(rows: list[Any]) -> None:
+    """One object is added again and again, as FSDP2's hook does."""
+    model, row = passes._ModelPasses(), PassRow(kind="training", times=1)
+    model.job = 1
+    try:
+        for step, times in enumerate([1, 1, 3, 3, 1]):
+            progress.cells[0] = step
+            for _ in range(times):
+                model.add(row)
+        model.end(torch_tracer.current())  # type: ignore[arg-type]
+    finally:
+        progress.reset()
+    assert row.times == 1
+    times_by_step = {step: [entry["times"] for entry in written] for step, written in rows[:3]}
+    assert times_by_step == {0: [1], 2: [3], 4: [1]}

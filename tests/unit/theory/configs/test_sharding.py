@@ -151,16 +151,16 @@ def test_hooks_put_everything_back() -> None:
 
     from commtrace.hooks.torch import dtensor, fsdp2
 
-    before = FSDPState._lazy_init, api.parallelize_module, parallel.parallelize_module
+    before = FSDPState._init_shared_state, api.parallelize_module, parallel.parallelize_module
     for hook in (fsdp2, dtensor):
         hook.install()
         hook.install()
-    during = FSDPState._lazy_init, api.parallelize_module, parallel.parallelize_module
+    during = FSDPState._init_shared_state, api.parallelize_module, parallel.parallelize_module
     assert not any(function is hooked for function, hooked in zip(before, during, strict=True))
     replacement: Any = api.parallelize_module
     for hook in (fsdp2, dtensor):
         hook.uninstall()
-    assert (FSDPState._lazy_init, api.parallelize_module, parallel.parallelize_module) == before
+    assert (FSDPState._init_shared_state, api.parallelize_module, parallel.parallelize_module) == before
     # As if the package had been imported while the hook was installed, and had the replacement.
     parallel.parallelize_module = replacement
     dtensor.install()
@@ -179,7 +179,10 @@ def test_a_hook_that_fails_is_not_felt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp2, "describe", fails)
     monkeypatch.setattr(dtensor_job.parallelized_modules, "record_style", fails)
     module = torch.nn.Linear(1, 1)
-    fsdp2._complete(lambda state: None)(SimpleNamespace(_is_root=None, _modules=[module]))
+    fsdp2._note_new_root(lambda state: None)(SimpleNamespace(_modules=[module]))
+    group = SimpleNamespace(_training_state=SimpleNamespace(_name_="FORWARD"), _module_fqn="")
+    assert fsdp2._purpose_of_gathering(group) == fsdp2._FORWARD[""]
+    assert not fsdp2._new_roots
     assert dtensor._record_style(lambda module, mesh, plan: module)(module, "mesh", "plan") is module
     dtensor_job.parallelized_modules.clear()
 
