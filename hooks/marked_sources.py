@@ -93,8 +93,7 @@ def _mark(patches: Patches, owner: Any, name: str, wrapper: Wrapper) -> None:
 
 def unclaimed(purpose: Purpose) -> Wrapper:
     """Return a wrapper that marks the calls of a function that other functions with a purpose call, too."""
-    marked = purposes.number(purpose)
-    return purposes.marking_each(lambda *_, **__: marked if purposes.unclaimed() else 0)
+    return purposes.marking_unclaimed(purpose, recomputed=purpose)
 
 
 def evaluating(purpose: Purpose) -> Wrapper:

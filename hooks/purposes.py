@@ -149,22 +149,18 @@ class Marked:
         _exchange(self._before)
 
 
-class Recomputing(Marked):
+class Recomputing:
     """Context manager in which this thread recomputes activations."""
 
-    __slots__ = ("_outer",)
-
-    def __init__(self) -> None:
-        super().__init__(_RECOMPUTED)
-        self._outer = False
+    __slots__ = ("_before", "_outer")
 
     def __enter__(self) -> None:
-        super().__enter__()
+        self._before = _exchange(_RECOMPUTED)
         self._outer, _autograd.recomputing = _autograd.recomputing, True
 
     def __exit__(self, *_: object) -> None:
         _autograd.recomputing = self._outer
-        super().__exit__()
+        _exchange(self._before)
 
 
 def marking(purpose: Purpose) -> Wrapper:
@@ -187,7 +183,7 @@ def marking(purpose: Purpose) -> Wrapper:
 def marking_each(read: Callable[..., int]) -> Wrapper:
     """Return a wrapper that marks the calls of a function with `read(arguments)`; 0 leaves the mark as it is.
 
-    Both wrappers run several times per unit and step of FSDP and ZeRO, so they do in place what `Marked` does.
+    This wrapper and the two others run many times in a step, so they do in place what `Marked` does.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,6 +196,30 @@ def marking_each(read: Callable[..., int]) -> Wrapper:
             if not purpose:
                 return original(*args, **kwargs)
             before = _exchange(purpose)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                _exchange(before)
+
+        return replacement
+
+    return wrapper
+
+
+def marking_unclaimed(purpose: Purpose, recomputed: Purpose) -> Wrapper:
+    """Return a wrapper that marks the calls of a function where no other mark says more (`unclaimed`).
+
+    Args:
+        purpose: Purpose of the calls.
+        recomputed: Their purpose while activations are recomputed.
+    """
+    marked, repeated = number(purpose), number(recomputed)
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            if _current() not in (_UNMARKED, _RECOMPUTED):
+                return original(*args, **kwargs)
+            before = _exchange(repeated if _autograd.recomputing else marked)
             try:
                 return original(*args, **kwargs)
             finally:

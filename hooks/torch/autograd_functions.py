@@ -44,12 +44,5 @@ def _marked(purpose: Purpose, original: Any) -> Any:
     """Return a replacement of the `forward` or `backward` of an autograd function."""
     recomputed = Purpose.ACTIVATIONS_RECOMPUTED if purpose is Purpose.ACTIVATIONS else purpose
     function = original.__func__ if isinstance(original, staticmethod) else original
-
-    @functools.wraps(function)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        if not purposes.unclaimed():
-            return function(*args, **kwargs)
-        with purposes.Marked(purposes.number(recomputed if purposes.recomputing() else purpose)):
-            return function(*args, **kwargs)
-
+    marked = functools.wraps(function)(purposes.marking_unclaimed(purpose, recomputed)(function))
     return staticmethod(marked) if isinstance(original, staticmethod) else marked
