@@ -1,7 +1,7 @@
 """What recording adds to a training step: one job that records the steps of one turn in three.
 
-A turn is a few steps, of which the first is not timed. Before it, all ranks switch the recorder on or off, unless it is
-so already (`switching`). In a round, three turns follow each other in an order that changes: not recorded, not recorded
+A turn is a few steps, of which the first is not timed. Before it, all ranks switch the recorder on or off, each time
+both ways (`switching`). In a round, three turns follow each other in an order that changes: not recorded, not recorded
 again as a control, and recorded. A turn's time is the slowest rank's, its processor time the sum
 over all threads of all ranks. The thread that writes the log runs in all turns: its share of a core has its own row.
 

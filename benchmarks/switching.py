@@ -37,7 +37,15 @@ class Recording:
         self._off: list[Replacement] = []
 
     def switch(self, *, on: bool) -> None:
-        """Switch it on or off. No call may be under way."""
+        """Switch it on or off. No call may be under way.
+
+        It is always switched both ways, also if it is so already: replaced attributes make Python forget what it knew
+        of their classes, and the steps after that take longer, whether they are recorded or not.
+        """
+        self._switch(on=not on)
+        self._switch(on=on)
+
+    def _switch(self, *, on: bool) -> None:
         if on and self._off:
             hook.add_kernels()
             while self._off:
