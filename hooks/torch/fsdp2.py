@@ -81,7 +81,8 @@ uninstall = _patches.undo
 def _note_new_root(original: Callable[..., None], self: Any, /) -> None:
     """Note a root while it initializes itself and its units, before its first pass."""
     original(self)
-    _new_roots.append(weakref.ref(self._modules[0]))
+    with guard():
+        _new_roots.append(weakref.ref(self._modules[0]))
 
 
 def _add_new_roots() -> None:

@@ -179,6 +179,7 @@ def test_a_hook_that_fails_is_not_felt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp2, "describe", fails)
     monkeypatch.setattr(dtensor_job.parallelized_modules, "record_style", fails)
     module = torch.nn.Linear(1, 1)
+    fsdp2._note_new_root(lambda state: None)(SimpleNamespace())  # as in a version of torch with other attributes
     fsdp2._note_new_root(lambda state: None)(SimpleNamespace(_modules=[module]))
     group = SimpleNamespace(_training_state=SimpleNamespace(_name_="FORWARD"), _module_fqn="")
     assert fsdp2._purpose_of_gathering(group) == fsdp2._FORWARD[""]
