@@ -31,7 +31,7 @@ from typing import Final
 from layout_pairs import links, run
 from mpi_groups import launcher
 
-from commtrace.analyses.what_if.changed_run import replayed_run
+from commtrace.analyses.what_if.changed_run import DoesNotApplyError, replayed_run
 from commtrace.analyses.what_if.changes import changed_run
 from commtrace.analyses.what_if.predictions import median_step_ns, variation_of_runs, what_if
 from commtrace.network.mpiexec import mpiexec_variables
@@ -55,6 +55,16 @@ BUCKETS_MB: Final = (1, 2, 4, 16)
 BUCKET_JOBS: Final = (("300mbit", 0.0), ("1gbit", 0.0), ("4gbit", 0.0), ("1gbit", 15.0), ("4gbit", 15.0))
 """Network, and ms that backward sleeps for each MiB of gradients."""
 REPETITIONS: Final = 3
+WIDTHS: Final = "widths=512,512,1024,512,256,1024,512,512,256,512"
+"""Layers of 0.5 to 2 MiB, 10.5 MiB together."""
+BLOCKING_RATES: Final = ("300mbit", "1gbit")
+SMALL: Final = "layers=40 width=128"
+"""Layers of 66 kB: latency is much of their transfers."""
+BLOCKING_LAYERS: Final = {WIDTHS: (0.25, 2.0, 4.0, 16.0), SMALL: (0.0625, 0.25, 1.0, 4.0)}
+"""Layers -> limits of messages, MiB: the first one is less than any layer has."""
+BLOCKING_OPTIONS: Final = {"zero2": "bucket_mb", "fsdp2": "unit_mb"}
+"""Scheme -> the option with this limit. Units of FSDP2 are those of one layer, which are combined."""
+BLOCKING_RUNS: Final = 2
 DTYPE_RATES: Final = ("300mbit", "1gbit")
 DTYPE_BACKWARD_MS: Final = (0.0, 15.0)
 DTYPE_SCHEMES: Final = ("ddp", "fsdp2")
@@ -73,8 +83,6 @@ WORLD_SIZES: Final = {"buckets": (2, 4, 8), "fsdp2": (2, 4)}
 WORLD_SIZE_RATE: Final = "200mbit"
 WORLD_SIZE_NETWORK: Final = "25MB/s+200us"
 """Description of links of that rate; the latency is a guess."""
-WIDTHS: Final = "widths=512,512,1024,512,256,1024,512,512,256,512"
-"""Layers of 0.5 to 2 MiB, 10.5 MiB together."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +263,30 @@ def buckets(folder: Path) -> Iterator[Case]:
             yield predicted("bucket, control", f"{_bucket_job(*job)}, {size} MB", first, "compute=1x", second, others)
 
 
+def blocking_buckets(folder: Path) -> Iterator[Case]:
+    """Yield cases of buckets whose calls block their rank: transfers from the run alone, or a measured network."""
+    jobs = itertools.product(BLOCKING_RATES, BLOCKING_OPTIONS.items(), BLOCKING_LAYERS.items())
+    for rate, (scheme, option), (layers, sizes) in jobs:
+        job = ", ".join([scheme, rate, *(["small layers"] if layers == SMALL else [])])
+        logs = folder / f"blocking-{job.replace(', ', '-').replace(' ', '-')}"
+        runs = {size: [logs / f"{size:g}mb-{number}" for number in range(BLOCKING_RUNS)] for size in sizes}
+        with link(rate) as inside:
+            bench(inside, file := folder / f"{rate}.json")
+            for number, size in itertools.product(range(BLOCKING_RUNS), sizes):
+                train(inside, runs[size][number], scheme, f"{option}={size}", *STEPS, "samples=128", *layers.split())
+        for before, after in itertools.permutations(sizes, 2):
+            if scheme == "fsdp2" and before != sizes[0]:
+                continue
+            name, change = f"{job}, {before:g} MB to {after:g} MB", f"bucket={after}MB"
+            for log, measured in zip(runs[before], runs[after], strict=True):
+                with contextlib.suppress(DoesNotApplyError):  # messages of one size do not show the latency
+                    yield predicted("blocking", name, log, change, measured, runs[before])
+                change_on_bench = f"network={file},{file} {change}"
+                yield predicted("blocking, bench", name, log, change_on_bench, measured, runs[before])
+        for size, (first, second) in runs.items():
+            yield predicted("blocking, control", f"{job}, {size:g} MB", first, "compute=1x", second, runs[size])
+
+
 def dtypes(folder: Path) -> Iterator[Case]:
     """Yield cases for messages in bfloat16: transfers from the run alone, or from a measured network."""
     for rate, backward_ms, scheme in itertools.product(DTYPE_RATES, DTYPE_BACKWARD_MS, DTYPE_SCHEMES):
@@ -324,6 +356,7 @@ _KINDS: Final = {
     "straggler": stragglers,  # has the equal runs of the next one
     "network": networks,
     "bucket": buckets,
+    "blocking": blocking_buckets,
     "dtype": dtypes,
     "overlap": overlaps,
     "ranks": world_sizes,

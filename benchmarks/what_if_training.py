@@ -1,8 +1,9 @@
 """python what_if_training.py SCHEME [NAME=VALUE ...]: a training whose network, computation or late rank is changed.
 
-SCHEME: ddp, zero1 or fsdp2. Values: steps, width, layers, samples, bucket_mb, dtype, sent (type of messages of ddp and
-fsdp2), late (a rank), late_ms; widths, such as 512,1024,256: those of the layers' inputs and of the output, instead of
-width and layers; backward_ms: time that backward sleeps for each MiB of gradients, before they are ready.
+SCHEME: ddp, zero1, zero2 (DeepSpeed's) or fsdp2. Values: steps, width, layers, samples, bucket_mb, dtype, sent (type of
+messages of ddp and fsdp2), late (a rank), late_ms; unit_mb: layers are one unit of fsdp2 as soon as they hold so much;
+widths, such as 512,1024,256: those of the layers' inputs and of the output, instead of width and layers; backward_ms:
+time that backward sleeps for each MiB of gradients, before they are ready.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,8 +21,8 @@ from torch import nn
 
 SCHEME = sys.argv[1]
 OPTIONS: dict[str, Any] = {
-    "steps": 30, "width": 512, "layers": 8, "samples": 256, "bucket_mb": 4.0, "dtype": "float32", "sent": "float32",
-    "late": -1, "late_ms": 0.0, "widths": "", "backward_ms": 0.0,
+    "steps": 30, "width": 512, "layers": 8, "samples": 256, "bucket_mb": 4.0, "unit_mb": 0.0, "dtype": "float32",
+    "sent": "float32", "late": -1, "late_ms": 0.0, "widths": "", "backward_ms": 0.0,
 }  # fmt: skip
 for argument in sys.argv[2:]:
     name, _, value = argument.partition("=")
@@ -71,7 +73,7 @@ def main() -> None:
     linear = [nn.Linear(*sizes) for sizes in itertools.pairwise(widths)]
     layers = [module for layer in linear for module in (layer, Slow(layer), nn.ReLU())]
     model: Any = nn.Sequential(Late(), *layers).to(getattr(torch, OPTIONS["dtype"]))
-    step = {"ddp": ddp, "zero1": zero1, "fsdp2": fsdp2}[SCHEME](model)
+    step = {"ddp": ddp, "zero1": zero1, "zero2": zero2, "fsdp2": fsdp2}[SCHEME](model)
     x = torch.randn(OPTIONS["samples"], widths[0]).to(getattr(torch, OPTIONS["dtype"]))
     for _ in range(OPTIONS["steps"]):
         step(x)
@@ -98,6 +100,21 @@ def zero1(model: Any) -> Any:
     return stepper(replica, ZeroRedundancyOptimizer(replica.parameters(), torch.optim.SGD, lr=0.001))
 
 
+def zero2(model: Any) -> Any:
+    """Return a step of DeepSpeed's ZeRO-2."""
+    from zero_engine import zero_engine
+
+    settings = {"stage": 2, "reduce_bucket_size": int(OPTIONS["bucket_mb"] * (1 << 20)) // 4}
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    engine = zero_engine(model, optimizer, stage=2, samples=OPTIONS["samples"], zero_optimization=settings)
+
+    def step(x: torch.Tensor) -> None:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+
+    return step
+
+
 def fsdp2(model: Any) -> Any:
     """Return a step of FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -106,11 +123,22 @@ def fsdp2(model: Any) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sent = getattr(torch, OPTIONS["sent"])
     policy = MixedPrecisionPolicy(param_dtype=sent, reduce_dtype=sent)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    for unit in units([layer for layer in model if isinstance(layer, nn.Linear)]):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return stepper(model, torch.optim.SGD(model.parameters(), 0.001))
+
+
+def units(layers: list[nn.Linear]) -> Iterator[list[nn.Module]]:
+    """Yield consecutive layers, at least one, that hold `unit_mb` together."""
+    unit: list[nn.Module] = []
+    for layer in layers:
+        unit.append(layer)
+        if sum(parameter.nbytes for own in unit for parameter in own.parameters()) >= OPTIONS["unit_mb"] * (1 << 20):
+            yield unit
+            unit = []
+    if unit:
+        yield unit
 
 
 def stepper(model: Any, optimizer: Any) -> Any:

@@ -11,7 +11,9 @@ overlap_rules   which operations may overlap with computation, and until when
 overlapped_step the change in which they do
 world_size      the change of the number of data-parallel ranks
 rewiring        a graph that is being changed
-buckets         the graph with other buckets, and times of their messages
+buckets         the graph with other buckets of DistributedDataParallel, and times of their messages
+blocking_buckets   the same of calls that block their rank, of ZeRO and FSDP2
+message_plans   the messages that these have with buckets of another size
 timelines       a step before and after changes, rank by rank
 critical_parts  what the critical path of a step consists of
 predictions     the tables: steps with these changes, and the bandwidth that hides communication

@@ -1,10 +1,11 @@
-"""The change `bucket=SIZE`: DistributedDataParallel closes gradient buckets at another size (`buckets`)."""
+"""The change `bucket=SIZE`: buckets of another size, of DistributedDataParallel (`buckets`), ZeRO and FSDP2."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,9 @@ from commtrace.network.networks import Network
 from commtrace.theory.job import Job, NotPredictedError
 from commtrace.theory.rules.torch.ddp import gradient_bytes
 
+from .blocking_buckets import blocking_calls, with_messages
 from .buckets import (
+    SIZES_UNKNOWN,
     Bucket,
     GradientBuckets,
     MessageTimes,
@@ -28,7 +31,8 @@ from .buckets import (
     new_buckets,
     with_buckets,
 )
-from .changed_run import ChangedRun, DoesNotApplyError, kinds_of_calls, with_error
+from .changed_run import ChangedRun, DoesNotApplyError, expected_ns, with_error
+from .message_plans import Plan, message_plan
 from .recorded_graph import Replay
 
 MOST_EXTRAPOLATED: Final = 4.25
@@ -47,39 +51,76 @@ def with_bucket_size(run: ChangedRun, limit: int) -> ChangedRun:
     Raises:
         DoesNotApplyError: The recorded steps do not show what that would change.
     """
-    replay, path = run.replayed.replay, run.recorded.run.log.path
     try:
-        if (replay.message >= 0).any():
+        if (run.replayed.replay.message >= 0).any():
             raise DoesNotApplyError("the sizes of its messages have already been changed")
-        recorded = gradient_buckets(replay)
-        gradients = _gradients(run.recorded.run)
-        pairs = [(own, new_buckets(own.payload, limit, gradients)) for own in recorded]
-        pairs = [(own, new) for own, new in pairs if [bucket.payload for bucket in new] != own.payload.tolist()]
-        if not pairs:
-            return run
-        if any(len(own.payload) == 1 for own, _ in pairs):
-            raise DoesNotApplyError(
-                "all gradients are in one bucket, so that it is not known when each of them became ready; record a run "
-                "with smaller buckets"
-            )
-        error: float | None = 0.0
-        if run.network is None:
-            rows = np.broadcast_to(run.delays, (3, run.delays.shape[-1]))
-            times = [_fitted(replay, rows, *pair) for pair in pairs]
-        else:
-            rows, error = run.delays, run.network.held_out_error
-            times = [_relative_to(run, run.network, own) for own, _ in pairs]
-        together = [(*pair, of_pair) for pair, of_pair in zip(pairs, times, strict=True)]
-        changed, delays = with_buckets(replay, rows, together)
+        plan = _plan(run.recorded.run, limit)
+        rebuilt = _in_background(run, limit) if plan is None else _blocking(run, plan)
     except DoesNotApplyError as problem:
+        path = run.recorded.run.log.path
         raise DoesNotApplyError(f"{path}: no prediction for buckets of another size: {problem}") from None
+    if rebuilt is None:
+        return run
+    replay, delays, remarks = rebuilt
+    error = 0.0 if run.network is None else run.network.held_out_error
     if error:
-        delays = with_error(delays, changed.message >= 0, error)
+        delays = with_error(delays, replay.message >= 0, error)
     return replace(
-        run, replayed=replace(run.replayed, replay=changed), delays=delays,
+        run, replayed=replace(run.replayed, replay=replay), delays=delays,
         is_error_known=run.is_error_known and error is not None, is_one_sided=run.network is None,
-        remarks=(*run.remarks, *_remarks(pairs, gradients)),
+        remarks=(*run.remarks, *remarks),
     )  # fmt: skip
+
+
+class _Rebuilt(NamedTuple):
+    """A graph with other messages, its delays, shape (n, edges), and what is assumed without proof."""
+
+    replay: Replay
+    delays: Array
+    remarks: Sequence[str]
+
+
+def _in_background(run: ChangedRun, limit: int) -> _Rebuilt | None:
+    """Return a run of DistributedDataParallel with other buckets; None: they are the recorded ones."""
+    replay = run.replayed.replay
+    gradients = _gradients(run.recorded.run)
+    pairs = [(own, new_buckets(own.payload, limit, gradients)) for own in gradient_buckets(replay)]
+    pairs = [(own, new) for own, new in pairs if [bucket.payload for bucket in new] != own.payload.tolist()]
+    if not pairs:
+        return None
+    if any(len(own.payload) == 1 for own, _ in pairs):
+        raise DoesNotApplyError(
+            "all gradients are in one bucket, so that it is not known when each of them became ready; record a run "
+            "with smaller buckets"
+        )
+    if run.network is None:
+        rows = np.broadcast_to(run.delays, (3, run.delays.shape[-1]))
+        times = [_fitted(replay, rows, *pair) for pair in pairs]
+    else:
+        rows = run.delays
+        times = [_relative_to(run, run.network, own) for own, _ in pairs]
+    together = [(*pair, of_pair) for pair, of_pair in zip(pairs, times, strict=True)]
+    remarks = [SIZES_UNKNOWN] if any(not adds_up(own.payload, gradients) for own, _ in pairs) else []
+    recorded, sizes = (own.payload.tolist() for own, _ in pairs), (bucket.payload for _, new in pairs for bucket in new)
+    ranks = max(own.calls.shape[1] for own, _ in pairs)
+    remarks += _unvalidated([*itertools.chain(*recorded)], [*sizes], ranks)
+    return _Rebuilt(*with_buckets(replay, rows, together), remarks)
+
+
+def _blocking(run: ChangedRun, plan: Plan) -> _Rebuilt | None:
+    """Return a run whose calls block their rank with other messages; None: they are the recorded ones."""
+    found = [*blocking_calls(run.replayed.replay)]
+    if not found:
+        raise DoesNotApplyError("the steps have no gradients or parameters for which their rank waits in the call")
+    planned = [(calls, own) for calls in found if (own := plan(calls)) is not None]
+    remarks = dict.fromkeys(own.remark for _, own in planned if own.remark)
+    changed = [(calls, own.messages) for calls, own in planned if [size for _, size in own.messages] != calls.payload]
+    if not changed:
+        return None
+    recorded = [size for calls, _ in changed for size in calls.payload]
+    sizes = [size for _, messages in changed for _, size in messages]
+    ranks = max(calls.calls.shape[1] for calls, _ in changed)
+    return _Rebuilt(*with_messages(run, changed), [*remarks, *_unvalidated(recorded, sizes, ranks)])
 
 
 def _fitted(replay: Replay, delays: Array, recorded: GradientBuckets, new: Sequence[Bucket]) -> MessageTimes:
@@ -97,24 +138,26 @@ def _fitted(replay: Replay, delays: Array, recorded: GradientBuckets, new: Seque
     return lambda payload: model.times(payload, shares)
 
 
-def _remarks(pairs: Sequence[tuple[GradientBuckets, list[Bucket]]], gradients: Sequence[int]) -> Iterator[str]:
-    """Yield what is assumed of buckets without proof."""
-    if any(not adds_up(own.payload, gradients) for own, _ in pairs):
-        yield (
-            "The sizes of the gradients are not known: each recorded bucket counts as one gradient, or as several "
-            "equal ones if it is larger than the new size."
-        )
-    largest = max(int(own.payload.max()) for own, _ in pairs)
-    smallest = min(int(own.payload.min()) for own, _ in pairs)
-    sizes = [bucket.payload for _, new in pairs for bucket in new]
-    if max(sizes) > MOST_EXTRAPOLATED * largest or min(sizes) < smallest / MOST_EXTRAPOLATED:
+def _unvalidated(recorded: Sequence[int], sizes: Sequence[int], ranks: int) -> Iterator[str]:
+    """Yield in what a prediction is beyond the runs to which predictions were held."""
+    if max(sizes) > MOST_EXTRAPOLATED * max(recorded) or min(sizes) < min(recorded) / MOST_EXTRAPOLATED:
         yield (
             f"Messages of {format_bytes(min(sizes))} to {format_bytes(max(sizes))} are predicted from "
-            f"{format_bytes(smallest)} to {format_bytes(largest)}: predictions were held to real runs for sizes that "
-            f"differ by {MOST_EXTRAPOLATED:g} times at most."
+            f"{format_bytes(min(recorded))} to {format_bytes(max(recorded))}: predictions were confirmed by real "
+            f"runs for sizes that differ by {MOST_EXTRAPOLATED:g} times at most."
         )
-    if any(own.calls.shape[1] > VALIDATED_RANKS for own, _ in pairs):
+    if ranks > VALIDATED_RANKS:
         yield f"Predictions for buckets were validated with {VALIDATED_RANKS} ranks over gloo only."
+
+
+def _plan(run: AnalysedRun, limit: int) -> Plan | None:
+    """Return the messages of the captured job with other buckets, if its calls block their rank."""
+    if run.job is None:
+        return None
+    try:
+        return message_plan(run.job, limit)
+    except NotPredictedError as problem:
+        raise DoesNotApplyError(str(problem)) from None
 
 
 def _gradients(run: AnalysedRun) -> list[int]:
@@ -135,26 +178,18 @@ def _relative_to(run: ChangedRun, network: Network, recorded: GradientBuckets) -
     Raises:
         DoesNotApplyError: It does not predict the operation.
     """
-    replay = run.replayed.replay
-    call = recorded.calls[0, 0]
-    ((op, _, ranks, hosts, _), *_) = kinds_of_calls(
-        replay.paths.calls, run.replayed.hosts, call[:1], recorded.payload[:1]
-    )
-
-    def expected_ns(payload: int) -> float:
-        expected = network.expected(op, payload, ranks, hosts)
-        if expected is None:
-            raise DoesNotApplyError(f"{network.name} does not predict {op}")
-        return 1e3 * expected.total_us
-
-    ratio = busy_ns(replay, run.delays, recorded) / sum(map(expected_ns, recorded.payload.tolist()))
-    return lambda payload: np.asarray(ratio * expected_ns(payload))
+    expected = expected_ns(run, network, int(recorded.calls[0, 0, 0]), recorded.payload.tolist())
+    ratio = busy_ns(run.replayed.replay, run.delays, recorded) / sum(expected)
+    return lambda payload: np.asarray(ratio * expected_ns(run, network, int(recorded.calls[0, 0, 0]), [payload])[0])
 
 
-def other_sizes(replay: Replay) -> list[int]:
+def other_sizes(run: AnalysedRun, replay: Replay) -> list[int]:
     """Return sizes of buckets for the catalogue, bytes: half and twice the largest one, or nothing without buckets."""
     try:
-        largest = max(int(own.payload.max()) for own in gradient_buckets(replay))
+        if _plan(run, 1) is None:
+            payload = [int(own.payload.max()) for own in gradient_buckets(replay)]
+        else:
+            payload = [max(own.payload) for own in blocking_calls(replay)]
     except DoesNotApplyError:
         return []
-    return [largest // 2, 2 * largest]
+    return [max(payload) // 2, 2 * max(payload)] if payload else []

@@ -34,6 +34,10 @@ from .recorded_graph import Part, Replay
 from .rewiring import Rewiring
 
 OPERATION: Final = "all_reduce"
+SIZES_UNKNOWN: Final = (
+    "The sizes of the gradients are not known: each recorded bucket counts as one gradient, or as several equal ones "
+    "if it is larger than the new size."
+)
 _SHARES: Final = np.linspace(0, 1, 1001)
 """Shares of latency among which the closest one is searched for."""
 _MAX_ROWS: Final = 2048
@@ -135,11 +139,7 @@ def fitted_messages(replay: Replay, delays: Array, buckets: GradientBuckets) -> 
     """
     payload, count = buckets.payload, len(buckets.payload)
     if payload.min() == payload.max():
-        raise DoesNotApplyError(
-            f"the recorded messages have one size ({format_bytes(payload[0])}), from which times of other sizes do not "
-            "follow; put the network of the run before this change: --network FILE,FILE (twice the same file of "
-            "commtrace bench)"
-        )
+        raise DoesNotApplyError(one_size(int(payload[0])))
     busy = _Busy.of(replay, delays, buckets)
     every = -(-busy.until[0, ..., 0].size // _MAX_ROWS)
     part, order, released = (
@@ -161,6 +161,15 @@ def fitted_messages(replay: Replay, delays: Array, buckets: GradientBuckets) -> 
     least = one_by_one.argmin() if agrees is one_by_one else np.searchsorted(_SHARES, close.min())
     shares = np.array([_SHARES[least], close.min(), close.max()])
     return FittedMessages(busy.total_ns, shares, count, int(payload.sum()))
+
+
+def one_size(payload: int) -> str:
+    """Return why messages of this one size, bytes, predict no others."""
+    return (
+        f"the recorded messages have one size ({format_bytes(payload)}), from which times of other sizes do not "
+        "follow; put the network of the run before this change: --network FILE,FILE (twice the same file of "
+        "commtrace bench)"
+    )
 
 
 def busy_ns(replay: Replay, delays: Array, buckets: GradientBuckets) -> Array:

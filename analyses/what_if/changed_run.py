@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -293,6 +293,28 @@ def kinds_of_calls(
             int(hosts[channel[example]]),
             order[bounds[kind] : bounds[kind + 1]],
         )
+
+
+def expected_ns(run: ChangedRun, network: Network, call: int, payload: Sequence[int]) -> list[float]:
+    """Return the times that a network predicts for messages of a call's operation and group, ns.
+
+    Args:
+        run: The run.
+        network: The network.
+        call: The call.
+        payload: Bytes of each message.
+
+    Raises:
+        DoesNotApplyError: It does not predict the operation.
+    """
+    of, sizes = np.full(len(payload), call), np.asarray(payload, np.int64)
+    times = np.empty(len(payload))
+    for op, size, ranks, hosts, at in kinds_of_calls(run.replayed.replay.paths.calls, run.replayed.hosts, of, sizes):
+        expected = network.expected(op, size, ranks, hosts)
+        if expected is None:
+            raise DoesNotApplyError(f"{network.name} does not predict {op}")
+        times[at] = 1e3 * expected.total_us
+    return times.tolist()
 
 
 def wire_bytes_of_calls(

@@ -13,7 +13,7 @@
     balance                 all ranks compute for as long as their mean in the same part of a step
     no-wait                 no operation waits for late ranks
     dtype=bf16              gradients and parameters in float32 are sent in half the bytes (`message_dtype`); also fp16
-    bucket=50MB             DistributedDataParallel closes gradient buckets at this size (`buckets`; MB: 2**20 bytes)
+    bucket=50MB             buckets of this size, of DistributedDataParallel, ZeRO and FSDP2 (`bucket_size`; MB: 2**20)
 
 Changes compose: each one is made on top of those before it (`changed_run`). Without an option, each change of the
 catalogue is tried (`changes_of_catalogue`).
@@ -311,7 +311,7 @@ def changes_of_catalogue(run: ReplayedRun) -> Sequence[NamedChange]:
     """
     calls, replay = run.replay.paths.calls, run.replay
     texts = ["without-straggler=worst", "balance", "no-wait", "overlap", f"dtype={DTYPES[0]}"]
-    texts += [f"bucket={size / (1 << 20):.3g}MB" for size in other_sizes(replay)]
+    texts += [f"bucket={size / (1 << 20):.3g}MB" for size in other_sizes(run.run, replay)]
     texts += ["compute=0.5x", "scale-network=2x", "scale-network=0.5x"]
     for column, most in (("role", MAX_STRAGGLERS), ("op", MAX_STRAGGLERS), ("purpose", 3)):
         is_transfer = replay.part == Part.TRANSFER

@@ -53,8 +53,8 @@ _VALUES: Final = {
     "--compute": ("FACTOR", "computation takes so many times as long, such as 0.5x"),
     "--without-straggler": ("RANK", "a rank computes no longer than the median of the others; worst: the one with "
         "which the step becomes shortest"),
-    "--bucket": ("SIZE", "DistributedDataParallel closes buckets of gradients at this size, such as 50MB (of 2**20 "
-        "bytes, as bucket_cap_mb)"),
+    "--bucket": ("SIZE", "buckets of this size, such as 50MB (of 2**20 bytes): of gradients with DDP (bucket_cap_mb), "
+        "ZeRO-1 and ZeRO-2 (reduce_bucket_size); units of FSDP2 that are combined"),
     "--world-size": ("N", "a data-parallel job runs on so many ranks, each of which computes as long (weak scaling)"),
     "--dtype": ("TYPE", "gradients and parameters that are sent as float32 are sent as bf16 or fp16"),
 }  # fmt: skip
