@@ -76,7 +76,7 @@ def _of_zero(recorded: Sequence[ExpectedCall], wanted: Sequence[ExpectedCall], l
             return None
         before, after = ([call.payload for call in form if call.op == calls.op] for form in (recorded, wanted))
         passes = len(calls.payload) // max(1, len(before))
-        if calls.payload == before * passes:
+        if calls.payload == before * passes and sum(before) == sum(after):
             return Planned(_last_of(calls.payload, after * passes))
         buckets = new_buckets(np.array(calls.payload), limit, [])
         return Planned([NewMessage(bucket.bucket, bucket.payload) for bucket in buckets], SIZES_UNKNOWN)
@@ -101,7 +101,7 @@ def _of_units(units: Sequence[FsdpUnit], roots: Container[int], limit: int) -> P
         messages: list[NewMessage] = []
         recorded: list[int] = []
         for own in combined if forward else reversed(combined):
-            members = [unit for unit in own if is_reduced or forward or not unit.kept]
+            members = [unit for unit in own if (unit.trained if is_reduced else forward or not unit.kept)]
             payload = [_payload(unit, calls) for unit in (members if forward else reversed(members))]
             if payload:
                 at = len(recorded) + (len(payload) - 1) * is_reduced
