@@ -108,7 +108,10 @@ def _in_background(run: ChangedRun, limit: int) -> _Rebuilt | None:
 
 
 def _blocking(run: ChangedRun, plan: Plan) -> _Rebuilt | None:
-    """Return a run whose calls block their rank with other messages; None: they are the recorded ones."""
+    """Return a run whose calls block their rank with other messages; None: they are the recorded ones.
+
+    If they are those because no others can be predicted, the sentences say so.
+    """
     found = [*blocking_calls(run.replayed.replay)]
     if not found:
         raise DoesNotApplyError("the steps have no gradients or parameters for which their rank waits in the call")
@@ -116,7 +119,7 @@ def _blocking(run: ChangedRun, plan: Plan) -> _Rebuilt | None:
     remarks = dict.fromkeys(own.remark for _, own in planned if own.remark)
     changed = [(calls, own.messages) for calls, own in planned if [size for _, size in own.messages] != calls.payload]
     if not changed:
-        return None
+        return _Rebuilt(run.replayed.replay, run.delays, [*remarks]) if remarks else None
     recorded = [size for calls, _ in changed for size in calls.payload]
     sizes = [size for _, messages in changed for _, size in messages]
     ranks = max(calls.calls.shape[1] for calls, _ in changed)

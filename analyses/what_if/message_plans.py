@@ -62,8 +62,8 @@ def message_plan(row: Mapping[str, Any], limit: int) -> Plan | None:
             return None
         if job.row.zero_stage not in (1, 2) or job.row.optimizer != "DeepSpeedZeroOptimizer":
             raise DoesNotApplyError(
-                f"DeepSpeed's {job.row.optimizer} with ZeRO-{job.row.zero_stage} has no size of buckets that could be "
-                "predicted: those of ZeRO-1 and ZeRO-2 (reduce_bucket_size) can"
+                f"the job is DeepSpeed's with ZeRO-{job.row.zero_stage} and {job.row.optimizer}; of DeepSpeed, buckets "
+                "of ZeRO-1 and ZeRO-2 (reduce_bucket_size) can be predicted"
             )
         elements = max(1, limit // element_size(zero12.bucket_dtype(job)))
         settings = {**row, "zero": {**row["zero"], "reduce_bucket_size": elements}}
