@@ -5,9 +5,9 @@ With other sizes,
     gradients   are reduced in the recorded call that has the last of them, and parameters gathered in the one that has
                 the first of them; several messages of one call follow each other
     transfer    a message takes a latency and a time per byte, which divide the recorded time of a pass. The latency is
-                that of a line through the mean transfers by payload, if payloads differ by `FITTED_RANGE`, else 0; it
-                is bounded by 0 and the shortest mean. After --network, a message takes what the network predicts, and
-                as much beyond that as the recorded ones took each; the bound is that it belongs to bytes instead
+                that of a line through the mean transfers by payload (`message_dtype.fitted_latency`). After --network,
+                a message takes what the network predicts, and as much beyond that as the recorded ones took each; the
+                bound is that it belongs to bytes instead
     calls       without a message take no time
 """
 
@@ -23,9 +23,9 @@ from commtrace.analyses.grouping import Array
 from commtrace.network.networks import Network
 from commtrace.schema import Flag, Purpose
 
-from .buckets import one_size
+from .buckets import equal_passes, one_size
 from .changed_run import ChangedRun, DoesNotApplyError, expected_ns
-from .message_dtype import FITTED_RANGE
+from .message_dtype import fitted_latency
 from .recorded_graph import Part, Replay
 from .rewiring import Rewiring
 
@@ -70,24 +70,10 @@ def blocking_calls(replay: Replay) -> Iterator[BlockingCalls]:
     known &= (calls["flags"] & int(Flag.ASYNC)) == 0
     for purpose in _PURPOSES:
         call = np.flatnonzero(known & calls.has_label("purpose", purpose.value))
-        channel = calls.channel[calls["instance"][call]]
-        keys = np.stack([channel, *(calls[name][call].astype(np.int64) for name in ("op", "step", "micro_batch"))])
-        order = np.lexsort((replay.begun[call], calls["process"][call], *keys[::-1]))
-        call, keys = call[order], keys[:, order]
-        passes: dict[tuple[int, int, tuple[int, ...]], list[Array]] = {}
-        bounds = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
-        for own, first in zip(np.split(call, bounds), (0, *bounds.tolist()), strict=True):
-            number, op = keys[:2, first].tolist() if len(call) else (0, 0)
-            ranks = len(np.unique(calls["process"][own]))
-            if not ranks or ranks != len(calls.channels[number].ranks) or len(own) % ranks:
-                continue  # the first replayed pass has begun before the first step
-            rows = own.reshape(ranks, -1)
-            if (calls["instance"][rows] != calls["instance"][rows[0]]).any():
-                raise DoesNotApplyError("the ranks called other operations, or in another order")
-            passes.setdefault((number, op, tuple(calls["payload"][rows[0]].tolist())), []).append(rows)
-        for (_, op, payload), rows_of_passes in passes.items():
-            name = str(calls.categories["op"][op])
-            yield BlockingCalls(name, purpose, np.stack(rows_of_passes), [*payload])
+        for rows in equal_passes(replay, call) if len(call) else ():
+            example = rows[0, 0]
+            op = str(calls.text("op", example[0]))
+            yield BlockingCalls(op, purpose, rows, calls["payload"][example].tolist())
 
 
 def with_messages(
@@ -113,8 +99,6 @@ def with_messages(
     for recorded, _ in changed:
         is_changed[replay.ended[recorded.calls]] = True
     rewiring.kept &= ~(is_changed[replay.graph.target] & (replay.part == Part.TRANSFER))
-    waits = rows[:, replay.waits]
-    no_wait = bool(waits.size) and np.isneginf(waits).all(axis=1)
     for recorded, messages in changed:
         own_ns = transfer_ns[:, replay.ended[recorded.calls]]
         if run.network is None:
@@ -122,7 +106,7 @@ def with_messages(
             times = _divided(own_ns, recorded, messages, _latency(replay, transfer_ns[0], of_operation))
         else:
             times = _predicted(run, run.network, own_ns, recorded, messages)
-        _rewire(rewiring, recorded, messages, times, np.broadcast_to(no_wait, len(rows)))
+        _rewire(rewiring, recorded, messages, times)
     return rewiring.build()
 
 
@@ -149,10 +133,7 @@ def _latency(replay: Replay, transfer_ns: Array, recorded: Sequence[BlockingCall
     if len(sizes) == 1:
         raise DoesNotApplyError(one_size(int(sizes[0])))
     means = np.bincount(number, transfer_ns[replay.ended[calls]]) / np.bincount(number)
-    fitted = 0.0
-    if sizes[-1] >= FITTED_RANGE * max(sizes[0], 1):
-        fitted = float(np.polyfit(sizes.astype(float), means, 1, w=1 / np.maximum(means, 1.0))[1])
-    return np.array([np.clip(fitted, 0, means.min()), 0.0, means.min()])
+    return fitted_latency(sizes, means)
 
 
 def _divided(transfer_ns: Array, recorded: BlockingCalls, messages: Sequence[NewMessage], latency: Array) -> Array:
@@ -191,25 +172,16 @@ def _predicted(
     return np.concatenate([by_message[:1], by_byte[1:]])
 
 
-def _rewire(
-    rewiring: Rewiring, recorded: BlockingCalls, messages: Sequence[NewMessage], times: Array, no_wait: Array
-) -> None:
+def _rewire(rewiring: Rewiring, recorded: BlockingCalls, messages: Sequence[NewMessage], times: Array) -> None:
     replay, calls = rewiring.replay, recorded.calls
-    passes, ranks, count = calls.shape
-    for at in range(count):
-        call, moment, ended = calls[:, :, at], replay.begun[calls[:, :, at]], replay.ended[calls[:, :, at]]
-        own = [number for number, message in enumerate(messages) if message.at == at]
-        for number in own:
-            arrived = np.repeat(rewiring.new_events(passes, 1), ranks, axis=1)
-            over = rewiring.new_events(passes, ranks)
-            transfer, size = times[..., number], messages[number].payload
-            rewiring.add(moment, arrived, 0, Part.ORDER, call)
-            rewiring.add(moment, over, transfer, Part.TRANSFER, call, message=size)
-            awaited = np.where(no_wait[:, None, None], -np.inf, transfer)
-            rewiring.add(arrived, over, awaited, Part.TRANSFER, call, waits=True, message=size)
-            moment = over
-        rewiring.add(moment, ended, 0, Part.ORDER, call)
-        if not own:
-            is_gone = np.zeros(len(replay.begun), bool)
-            is_gone[call] = True
-            rewiring.delays[:, is_gone[replay.call] & (replay.part == Part.CALL)] = 0
+    is_gone = np.zeros(len(replay.begun), bool)
+    is_gone[calls] = True
+    for at in range(len(recorded.payload)):
+        call = calls[:, :, at]
+        moment = replay.begun[call]
+        for number, message in enumerate(messages):
+            if message.at == at:
+                moment = rewiring.add_messages(moment, times[..., number], call, message.payload)
+                is_gone[call] = False
+        rewiring.add(moment, replay.ended[call], 0, Part.ORDER, call)
+    rewiring.delays[:, is_gone[replay.call] & (replay.part == Part.CALL)] = 0

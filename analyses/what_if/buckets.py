@@ -80,22 +80,35 @@ def gradient_buckets(replay: Replay) -> list[GradientBuckets]:
         raise DoesNotApplyError("the steps have no gradients that DistributedDataParallel reduced in the background")
     if len(np.unique(calls["dtype"][call])) > 1:
         raise DoesNotApplyError("gradients of several data types have buckets of their own")
+    return [GradientBuckets(rows, calls["payload"][rows[0, 0]].astype(np.int64)) for rows in equal_passes(replay, call)]
+
+
+def equal_passes(replay: Replay, call: Array) -> Iterator[Array]:
+    """Yield calls of one group and operation in all passes that send the same bytes, shape (passes, ranks, calls).
+
+    Args:
+        replay: The run.
+        call: The calls, at least one, all of them matched.
+
+    Raises:
+        DoesNotApplyError: The ranks of a group launched other ones.
+    """
+    calls = replay.paths.calls
     channel = calls.channel[calls["instance"][call]]
-    process, step, micro_batch = (calls[name][call].astype(np.int64) for name in ("process", "step", "micro_batch"))
-    order = np.lexsort((replay.begun[call], process, micro_batch, step, channel))
-    passes: dict[tuple[int, bytes], list[Array]] = {}
-    keys = np.stack([channel, step, micro_batch])[:, order]
-    for own in np.split(call[order], np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1):
+    keys = np.stack([channel, *(calls[name][call].astype(np.int64) for name in ("op", "step", "micro_batch"))])
+    order = np.lexsort((replay.begun[call], calls["process"][call], *keys[::-1]))
+    call, keys = call[order], keys[:, order]
+    first = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(axis=0)))
+    passes: dict[tuple[int, int, tuple[int, ...]], list[Array]] = {}
+    for own, number, op in zip(np.split(call, first[1:]), *keys[:2, first].tolist(), strict=True):
         ranks = len(np.unique(calls["process"][own]))
-        number = int(calls.channel[calls["instance"][own[0]]])
         if ranks != len(calls.channels[number].ranks) or len(own) % ranks:
             continue  # the first replayed pass has begun before the first step
         rows = own.reshape(ranks, -1)
         if (calls["instance"][rows] != calls["instance"][rows[0]]).any():
             raise DoesNotApplyError("the ranks launched other buckets, or in another order")
-        payload = calls["payload"][rows[0]].astype(np.int64)
-        passes.setdefault((number, payload.tobytes()), []).append(rows)
-    return [GradientBuckets(np.stack(rows), np.frombuffer(payload, np.int64)) for (_, payload), rows in passes.items()]
+        passes.setdefault((number, op, tuple(calls["payload"][rows[0]].tolist())), []).append(rows)
+    yield from map(np.stack, passes.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,14 +331,7 @@ def _rewire(rewiring: Rewiring, buckets: GradientBuckets, cuts: Sequence[Bucket]
     payload = np.array([cut.payload for cut in cuts])
     transfer = np.stack([times(int(size)) for size in payload], axis=-1)[:, None, None, :]
     own_call = calls[:, :, [cut.bucket for cut in cuts]]
-    arrived = np.repeat(rewiring.new_events(passes, 1, len(cuts)), ranks, axis=1)
-    over = rewiring.new_events(passes, ranks, len(cuts))
-    waits = rewiring.delays[:, replay.waits]
-    no_wait = (np.isneginf(waits).all(axis=1) & (waits.shape[1] > 0))[:, None, None, None]
-    rewiring.add(ready, arrived, 0, Part.ORDER, own_call)
-    rewiring.add(ready, over, transfer, Part.TRANSFER, own_call, message=payload)
-    awaited = np.where(no_wait, -np.inf, transfer)
-    rewiring.add(arrived, over, awaited, Part.TRANSFER, own_call, waits=True, message=payload)
+    over = rewiring.add_messages(ready, transfer, own_call, payload)
     rewiring.add(
         over[:, :, :-1], over[:, :, 1:], transfer[..., 1:], Part.TRANSFER, own_call[:, :, 1:], message=payload[1:]
     )  # fmt: skip

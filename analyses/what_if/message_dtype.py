@@ -97,13 +97,23 @@ def latencies(run: ReplayedRun, transfers: Array, payload: Array, transfer_ns: A
         own = np.flatnonzero(kinds == kind)
         sizes, number = np.unique(payload[own], return_inverse=True)
         medians = np.array([np.median(transfer_ns[own][number == at]) for at in range(len(sizes))])
-        largest = float(medians.min())
-        fitted = 0.0
-        if sizes[-1] >= FITTED_RANGE * max(sizes[0], 1):
-            weights = 1 / np.maximum(medians, 1.0)  # relative residuals
-            fitted = float(np.polyfit(sizes.astype(float), medians, 1, w=weights)[1])
-        result[:, own] = np.array([[np.clip(fitted, 0, largest)], [0.0], [largest]])
+        result[:, own] = fitted_latency(sizes, medians)[:, None]
     return result
+
+
+def fitted_latency(sizes: Array, times: Array) -> Array:
+    """Return the latency of an operation, ns, shape (3,): as predicted, the least, the largest possible.
+
+    Args:
+        sizes: Payloads of its transfers, bytes, ascending, shape (n,).
+        times: Typical transfer of each, ns, shape (n,).
+    """
+    largest = float(times.min())
+    fitted = 0.0
+    if sizes[-1] >= FITTED_RANGE * max(sizes[0], 1):
+        weights = 1 / np.maximum(times, 1.0)  # relative residuals
+        fitted = float(np.polyfit(sizes.astype(float), times, 1, w=weights)[1])
+    return np.array([np.clip(fitted, 0, largest), 0.0, largest])
 
 
 def _remarks(run: ChangedRun, dtype: str, transfers: Array, payload: Array) -> Iterator[str]:

@@ -29,6 +29,8 @@ class Rewiring:
         self.target = replay.graph.target.copy()
         self.kept = np.ones(len(self.target), bool)
         self.events = len(replay.graph.start)
+        waits = delays[:, replay.waits]
+        self._no_wait = np.isneginf(waits).all(axis=1) & (waits.shape[1] > 0)
         self._source: list[Array] = []
         self._target: list[Array] = []
         self._delays: list[Array] = []
@@ -77,6 +79,25 @@ class Rewiring:
         self._delays.append(np.broadcast_to(delay, (n, *shape)).reshape(n, -1))
         for name, values in own.items():
             self._columns[name].append(np.broadcast_to(values, shape).ravel())
+
+    def add_messages(self, launched: Array, transfer: Array, call: Array, payload: Array | int) -> Array:
+        """Add messages, which begin when all ranks have launched them. Return the events at which they are over.
+
+        Args:
+            launched: Events of their launches, shape (passes, ranks, ...).
+            transfer: Their transfers, ns, with one more axis, the rows of delays, as its first one.
+            call: The recorded call of each, shape of `launched`.
+            payload: Their bytes, to be broadcast to that shape.
+        """
+        passes, ranks, *more = launched.shape
+        arrived = np.repeat(self.new_events(passes, 1, *more), ranks, axis=1)
+        over = self.new_events(*launched.shape)
+        no_wait = self._no_wait.reshape(-1, *[1] * launched.ndim)
+        self.add(launched, arrived, 0, Part.ORDER, call)
+        self.add(launched, over, transfer, Part.TRANSFER, call, message=payload)
+        awaited = np.where(no_wait, -np.inf, transfer)
+        self.add(arrived, over, awaited, Part.TRANSFER, call, waits=True, message=payload)
+        return over
 
     def build(self) -> tuple[Replay, Array]:
         """Return the changed graph, and its delays, shape (n, edges)."""
