@@ -1,7 +1,7 @@
 """Decisions that `commtrace whatif` leads to, beside what happened: which change is best, which bandwidth is enough.
 
 Which change: jobs drawn at random run before and after each change that can really be made; the change that is ranked
-first should be the best of them, or nearly. Which bandwidth: a dry run and the stated computation of its step give the
+first should be the best of them, or nearly. Which bandwidth: a dry run and a measured step of one rank give the
 bandwidth with which a share of the step is exposed; the job then runs on links of that and of neighbouring bandwidths.
 Links are those of `what_if_pairs` and `layout_pairs`; this needs root.
 
@@ -39,14 +39,13 @@ GOOD_ENOUGH: Final = 1.03
 """A change is as good as the best one up to this ratio of their steps."""
 SLEEPS_MS: Final = {"forward_ms": 30.0, "backward_ms": 60.0}
 LAYERS: Final = 6
-COMPUTATION_S: Final = LAYERS * sum(SLEEPS_MS.values()) / 1000
 LATENCY: Final = 200e-6
 """Latency of a message over such links, s: a guess."""
 NEIGHBOURS: Final = (0.7, 0.85, 1.0, 1.15, 1.4)
 """Bandwidths of links, as multiples of the predicted one."""
 BANDWIDTH_JOBS: Final = (
     ("buckets", 2, 0, 20), ("buckets", 2, 1, 20), ("buckets", 4, 0, 20), ("buckets", 4, 1, 20),
-    ("fsdp2", 2, 0, 20), ("fsdp2", 4, 0, 20), ("buckets", 2, 0, 10), ("buckets", 2, 1, 10),
+    ("fsdp2", 2, 0, 20), ("fsdp2", 4, 0, 20), ("buckets", 2, 0, 10), ("buckets", 2, 1, 10), ("fsdp2", 4, 0, 10),
 )  # fmt: skip
 """Scheme, ranks, whether gradients are reduced in the background, and exposed share in %."""
 
@@ -164,7 +163,7 @@ class Bandwidth:
     share: float
     predicted_gb_per_s: float
     alone_ns: float
-    """A step of one rank, which neither shards nor sends anything."""
+    """A step of one rank, which sends nothing."""
     measured_ns: Mapping[str, float]
     """Steps by bandwidth of the link, GB/s."""
 
@@ -189,19 +188,20 @@ def bandwidths(folder: Path) -> Iterator[Bandwidth]:
             simulate = [sys.executable, "-m", "commtrace.cli", "dryrun", "--world-size", str(ranks), "--ranks", "0"]
             command = [*simulate, "--out", str(dry), *program]
             subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        tables = open_run(dry).bandwidth_bounds(computation_s=COMPUTATION_S, latency_s=LATENCY)
+        if not (alone := folder / f"alone-{scheme}").exists():
+            with links("8gbit", 1) as inside:
+                run(inside, program, alone)
+        alone_ns = step_ns(alone)
+        tables = open_run(dry).bandwidth_bounds(computation_s=alone_ns / 1e9, latency_s=LATENCY)
         needed = float(tables["bandwidth_bounds"].iloc[0][f"{'best' if background else 'worst'}_{percent}_gb_per_s"])
         print(f"predicted: {name}: {needed:.4f} GB/s", file=sys.stderr, flush=True)
         rates = {f"{factor * needed:.6f}": f"{factor * needed * 8e6:.0f}kbit" for factor in NEIGHBOURS}
-        if not (alone := folder / "alone").exists():
-            with links("8gbit", 1) as inside:
-                run(inside, [*program[:2], "buckets", *program[3:]], alone)
         for rate in rates.values():
             if not (own / rate).exists():
                 with links(rate, ranks) as inside:
                     run(inside, program, own / rate)
         measured = {gb_per_s: step_ns(own / rate) for gb_per_s, rate in rates.items()}
-        yield Bandwidth(name, percent / 100, needed, step_ns(alone), measured)
+        yield Bandwidth(name, percent / 100, needed, alone_ns, measured)
 
 
 def tables(found: Sequence[Choice], needed: Sequence[Bandwidth]) -> Iterator[str]:

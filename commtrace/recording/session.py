@@ -30,6 +30,8 @@ class Session:
     def __init__(self) -> None:
         self.settings: Settings | None = None
         self.recorder: Recorder | None = None
+        self.end_listeners: list[Callable[[], None]] = []
+        """Functions that are called before the recorder is given up: at its end, and in a forked child."""
         self._lock = threading.RLock()
         self._beginning = False
         self._is_fork = False
@@ -89,6 +91,7 @@ class Session:
 
     def end(self, reason: str) -> None:
         """Close the log and switch tracing off. `reason`, "exit" or "stop", is written to the log."""
+        self._tell_end()
         recorder, self.recorder, self.settings = self.recorder, None, None
         if recorder is not None and recorder.pid == os.getpid():
             if reason == "exit":
@@ -98,6 +101,7 @@ class Session:
 
     def forked(self) -> None:
         """Detach a forked child from the parent's ring and log. A child that communicates gets its own."""
+        self._tell_end()
         recorder, self.recorder = self.recorder, None
         self._lock = threading.RLock()
         self._beginning = False
@@ -107,6 +111,10 @@ class Session:
 
             recorder.forked()
             identity.reset_after_fork()
+
+    def _tell_end(self) -> None:
+        for listener in self.end_listeners:
+            listener()
 
 
 session = Session()

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from commtrace.hooks import recorder_setup
 from commtrace.hooks.native import compiled_wrappers as native
 from commtrace.process_setup.setup_reader import library_facts
+from commtrace.recording.session import session
 
 from . import pickled_objects as mpi_pickle
 from . import tracer as mpi_tracer
@@ -58,7 +59,7 @@ def install() -> None:
         _patches.on_undo(recorder_setup.libraries_with_compiled_wrappers.discard, "mpi4py")
         _patches.on_undo(native.stop_recording)
         _patches.append(mpi_tracer.start_listeners, native.start_recording)
-        _patches.append(mpi_tracer.end_listeners, native.stop_recording)
+        _patches.append(session.end_listeners, native.stop_recording)
     for owner, names, wrapper in (
         (MPI.Request, ("Cancel", "cancel"), wrappers.wrap_cancel),
         (MPI.Request, ("Free",), wrappers.wrap_request_free),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from mpi4py import MPI
@@ -63,10 +63,6 @@ def _agree(proposal: str) -> str:
         if starter:
             return f"mpi-{starter}"
     return "" if identity.launcher_run_name() else proposal
-
-
-end_listeners: list[Callable[[], None]] = []
-"""Functions that are called when a tracer's session has ended."""
 
 
 def ensure_tracer() -> MpiTracer | None:
@@ -230,8 +226,6 @@ class MpiTracer:
         if session.recorder is not self.recorder:
             self.requests.forget()
             self.windows.forget()
-            for listener in end_listeners:
-                listener()
 
     def plan(
         self, method: Method, mpi_object: Any, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -82,6 +82,7 @@ class MpiRows:
         self.kind = tracer.kind_of
         self.site = self._sites.number
         self.thread = tracer.recorder.thread
+        self.note_cost = tracer.recorder.counters.note_cost
 
     def group(self, mpi_object: Any) -> tuple[Any, ...]:
         """Return the attributes of a communicator's group that C++ needs. Raises ValueError for a null communicator."""
@@ -95,10 +96,6 @@ class MpiRows:
         """Return the properties of a frame."""
         return self._sites.classify(frame.f_code)
 
-    def note_cost(self, ns: int, sampled: bool, first: bool) -> None:
-        """Note the cost of a call."""
-        self._tracer.recorder.counters.note_cost(ns, sampled=sampled, first=first)
-
     def wake_if_low(self) -> None:
         """Wake the drain thread if more than half of the slots are in use."""
         if self._slots.is_half_taken:
@@ -111,16 +108,17 @@ def start_recording(tracer: MpiTracer) -> None:
         return
     recorder = tracer.recorder
     tracer.context.sites.cleared.append(_library.forget_sites)
+    slots = recorder.slots
     constants = MPI.IN_PLACE, MPI.Status, MPI.BYTE, MPI.ANY_SOURCE, MPI.ANY_TAG
     datatypes = [(datatype, element.size, element.extent) for datatype, element in predefined.values()]
     _library.start(
-        MpiRows(tracer), recorder, recorder.ring.buffer, RECORDS_AT, recorder.slots.free.popleft,
-        call_context.backward_query(), recorder.sites, session, progress.cells, constants, datatypes,
+        MpiRows(tracer), recorder.ring.buffer, RECORDS_AT, slots.free.popleft, call_context.backward_query(),
+        recorder.sites, progress.cells, constants, datatypes,
     )  # fmt: skip
 
 
 def stop_recording() -> None:
-    """Stop recording in C++ when the session has ended."""
+    """Stop recording in C++ before the session ends, and in a forked child."""
     if _library is not None:
         _library.stop()
 

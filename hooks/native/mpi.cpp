@@ -65,12 +65,12 @@ struct Group {
   int next_counter = 0;
 };
 
-// The running recording. Set by start() and cleared by stop().
+// The running recording. Set by start(), and cleared by stop() before the session ends and in a forked child.
 struct Current {
   PyObject* rows = nullptr;  // hooks.native.compiled_wrappers.MpiRows; null: not recording
-  PyObject* recorder = nullptr;
   PyObject* pop = nullptr;         // returns the number of a free slot
   PyObject* graph_task = nullptr;  // returns the number of the running backward pass; null if no library has any
+  PyObject* status = nullptr;      // of a finished receive, for the next one that has none; null: make one
   char* records = nullptr;
   bool sites = false;
   uint64_t calls = 0;
@@ -84,16 +84,8 @@ Current state;
 const Progress* progress = nullptr;
 std::vector<Type> types;
 // Borrowed references to objects that are never freed.
-PyObject *session, *in_place, *status_type, *byte_type, *any_source_object, *any_tag_object;
+PyObject *in_place, *status_type, *byte_type, *any_source_object, *any_tag_object;
 long any_source = -1, any_tag = -1;
-
-bool records_now() {
-  static PyObject* name = PyUnicode_InternFromString("recorder");
-  if (state.rows == nullptr) return false;
-  Ref recorder(PyObject_GetAttr(session, name));
-  if (!recorder) PyErr_Clear();
-  return recorder.get() == state.recorder;
-}
 
 const Type* type_of(PyObject* datatype) {
   for (const Type& type : types)
@@ -364,19 +356,29 @@ Record* record_at(uint32_t slot) { return reinterpret_cast<Record*>(state.record
 
 void publish(Record* record, State how) { __atomic_store_n(&record->state, how, __ATOMIC_RELEASE); }
 
+// A number that a method of a status returns: without an argument, or for a datatype.
+int64_t from_status(PyObject* status, PyObject* name, PyObject* datatype = nullptr) {
+  PyObject* args[] = {status, datatype};
+  const size_t count = datatype == nullptr ? 1 : 2;
+  return number(PyObject_VectorcallMethod(name, args, count | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+}
+
 // Completes the record of a receive from its status. On a failure the record keeps what the call accepts.
 void arrived(Group& group, Record* record, PyObject* status, bool wildcard) {
   static PyObject* get_count = PyUnicode_InternFromString("Get_count");
-  PyObject* args[] = {status, byte_type};
-  const int64_t nbytes =
-      number(PyObject_VectorcallMethod(get_count, args, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+  static PyObject* get_source = PyUnicode_InternFromString("Get_source");
+  static PyObject* get_tag = PyUnicode_InternFromString("Get_tag");
+  const int64_t nbytes = from_status(status, get_count, byte_type);
   if (nbytes >= 0) record->payload = nbytes;
   if (!wildcard) return;
-  const int64_t source = number(PyObject_CallMethod(status, "Get_source", nullptr));
-  const int64_t tag = source < 0 ? -1 : number(PyObject_CallMethod(status, "Get_tag", nullptr));
-  if (tag < 0) return;
-  const int64_t peer = number(PyObject_CallMethod(group.group, "peer", "L", static_cast<long long>(source)));
-  PyObject* counter = peer < 0 && PyErr_Occurred() ? nullptr : counter_of(group, peer, tag, false);
+  int64_t peer = record->peer, tag = record->tag;
+  if (peer < 0) {
+    const int64_t source = from_status(status, get_source);
+    if (source < 0 || source >= group.size) return;
+    peer = number(PySequence_GetItem(group.ranks, source));
+  }
+  if (tag < 0) tag = from_status(status, get_tag);
+  PyObject* counter = peer < 0 || tag < 0 ? nullptr : counter_of(group, peer, tag, false);
   if (counter == nullptr) return;
   record->peer = peer;
   record->tag = tag;
@@ -462,7 +464,7 @@ bool describe(Call& call) {
   return true;
 }
 
-// The status of a receive: the program's, or a new one if it passes none. Null for other calls.
+// The status of a receive: the program's, or one of ours if it passes none. Null for other calls.
 PyObject* status_of(const Call& call) {
   if (call.self->status_at < 0) return nullptr;
   PyObject* given = call.argument(call.self->status_at);
@@ -470,12 +472,18 @@ PyObject* status_of(const Call& call) {
     Py_INCREF(given);
     return given;
   }
+  if (state.status != nullptr) return std::exchange(state.status, nullptr);
   PyObject* status = PyObject_CallNoArgs(status_type);
   if (status == nullptr) PyErr_Clear();
   return status;
 }
 
-// Calls the original of a receive with a new status: all arguments by position, with defaults for those left out.
+// Keeps a status of ours for another receive: making one takes longer than reading it.
+void reuse(Ref& status) {
+  if (state.status == nullptr && Py_REFCNT(status.get()) == 1) state.status = status.release();
+}
+
+// Calls the original of a receive with a status of ours: all arguments by position, with defaults for those left out.
 PyObject* call_with_status(Call& call, PyObject* status) {
   const Method& self = *call.self;
   call.argv[self.status_at] = status;
@@ -497,9 +505,12 @@ void note_success(const Call& call, Record* record, PyObject* status, int64_t t_
 }
 
 void note_cost(int64_t ns, bool sampled, bool first) {
-  if (!sampled && !first) return;
-  Ref noted(PyObject_CallMethod(state.rows, "note_cost", "LOO", static_cast<long long>(ns), sampled ? Py_True : Py_False,
-                                first ? Py_True : Py_False));
+  static PyObject* name = PyUnicode_InternFromString("note_cost");
+  static PyObject* keywords =
+      PyTuple_Pack(2, PyUnicode_InternFromString("sampled"), PyUnicode_InternFromString("first"));
+  const Ref spent(PyLong_FromLongLong(ns));
+  PyObject* args[] = {state.rows, spent.get(), sampled ? Py_True : Py_False, first ? Py_True : Py_False};
+  const Ref noted(spent ? PyObject_VectorcallMethod(name, args, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, keywords) : nullptr);
   PyErr_Clear();
 }
 
@@ -523,7 +534,7 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject*
   const int64_t entered = now();
   const uint64_t lookups = state.lookups;
   Call call{self, args, PyVectorcall_NARGS(nargsf) - 1, names};
-  const bool recordable = records_now() && place_arguments(call) && describe(call);
+  const bool recordable = state.rows != nullptr && place_arguments(call) && describe(call);
   const Ref counter(Py_XNewRef(call.counter));  // another thread may forget the group
   const uint32_t slot = recordable ? take() : kNoSlot;
   if (slot == kNoSlot) return PyErr_Clear(), call_wrapper(self, args, nargsf, names);  // it also counts a dropped call
@@ -536,20 +547,22 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject*
   publish(place, kBegun);
 
   const uint64_t log = state.log;
-  const Ref status(status_of(call));
+  Ref status(status_of(call));
   const bool replaced = status && call.argument(self->status_at) != status.get();
   PyObject* result = replaced ? call_with_status(call, status.get())
                               : PyObject_Vectorcall(self->original, args, 1 + call.count, names);
   const int64_t t_return = now();
   const HeldException exception;
-  if (state.log != log || !records_now()) return result;  // the log was closed meanwhile
+  if (state.log != log) return result;  // the log was closed meanwhile
   if (result == nullptr) {
     place->t_return = t_return;
     publish(place, kFailed);
     return nullptr;
   }
   note_success(call, place, status.get(), t_return);
-  note_cost(record.t_begin - entered + now() - t_return, in_sample<4, 0>(slot), first);
+  if (replaced) reuse(status);
+  const bool sampled = in_sample<4, 0>(slot);
+  if (sampled || first) note_cost(record.t_begin - entered + now() - t_return, sampled, first);
   return result;
 }
 
@@ -614,23 +627,23 @@ void clear_groups() {
 uint64_t logs = 0;
 
 // Replaces the objects that the state owns, and changes the log number.
-void keep(PyObject* rows, PyObject* recorder, PyObject* pop, PyObject* graph_task) {
+void keep(PyObject* rows, PyObject* pop, PyObject* graph_task) {
   state.log = ++logs;
   clear_groups();
-  for (PyObject* added : {rows, recorder, pop, graph_task}) Py_XINCREF(added);
-  PyObject* old[] = {state.rows, state.recorder, state.pop, state.graph_task};
-  state.rows = rows, state.recorder = recorder, state.pop = pop, state.graph_task = graph_task;
+  for (PyObject* added : {rows, pop, graph_task}) Py_XINCREF(added);
+  PyObject* old[] = {state.rows, state.pop, state.graph_task};
+  state.rows = rows, state.pop = pop, state.graph_task = graph_task;
   for (PyObject* object : old) Py_XDECREF(object);
 }
 
-// start(rows, recorder, ring, records_at, pop, graph_task, sites, session, progress cells, constants, datatypes), where
-// constants are (IN_PLACE, Status, BYTE, ANY_SOURCE, ANY_TAG) and each datatype is (object, size, extent).
+// start(rows, ring, records_at, pop, graph_task, sites, progress cells, constants, datatypes), where constants
+// are (IN_PLACE, Status, BYTE, ANY_SOURCE, ANY_TAG) and each datatype is (object, size, extent).
 PyObject* start(PyObject*, PyObject* args) {
-  PyObject *rows, *recorder, *ring, *pop, *task, *cells, *known;
+  PyObject *rows, *ring, *pop, *task, *cells, *known;
   Py_ssize_t at;
   int sites;
-  if (!PyArg_ParseTuple(args, "OOOnOOpOO(OOOOO)O!", &rows, &recorder, &ring, &at, &pop, &task, &sites, &session, &cells,
-                        &in_place, &status_type, &byte_type, &any_source_object, &any_tag_object, &PyList_Type, &known))
+  if (!PyArg_ParseTuple(args, "OOnOOpO(OOOOO)O!", &rows, &ring, &at, &pop, &task, &sites, &cells, &in_place,
+                        &status_type, &byte_type, &any_source_object, &any_tag_object, &PyList_Type, &known))
     return nullptr;
   any_source = PyLong_AsLong(any_source_object), any_tag = PyLong_AsLong(any_tag_object);
   if (progress == nullptr) {
@@ -652,12 +665,12 @@ PyObject* start(PyObject*, PyObject* args) {
   PyBuffer_Release(&view);
   state.known_sites.clear();
   state.sites = sites;
-  keep(rows, recorder, pop, task == Py_None ? nullptr : task);
+  keep(rows, pop, task == Py_None ? nullptr : task);
   Py_RETURN_NONE;
 }
 
 PyObject* stop(PyObject*, PyObject*) {
-  keep(nullptr, nullptr, nullptr, nullptr);
+  keep(nullptr, nullptr, nullptr);
   Py_RETURN_NONE;
 }
 
