@@ -27,7 +27,9 @@ TRACING_COST: Final = TableSpec("tracing_cost", "Tracing cost", "A row per proce
     shared.RANK,
     column("", str, "pid", "pid", "Process identifier."),
     count("calls", "calls", "Calls that were recorded or counted."),
-    duration("mean_ns", "mean", "Time of recording one call, mean of samples of this run."),
+    duration("mean_ns", "mean",
+        "Time of recording one call in commtrace's code, mean of samples of this run. The way there, and what it "
+        "displaces from caches, are not in it: after computation, up to as much again."),
     duration("p99_ns", "p99", "Its 99th percentile."),
     count("first_calls", "first calls", "Calls that looked up a call site, operator or group for the first time."),
     duration("first_mean_ns", "first mean",

@@ -1,9 +1,9 @@
 """Decisions that `commtrace whatif` leads to, beside what happened: which change is best, which bandwidth is enough.
 
 Which change: jobs drawn at random run before and after each change that can really be made; the change that is ranked
-first should be the best of them, or nearly. Which bandwidth: a dry run and a measured step of one rank give the
-bandwidth with which a share of the step is exposed; the job then runs on links of that and of neighbouring bandwidths.
-Links are those of `what_if_pairs` and `layout_pairs`; this needs root.
+first should be the best of them, or nearly. Which bandwidth: a dry run and the computation of a run on a fast link
+give the bandwidth with which a share of the step is exposed; the job then runs on links of that and of neighbouring
+bandwidths. Links are those of `what_if_pairs` and `layout_pairs`; this needs root.
 
     sudo python benchmarks/what_if_decisions.py --folder decisions --out decisions.json    # an hour
     python benchmarks/what_if_decisions.py --show decisions.json
@@ -28,7 +28,9 @@ from what_if_pairs import DTYPE_SCHEMES, OVERLAPPING, TRAINING, WIDTHS, link, tr
 
 from commtrace.analyses.what_if.changed_run import replayed_run
 from commtrace.analyses.what_if.changes import changed_run
+from commtrace.analyses.what_if.layouts import rate_of_run
 from commtrace.analyses.what_if.predictions import median_step_ns, what_if
+from commtrace.analyses.what_if.simulated_step import simulated_step
 from commtrace.run import open_run
 
 OVERLAPPED: Final = {"buckets": "buckets", "gathered": "fsdp2"}
@@ -37,17 +39,20 @@ SCHEMES: Final = ("ddp", "zero1", "fsdp2", *OVERLAPPED)
 JOBS: Final = 40
 GOOD_ENOUGH: Final = 1.03
 """A change is as good as the best one up to this ratio of their steps."""
-SLEEPS_MS: Final = {"forward_ms": 30.0, "backward_ms": 60.0}
 LAYERS: Final = 6
 LATENCY: Final = 200e-6
 """Latency of a message over such links, s: a guess."""
+FAST: Final = "8gbit"
+"""The link of the run whose computation is measured."""
 NEIGHBOURS: Final = (0.7, 0.85, 1.0, 1.15, 1.4)
 """Bandwidths of links, as multiples of the predicted one."""
 BANDWIDTH_JOBS: Final = (
-    ("buckets", 2, 0, 20), ("buckets", 2, 1, 20), ("buckets", 4, 0, 20), ("buckets", 4, 1, 20),
-    ("fsdp2", 2, 0, 20), ("fsdp2", 4, 0, 20), ("buckets", 2, 0, 10), ("buckets", 2, 1, 10), ("fsdp2", 4, 0, 10),
+    ("buckets", 2, 0, 20, 30), ("buckets", 2, 1, 20, 30), ("buckets", 4, 0, 20, 30), ("buckets", 4, 1, 20, 30),
+    ("fsdp2", 2, 0, 20, 30), ("fsdp2", 4, 0, 20, 30), ("buckets", 2, 0, 10, 30), ("buckets", 2, 1, 10, 30),
+    ("fsdp2", 4, 0, 10, 30), ("fsdp2", 2, 0, 20, 60), ("fsdp2", 4, 0, 20, 60),
 )  # fmt: skip
-"""Scheme, ranks, whether gradients are reduced in the background, and exposed share in %."""
+"""Scheme, ranks, whether gradients are reduced in the background, exposed share in %, and ms of a layer's forward; its
+backward takes twice as long."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +167,8 @@ class Bandwidth:
     name: str
     share: float
     predicted_gb_per_s: float
-    alone_ns: float
-    """A step of one rank, which sends nothing."""
+    computation_ns: float
+    """Computation of a step in a run on a fast link."""
     measured_ns: Mapping[str, float]
     """Steps by bandwidth of the link, GB/s."""
 
@@ -171,7 +176,7 @@ class Bandwidth:
     def measured_gb_per_s(self) -> float:
         """The bandwidth with which that share is exposed, between those of the links; nan: beyond them."""
         rates = np.array([*map(float, self.measured_ns)])
-        exposed = 1 - self.alone_ns / np.array([*self.measured_ns.values()])
+        exposed = 1 - self.computation_ns / np.array([*self.measured_ns.values()])
         order = np.argsort(exposed)
         # The step is linear in the time per byte, but for what is hidden.
         return float(1 / np.interp(self.share, exposed[order], 1 / rates[order], left=np.nan, right=np.nan))
@@ -179,20 +184,21 @@ class Bandwidth:
 
 def bandwidths(folder: Path) -> Iterator[Bandwidth]:
     """Yield each job on links around the bandwidth that its dry run needs."""
-    for scheme, ranks, background, percent in BANDWIDTH_JOBS:
-        name = f"{scheme}, {ranks} ranks, {'background' if background else 'synchronous'}, {percent} %"
-        options = [scheme, f"background={background}", f"layers={LAYERS}", *(f"{k}={v}" for k, v in SLEEPS_MS.items())]
-        program = [sys.executable, str(OVERLAPPING), *options, "steps=6"]
+    for scheme, ranks, background, percent, forward_ms in BANDWIDTH_JOBS:
+        name = f"{scheme}, {ranks} ranks, {'background' if background else 'synchronous'}, {forward_ms} ms, {percent} %"
+        options = [f"background={background}", f"forward_ms={forward_ms}", f"backward_ms={2 * forward_ms}", "steps=6"]
+        program = [sys.executable, str(OVERLAPPING), scheme, *options, f"layers={LAYERS}"]
         own = folder / name.replace(", ", "-").replace(" ", "")
         if not (dry := own / "dry").exists():
             simulate = [sys.executable, "-m", "commtrace.cli", "dryrun", "--world-size", str(ranks), "--ranks", "0"]
             command = [*simulate, "--out", str(dry), *program]
             subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        if not (alone := folder / f"alone-{scheme}").exists():
-            with links("8gbit", 1) as inside:
-                run(inside, program, alone)
-        alone_ns = step_ns(alone)
-        tables = open_run(dry).bandwidth_bounds(computation_s=alone_ns / 1e9, latency_s=LATENCY)
+        if not (fast := own / FAST).exists():
+            with links(FAST, ranks) as inside:
+                run(inside, program, fast)
+        step = simulated_step(open_run(dry))
+        flops_per_s = rate_of_run(replayed_run(open_run(fast)), [step]).flops_per_s
+        tables = open_run(dry).bandwidth_bounds(rate=flops_per_s, latency_s=LATENCY)
         needed = float(tables["bandwidth_bounds"].iloc[0][f"{'best' if background else 'worst'}_{percent}_gb_per_s"])
         print(f"predicted: {name}: {needed:.4f} GB/s", file=sys.stderr, flush=True)
         rates = {f"{factor * needed:.6f}": f"{factor * needed * 8e6:.0f}kbit" for factor in NEIGHBOURS}
@@ -201,7 +207,8 @@ def bandwidths(folder: Path) -> Iterator[Bandwidth]:
                 with links(rate, ranks) as inside:
                     run(inside, program, own / rate)
         measured = {gb_per_s: step_ns(own / rate) for gb_per_s, rate in rates.items()}
-        yield Bandwidth(name, percent / 100, needed, alone_ns, measured)
+        computation_ns = 1e9 * max(step.flops_of_ranks.values()) / flops_per_s
+        yield Bandwidth(name, percent / 100, needed, computation_ns, measured)
 
 
 def tables(found: Sequence[Choice], needed: Sequence[Bandwidth]) -> Iterator[str]:
