@@ -181,6 +181,11 @@ class Bandwidth:
         # The step is linear in the time per byte, but for what is hidden.
         return float(1 / np.interp(self.share, exposed[order], 1 / rates[order], left=np.nan, right=np.nan))
 
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction; nan: not known."""
+        return self.predicted_gb_per_s / self.measured_gb_per_s - 1
+
 
 def bandwidths(folder: Path) -> Iterator[Bandwidth]:
     """Yield each job on links around the bandwidth that its dry run needs."""
@@ -226,9 +231,9 @@ def tables(found: Sequence[Choice], needed: Sequence[Bandwidth]) -> Iterator[str
         yield f"| {own.name} | {own.before_ns / 1e6:.1f} | {steps} | {own.excess:+.1%} |"
     if needed:
         yield from ("", "| job, exposed share | predicted, GB/s | measured | error |", "| --- " * 4 + "|")
-    for row in sorted(needed, key=lambda row: -abs(row.predicted_gb_per_s / row.measured_gb_per_s - 1)):
-        error = row.predicted_gb_per_s / row.measured_gb_per_s - 1
-        yield f"| {row.name} | {row.predicted_gb_per_s:.4f} | {row.measured_gb_per_s:.4f} | {error:+.1%} |"
+    for row in sorted(needed, key=lambda row: -np.nan_to_num(abs(row.error), nan=np.inf)):
+        measured = "beyond these links | " if np.isnan(row.error) else f"{row.measured_gb_per_s:.4f} | {row.error:+.1%}"
+        yield f"| {row.name} | {row.predicted_gb_per_s:.4f} | {measured} |"
 
 
 def main() -> None:

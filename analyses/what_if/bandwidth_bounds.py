@@ -32,7 +32,7 @@ from commtrace.analyses.table_specs.spec import (
     word_column,
 )
 from commtrace.formatting import format_count, is_known
-from commtrace.network.algorithms import CARRIED_OUT_AS
+from commtrace.network.algorithms import CARRIED_OUT_AS, IF_ONE_IS_LATE
 from commtrace.network.networks import open_network
 
 from .changed_run import REMARKS, wire_bytes_of_calls
@@ -271,6 +271,10 @@ def _sentences(step: SimulatedStep, rate: Rate, latency_s: float) -> Iterator[st
     for (backend, op), carried_out in CARRIED_OUT_AS.items():
         if step.backend == backend and op in made:
             yield f"{backend} sends a {op} as an {carried_out}; the wire bytes are the least possible ones."
+    sizes = {*zip(step.calls.text("op").astype(str), step.calls.per_call(step.calls.expected).tolist(), strict=True)}
+    for (backend, op, ranks), factor in IF_ONE_IS_LATE.items():
+        if step.backend == backend and (op, ranks) in sizes:
+            yield f"{backend}'s {op} among {ranks} ranks takes {factor:g} times as long as its bytes, as one is late."
     yield f"{rate_sentence(rate)}."
     if len(step.run.processes) < (step.run.world_size or 0):
         yield NOT_SIMULATED

@@ -36,7 +36,7 @@ from commtrace.rank_ranges import MAX_RANKS
 from commtrace.volume import busbw_factor
 
 from . import NetworkError
-from .algorithms import ALGORITHMS, CARRIED_OUT_AS, RING, Cost, Level, cost, steps
+from .algorithms import ALGORITHMS, CARRIED_OUT_AS, IF_ONE_IS_LATE, RING, Cost, Level, cost, steps
 from .bench_operations import BARRIER, COLLECTIVES, PING_PONG, bus_bytes
 from .bench_results import FORMAT, BenchResults, is_other_benchmark, read_json_object, read_results
 from .fit import Fit
@@ -205,13 +205,14 @@ class DescribedNetwork(Network):
     backend: str = ""
 
     def over(self, backend: str) -> DescribedNetwork:
-        """Return the network as a backend of torch uses it."""
+        """Return the network as a backend of torch uses it, whose ranks compute between their calls."""
         return replace(self, backend=backend)
 
     def _expected(self, op: str, payload: int, ranks: int, hosts: int) -> ExpectedTime | None:
         op = CARRIED_OUT_AS.get((self.backend, op), op)
         call_cost = cost(op, payload, ranks, hosts, self.intra, self.inter)
-        return ExpectedTime(self.start_us + call_cost.latency_us, call_cost.bandwidth_us, DESCRIBED)
+        bandwidth_us = call_cost.bandwidth_us * IF_ONE_IS_LATE.get((self.backend, op, ranks), 1.0)
+        return ExpectedTime(self.start_us + call_cost.latency_us, bandwidth_us, DESCRIBED)
 
 
 _KEYS: Final = (

@@ -140,6 +140,16 @@ def test_messages_within_a_host_and_between_two() -> None:
     assert cost("send_recv", 1 << 20, 2, 2, NEAR, FAR).total_us == pytest.approx(10.0 + (1 << 20) / 10e3)
 
 
+@pytest.mark.parametrize(
+    ("op", "ranks", "us"), [("all_gather", 2, 3000), ("all_gather", 4, 3000), ("all_reduce", 2, 4000)]
+)
+def test_two_gloo_ranks_have_one_connection(op: str, ranks: int, us: float) -> None:
+    """4 MB at 1 GB/s: half of them in an all_gather of two ranks, each half of which waits for half of the other's."""
+    expected = open_network("1GB/s").over("gloo").expected(op, 4_000_000, ranks, 1)
+    assert expected is not None
+    assert expected.total_us == pytest.approx(us)
+
+
 @pytest.mark.parametrize("op", [*COLLECTIVES, "send", "barrier"])
 def test_more_hosts_ranks_and_bytes_never_take_less_time(op: str) -> None:
     network = open_network("ndr-infiniband")

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from counted_dry_runs import ACTIVATIONS, Call, dry_run
-from factory import REDUCE_SCATTER, LogFactory, record
+from factory import ALL_GATHER, REDUCE_SCATTER, LogFactory, record
 from simulated_steps import PROGRAMS, Simulation
 
 import commtrace
@@ -45,6 +45,17 @@ def test_what_a_backend_sends(backend: str, times: int, tmp_path: Path) -> None:
     [row] = table.itertuples()
     assert row.worst_20_gb_per_s == pytest.approx(times * 2 / 5)
     assert any("as an all_reduce" in sentence for sentence in table.attrs["remarks"]) == (times == 2)
+
+
+@pytest.mark.parametrize(("backend", "times"), [("gloo", 1.5), ("nccl", 1)])
+def test_an_all_gather_that_a_rank_calls_late(backend: str, times: float, tmp_path: Path) -> None:
+    """Two gloo ranks have one connection, in which the late one is ready to receive only behind its own bytes."""
+    calls = [Call(20, 4, kind=ALL_GATHER, phase=Phase.FORWARD)]
+    run = commtrace.open(dry_run(tmp_path, {0: calls, 1: calls}, backend=backend))
+    table = run.bandwidth_bounds(rate=1e12)["bandwidth_bounds"]
+    [row] = table.itertuples()
+    assert row.worst_20_gb_per_s == pytest.approx(times * 2 / 5)
+    assert any("as one is late" in sentence for sentence in table.attrs["remarks"]) == (times > 1)
 
 
 def test_bandwidths_of_a_step(tmp_path: Path) -> None:
