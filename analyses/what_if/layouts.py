@@ -34,8 +34,8 @@ from .simulated_step import SimulatedStep
 LAYOUTS: Final = TableSpec("layouts", "Steps of layouts", "A row per dry run, the shortest step for equal batches "
     "first, by the middle of its bounds.", (
     shared.RUN,
-    count("ranks", "ranks", "World size."),
-    count("simulated_ranks", "", "Ranks that were simulated."),
+    count("ranks", "ranks", "World size.", optional=True),
+    count("simulated_ranks", "", "Ranks that were simulated.", optional=True),
     column("ratio", lambda ratio: f"{ratio:.3g}x", "batch", "batch",
         "What a step trains on, relative to the first dry run: by the floating-point operations of forward."),
     duration("computation_ns", "computation", "Computation of a step, of the simulated rank that computes longest."),

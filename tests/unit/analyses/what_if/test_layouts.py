@@ -180,7 +180,10 @@ def test_the_command_compares_layouts(tmp_path: Path, capsys: pytest.CaptureFixt
     rows = json.loads(capsys.readouterr().out)["tables"]["layouts"]
     assert rows[0]["computation_ns"] == 20 * MS
     assert rows[0]["high_ns"] == 22 * MS
-    assert main([*command, "--rate", "1TFLOPS"]) == 0
+    assert main([*command, "--rate", "1TFLOPS", "--width", "80"]) == 0
+    _, head, *rows = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in (head, *rows[:2])] == ["run", "small", "large"]
+    assert max(map(len, (head, *rows[:2]))) <= 80
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
