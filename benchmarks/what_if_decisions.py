@@ -201,9 +201,9 @@ def bandwidths(folder: Path) -> Iterator[Bandwidth]:
         if not (fast := own / FAST).exists():
             with links(FAST, ranks) as inside:
                 run(inside, program, fast)
-        step = simulated_step(open_run(dry))
+        step = simulated_step(simulated := open_run(dry))
         flops_per_s = rate_of_run(replayed_run(open_run(fast)), [step]).flops_per_s
-        tables = open_run(dry).bandwidth_bounds(rate=flops_per_s, latency_s=LATENCY)
+        tables = simulated.bandwidth_bounds(rate=flops_per_s, latency_s=LATENCY)
         needed = float(tables["bandwidth_bounds"].iloc[0][f"{'best' if background else 'worst'}_{percent}_gb_per_s"])
         print(f"predicted: {name}: {needed:.4f} GB/s", file=sys.stderr, flush=True)
         rates = {f"{factor * needed:.6f}": f"{factor * needed * 8e6:.0f}kbit" for factor in NEIGHBOURS}

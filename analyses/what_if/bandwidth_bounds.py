@@ -267,13 +267,12 @@ def _sentences(step: SimulatedStep, rate: Rate, latency_s: float) -> Iterator[st
         "direction, and reached by all calls; real libraries send more than the least bytes. A row is for its own "
         "transfers, as if all others took no time."
     )
-    made = {*step.calls.text("op").astype(str)}
+    made = {*zip(step.calls.text("op").astype(str), step.calls.per_call(step.calls.expected).tolist(), strict=True)}
     for (backend, op), carried_out in CARRIED_OUT_AS.items():
-        if step.backend == backend and op in made:
+        if step.backend == backend and op in {own for own, _ in made}:
             yield f"{backend} sends a {op} as an {carried_out}; the wire bytes are the least possible ones."
-    sizes = {*zip(step.calls.text("op").astype(str), step.calls.per_call(step.calls.expected).tolist(), strict=True)}
     for (backend, op, ranks), factor in IF_ONE_IS_LATE.items():
-        if step.backend == backend and (op, ranks) in sizes:
+        if step.backend == backend and (op, ranks) in made:
             yield f"{backend}'s {op} among {ranks} ranks takes {factor:g} times as long as its bytes, as one is late."
     yield f"{rate_sentence(rate)}."
     if len(step.run.processes) < (step.run.world_size or 0):

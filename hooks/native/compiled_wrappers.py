@@ -108,12 +108,11 @@ def start_recording(tracer: MpiTracer) -> None:
         return
     recorder = tracer.recorder
     tracer.context.sites.cleared.append(_library.forget_sites)
-    slots = recorder.slots
     constants = MPI.IN_PLACE, MPI.Status, MPI.BYTE, MPI.ANY_SOURCE, MPI.ANY_TAG
     datatypes = [(datatype, element.size, element.extent) for datatype, element in predefined.values()]
     _library.start(
-        MpiRows(tracer), recorder.ring.buffer, RECORDS_AT, slots.free.popleft, call_context.backward_query(),
-        recorder.sites, progress.cells, constants, datatypes,
+        MpiRows(tracer), recorder.ring.buffer, RECORDS_AT, recorder.slots.free.popleft,
+        call_context.backward_query(), recorder.sites, progress.cells, constants, datatypes,
     )  # fmt: skip
 
 

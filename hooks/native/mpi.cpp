@@ -532,12 +532,13 @@ class HeldException {
 PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* names) {
   auto* self = reinterpret_cast<Method*>(object);
   const int64_t entered = now();
-  const uint64_t lookups = state.lookups;
+  const uint64_t lookups = state.lookups, log = state.log;
   Call call{self, args, PyVectorcall_NARGS(nargsf) - 1, names};
-  const bool recordable = state.rows != nullptr && place_arguments(call) && describe(call);
+  const bool recordable = state.rows != nullptr && place_arguments(call) && describe(call) && state.log == log;
   const Ref counter(Py_XNewRef(call.counter));  // another thread may forget the group
   const uint32_t slot = recordable ? take() : kNoSlot;
-  if (slot == kNoSlot) return PyErr_Clear(), call_wrapper(self, args, nargsf, names);  // it also counts a dropped call
+  // Lookups run Python: another thread may have ended the log.
+  if (slot == kNoSlot || state.log != log) return PyErr_Clear(), call_wrapper(self, args, nargsf, names);  // it also counts a dropped call
   Record& record = call.record;
   if (counter) record.seq = static_cast<uint32_t>(number(PyIter_Next(counter.get())));
   const bool first = state.lookups != lookups;
@@ -546,7 +547,6 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject*
   memcpy(place, &record, offsetof(Record, state));
   publish(place, kBegun);
 
-  const uint64_t log = state.log;
   Ref status(status_of(call));
   const bool replaced = status && call.argument(self->status_at) != status.get();
   PyObject* result = replaced ? call_with_status(call, status.get())
