@@ -35,6 +35,10 @@ BLOCKING: Final = 32  # sends or receives a message and waits for it
 BACKWARD: Final = 64  # runs autograd
 SHARED: Final = 128  # makes calls for many lines of the program: its caller is part of the site
 DISPATCH: Final = 256  # handles a call that torch's C++ code has made: a dispatch mode, or a kernel of ours
+PURPOSE_SHIFT: Final = 16  # above it: the purpose of the function's calls, if it has one (`purposes.of_code`)
+
+_OUTERMOST: Final = FORWARD | OPTIMIZER  # no walk goes beyond
+_FUNCTION: Final = -1 << PURPOSE_SHIFT
 
 # Further properties of wrappers: (file, function) -> bits.
 _C10D: Final = "torch/distributed/distributed_c10d.py"
@@ -89,7 +93,7 @@ class CallSites:
         Args:
             depth: Number of frames of the hook itself to skip.
             deep: Continue above the call site, to the first frame that calls a module or steps an
-                optimizer.
+                optimizer. So does a call that no mark claims, to a function with a purpose.
             reducer: Purpose of the call if C++ code makes it within autograd.
 
         Returns:
@@ -116,15 +120,28 @@ class CallSites:
         while caller is not None and (kind := self.classify(caller.f_code)) & (WRAPPER | SHARED):
             frame_flags |= kind
             caller = caller.f_back
-        purpose = purposes.current()
+        purpose, up_to_site = purposes.current(), frame_flags
+        if deep or purpose in purposes.UNCLAIMED:
+            last = _OUTERMOST if deep else _OUTERMOST | BACKWARD | _FUNCTION
+            while frame is not None and not frame_flags & last:
+                code = frame.f_code
+                known = kinds.get(id(code))
+                frame_flags |= known[1] if known is not None else self.classify(code)
+                frame = frame.f_back
+        if frame_flags & _FUNCTION and purpose in purposes.UNCLAIMED:
+            purpose = self._purpose_in_function(innermost, purpose)
         if not purpose:
-            purpose = purposes.OBJECTS if frame_flags & OBJECT else reducer if first & BACKWARD else 0
-        while deep and frame is not None and not frame_flags & (FORWARD | OPTIMIZER):
-            code = frame.f_code
-            known = kinds.get(id(code))
-            frame_flags |= known[1] if known is not None else self.classify(code)
-            frame = frame.f_back
-        return self.number(site_frame, caller, purpose), frame_flags
+            purpose = purposes.OBJECTS if up_to_site & OBJECT else reducer if first & BACKWARD else 0
+        return self.number(site_frame, caller, purpose), frame_flags & ~_FUNCTION
+
+    def _purpose_in_function(self, frame: FrameType | None, mark: int) -> int:
+        """Return the purpose of a call, with this mark, of the innermost function that has one in the module called."""
+        while frame is not None:
+            kind = self.classify(frame.f_code)
+            if kind & _FUNCTION:
+                return purposes.in_function(kind >> PURPOSE_SHIFT, mark)
+            frame = None if kind & (_OUTERMOST | BACKWARD) else frame.f_back
+        return mark
 
     def in_training(self) -> bool:
         """Return whether the outermost module that is being called is in training mode."""
@@ -159,7 +176,7 @@ class CallSites:
         return self.number(frame, None, purpose) if frame_flags & BACKWARD else 0, frame_flags
 
     def classify(self, code: CodeType) -> int:
-        """Return the properties of frames of this code, as bits."""
+        """Return the properties of frames of this code, as bits, and above them the purpose of its calls."""
         known = self._kinds.get(id(code))
         if known is None:
             if len(self._kinds) >= _MAX_CODES:
@@ -168,7 +185,7 @@ class CallSites:
                 for listener in self.cleared:
                     listener()
             self._tables.lookups += 1
-            known = self._kinds[id(code)] = code, _classify(code)
+            known = self._kinds[id(code)] = code, _classify(code) | purposes.of_code(code) << PURPOSE_SHIFT
         return known[1]
 
     def number(self, frame: FrameType | None, caller: FrameType | None = None, purpose: int = 0) -> int:

@@ -91,11 +91,6 @@ def _mark(patches: Patches, owner: Any, name: str, wrapper: Wrapper) -> None:
         patches.wrap(owner, name, wrapper)
 
 
-def unclaimed(purpose: Purpose) -> Wrapper:
-    """Return a wrapper that marks the calls of a function that other functions with a purpose call, too."""
-    return purposes.marking_unclaimed(purpose, recomputed=purpose)
-
-
 def evaluating(purpose: Purpose) -> Wrapper:
     """Return a wrapper that marks the calls of an evaluation, which belong to no training step."""
     marked = purposes.number(purpose)

@@ -3,12 +3,16 @@
 A hook wraps an entry point and marks the calls in it (`Marked`). Both recorders read the mark of the calling thread,
 and make it part of the call's row of the sites table (`CallSites.number`). Marks nest, and the innermost one counts. An
 entry point that serves many others (a tensor is redistributed) marks only where nothing else has (`unclaimed`).
+
+A function that runs often and seldom communicates is not wrapped: its code has a purpose (`set_of_code`), which the
+recorders find among the frames that lead to a call, where no mark says more.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Final, Protocol
 
 from commtrace.patching import Wrapper
@@ -58,9 +62,35 @@ OBJECTS: Final = number(Purpose.OBJECTS)
 GRADIENTS: Final = number(Purpose.GRADIENTS)
 USED_PARAMETERS: Final = number(Purpose.USED_PARAMETERS)
 _RECOMPUTED: Final = number(Purpose.ACTIVATIONS_RECOMPUTED)
+_ACTIVATIONS: Final = number(Purpose.ACTIVATIONS)
 
 BARRIER: Final = number(Purpose.BARRIER)
 """Purpose of a barrier if a library calls it for no other reason. A program's barrier is its own."""
+
+
+UNCLAIMED: Final = (_UNMARKED, _RECOMPUTED)
+"""Marks that say no more than that activations are recomputed."""
+
+_of_codes: dict[int, tuple[CodeType, int]] = {}
+"""Purposes of functions by the id of their code, which is kept so that the id stays valid: hashing a code reads it."""
+
+
+def set_of_code(code: CodeType, purpose: int) -> None:
+    """Set the purpose of the calls of functions with this code; 0: they have none."""
+    if purpose:
+        _of_codes[id(code)] = code, purpose
+    else:
+        _of_codes.pop(id(code), None)
+
+
+def of_code(code: CodeType) -> int:
+    """Return the purpose of the calls of functions with this code; 0: they have none."""
+    return _of_codes.get(id(code), (code, _UNMARKED))[1]
+
+
+def in_function(purpose: int, mark: int) -> int:
+    """Return the purpose of a call of a function that has a purpose, where the thread's mark claims nothing."""
+    return mark if purpose == _ACTIVATIONS and mark == _RECOMPUTED else purpose
 
 
 class Store(Protocol):
@@ -130,7 +160,7 @@ def mark(purpose: int) -> int:
 
 def unclaimed() -> bool:
     """Return whether no mark of this thread says more than that activations are recomputed."""
-    return _current() in (_UNMARKED, _RECOMPUTED)
+    return _current() in UNCLAIMED
 
 
 class Marked:
@@ -149,18 +179,19 @@ class Marked:
         _exchange(self._before)
 
 
-class Recomputing:
-    """Context manager in which this thread recomputes activations."""
+def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that marks the calls of a forward pass which is repeated in a backward pass."""
 
-    __slots__ = ("_before", "_outer")
+    def repeated(*args: Any, **kwargs: Any) -> Any:
+        outer, before = _autograd.recomputing, _exchange(_RECOMPUTED)
+        _autograd.recomputing = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _autograd.recomputing = outer
+            _exchange(before)
 
-    def __enter__(self) -> None:
-        self._before = _exchange(_RECOMPUTED)
-        self._outer, _autograd.recomputing = _autograd.recomputing, True
-
-    def __exit__(self, *_: object) -> None:
-        _autograd.recomputing = self._outer
-        _exchange(self._before)
+    return repeated
 
 
 def marking(purpose: Purpose) -> Wrapper:
@@ -206,20 +237,15 @@ def marking_each(read: Callable[..., int]) -> Wrapper:
     return wrapper
 
 
-def marking_unclaimed(purpose: Purpose, recomputed: Purpose) -> Wrapper:
-    """Return a wrapper that marks the calls of a function where no other mark says more (`unclaimed`).
-
-    Args:
-        purpose: Purpose of the calls.
-        recomputed: Their purpose while activations are recomputed.
-    """
-    marked, repeated = number(purpose), number(recomputed)
+def marking_unclaimed(purpose: Purpose) -> Wrapper:
+    """Return a wrapper that marks the calls of a function where no other mark says more (`unclaimed`)."""
+    marked = number(purpose)
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            if _current() not in (_UNMARKED, _RECOMPUTED):
+            if _current() not in UNCLAIMED:
                 return original(*args, **kwargs)
-            before = _exchange(repeated if _autograd.recomputing else marked)
+            before = _exchange(marked)
             try:
                 return original(*args, **kwargs)
             finally:

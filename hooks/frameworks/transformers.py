@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from commtrace.hooks.marked_sources import MarkedSources, Source, evaluating, unclaimed
+from commtrace.hooks import purposes
+from commtrace.hooks.marked_sources import MarkedSources, Source, evaluating
 from commtrace.schema import Purpose
 
 _SAVED: Final = dict.fromkeys(
@@ -48,7 +49,7 @@ _SOURCES: Final = MarkedSources(
         "transformers.generation.utils",
         "GenerationMixin",
         {"_has_unfinished_sequences": Purpose.FLAGS},
-        unclaimed,
+        purposes.marking_unclaimed,
     ),
 )
 

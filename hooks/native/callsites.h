@@ -17,15 +17,21 @@ struct CallSite {
 };
 
 // Purposes that are found here, the numbers of hooks/purposes.py. 0: the thread has no mark.
-enum Purpose : uint32_t { kNoPurpose, kObjectsExchanged, kGradientsReduced, kUsedParameters };
+enum Purpose : uint32_t { kNoPurpose, kObjectsExchanged, kGradientsReduced, kUsedParameters, kRecomputed, kActivations };
 
 // What a thread's hooks, and the call itself, say of its purpose.
 struct Marks {
   uint32_t purpose = kNoPurpose;
   uint32_t reducer = kNoPurpose;  // if C++ code makes the call within autograd
+  bool by_functions = true;       // whether the functions that run may have one: not with MPI, whose calls are not marked
 
-  // `seen`: by all frames up to the call site; `first`: by the innermost one that is not torch's dispatch.
-  uint32_t of(uint16_t seen, uint16_t first) const {
+  // Whether no mark says more than that activations are recomputed: a function may.
+  bool unclaimed() const { return by_functions && (purpose == kNoPurpose || purpose == kRecomputed); }
+
+  // `function`: the purpose of the innermost function that has one; `seen`: by all frames up to the call site; `first`:
+  // by the innermost one that is not torch's dispatch.
+  uint32_t of(uint32_t function, uint16_t seen, uint16_t first) const {
+    if (function != kNoPurpose) return purpose == kRecomputed && function == kActivations ? purpose : function;
     return purpose ? purpose : seen & kObject ? kObjectsExchanged : first & kBackward ? reducer : kNoPurpose;
   }
 };
@@ -98,19 +104,26 @@ class SiteCache {
     Place named{0, frame.where}, caller;
     uint16_t skipped = kWrapper;  // skip frames with these properties; 0: all places are found
     uint16_t first = kDispatch, up_to_site = 0;
+    bool seeks = numbered && marks.unclaimed();  // a function's purpose, up to the module that is called
+    uint32_t function = kNoPurpose;
     for (bool more = true; more; more = outer(frame), depth++) {
-      const uint16_t seen = kind_of(frame, depth, kind, result);
+      const uint32_t properties = kind_of(frame, depth, kind, result);
+      const auto seen = static_cast<uint16_t>(properties);
       result.seen |= seen;
+      if (seeks) {
+        function = properties >> kPurposeShift;
+        seeks = function == kNoPurpose && !(seen & (kForward | kOptimizer | kBackward));
+      }
       if (first & kDispatch) first = seen;
       if (skipped) up_to_site = result.seen;
       if (skipped && !(seen & skipped)) {
         (skipped == kWrapper ? named : caller) = {depth, frame.where};
         skipped = seen & kShared ? kWrapper | kShared : 0;
       }
-      if (!skipped && (!deep || result.seen & (kForward | kOptimizer))) break;
+      if (!skipped && !seeks && (!deep || result.seen & (kForward | kOptimizer))) break;
     }
     finished(frame);
-    if (numbered) result.site = site_of(named, caller, marks.of(up_to_site, first), site, result);
+    if (numbered) result.site = site_of(named, caller, marks.of(function, up_to_site, first), site, result);
     return result;
   }
 
@@ -120,7 +133,7 @@ class SiteCache {
     CallSite ignored;
     Frame frame;
     int depth = 0;
-    for (bool more = innermost(frame); more; more = outer(frame)) visit(frame, kind_of(frame, depth++, kind, ignored));
+    for (bool more = innermost(frame); more; more = outer(frame)) visit(frame, static_cast<uint16_t>(kind_of(frame, depth++, kind, ignored)));
     finished(frame);
   }
 
@@ -132,11 +145,11 @@ class SiteCache {
   };
 
   template <typename Kind>
-  [[gnu::always_inline]] uint16_t kind_of(const Frame& frame, int depth, Kind look_up, CallSite& result) {
-    if (const uint32_t* known = kinds_.find(frame.where)) return static_cast<uint16_t>(*known);
+  [[gnu::always_inline]] uint32_t kind_of(const Frame& frame, int depth, Kind look_up, CallSite& result) {
+    if (const uint32_t* known = kinds_.find(frame.where)) return *known;
     const int64_t kind = look_up(depth);
     result.failed |= kind < 0;
-    return kind < 0 ? 0 : static_cast<uint16_t>(kinds_.add(frame.where, static_cast<uint32_t>(kind)));
+    return kind < 0 ? 0 : kinds_.add(frame.where, static_cast<uint32_t>(kind));
   }
 
   template <typename Site>
@@ -148,7 +161,7 @@ class SiteCache {
     return site < 0 ? 0 : sites_.add(key, static_cast<uint32_t>(site));
   }
 
-  NumberTable kinds_;  // properties of frames by instruction
+  NumberTable kinds_;  // properties of frames by instruction, and above them the purposes of their functions
   NumberTable sites_;  // rows of call sites by instruction, the caller's instruction and purpose
 };
 

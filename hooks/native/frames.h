@@ -14,6 +14,9 @@ enum Seen : uint16_t {
   kDispatch = 256
 };
 
+// Above these bits: the purpose of a function's calls, if it has one.
+constexpr int kPurposeShift = 16;
+
 // One frame. `where` uniquely identifies the instruction that it executes.
 struct Frame {
   void* frame = nullptr;

@@ -169,7 +169,9 @@ int64_t site_of(int depth, int caller, uint32_t purpose) {
   return looked_up(PyObject_CallMethod(state.rows, "site", "OOI", frame.get(), outer.get(), purpose));
 }
 
-CallSite find_site(bool deep) { return state.known_sites.find(deep, state.sites, {}, classify, site_of); }
+constexpr Marks kNotMarked{kNoPurpose, kNoPurpose, false};
+
+CallSite find_site(bool deep) { return state.known_sites.find(deep, state.sites, kNotMarked, classify, site_of); }
 
 // ---- one method -------------------------------------------------------------------------------------------------------
 

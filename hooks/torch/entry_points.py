@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from commtrace.current_step import progress
 from commtrace.hooks import purposes
-from commtrace.hooks.marked_sources import unclaimed
 from commtrace.patching import Patches, around
 from commtrace.schema import Phase, Purpose
 
@@ -80,7 +79,8 @@ def _wrap(patches: Patches, home: Any, name: str, purpose: Purpose) -> None:
     original = vars(home).get(name)
     if purpose is Purpose.LOSS:  # outside of modules, it would be in no phase
         patches.wrap(home, name, progress.wrapper(Phase.FORWARD))
-    if patches.wrap(home, name, (unclaimed if purpose is Purpose.BARRIER else purposes.marking)(purpose)):
+    marking = purposes.marking_unclaimed if purpose is Purpose.BARRIER else purposes.marking
+    if patches.wrap(home, name, marking(purpose)):
         replacement = vars(home)[name]
         _rebind(original, replacement)
         patches.on_undo(_rebind, replacement, original)  # also where it was bound since: the package is still imported

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-from commtrace.hooks.purposes import Recomputing
+from commtrace.hooks.purposes import recomputed
 from commtrace.patching import Patches, around
 
 MODULE: Final = "torch.utils.checkpoint"
@@ -31,7 +31,7 @@ uninstall = _patches.undo
 @around
 def _make_frame(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    self.recompute_fn = recomputing(self.recompute_fn)
+    self.recompute_fn = recomputed(self.recompute_fn)
 
 
 def reentrant_forward(original: Any) -> staticmethod[..., Any]:
@@ -40,18 +40,7 @@ def reentrant_forward(original: Any) -> staticmethod[..., Any]:
     @functools.wraps(original)
     def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
         result = original.__func__(ctx, run_function, *args)
-        ctx.run_function = recomputing(run_function)
+        ctx.run_function = recomputed(run_function)
         return result
 
     return staticmethod(forward)
-
-
-def recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that marks the calls of a repeated forward pass."""
-
-    @functools.wraps(function)
-    def repeated(*args: Any, **kwargs: Any) -> Any:
-        with Recomputing():
-            return function(*args, **kwargs)
-
-    return repeated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -176,6 +177,30 @@ class Experts(torch.nn.Module):
 def experts() -> None:
     """A model with one layer of experts, whose first expert gets three tokens of four."""
     train(torch.nn.Sequential(Experts()), rows=4)
+
+
+class Functions(torch.nn.Module):
+    """Reduces in one autograd function and gathers in another, of the stand-ins beside this file."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+        loss: Any = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
+        result: torch.Tensor = loss.CrossEntropy.apply(mappings.Reduce.apply(x))
+        return result
+
+
+@section
+def functions() -> None:
+    train(Functions())
+
+
+@section
+def functions_recomputed() -> None:
+    """In both ways, and the program's own call last."""
+    layer = Functions()
+    for reentrant in (True, False):
+        train(functools.partial(checkpoint, layer, use_reentrant=reentrant))
+    dist.all_reduce(torch.ones(3))
 
 
 @section

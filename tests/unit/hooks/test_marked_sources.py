@@ -10,7 +10,7 @@ import pytest
 
 from commtrace.current_step import progress
 from commtrace.hooks import purposes
-from commtrace.hooks.marked_sources import MarkedSources, Source, evaluating, unclaimed
+from commtrace.hooks.marked_sources import MarkedSources, Source, evaluating
 from commtrace.schema import Phase, Purpose
 
 NAME = "library_of_a_test"
@@ -57,7 +57,7 @@ def test_calls_have_the_purposes_of_the_table(library: ModuleType) -> None:
         Source(NAME, "Trainer", {"save": Purpose.CHECKPOINT_SAVED, "load": Purpose.CHECKPOINT_LOADED}),
         Source(NAME, "Trainer", {"evaluate": Purpose.EVALUATION}, evaluating),
         Source(NAME, "Trainer", {"batches": Purpose.DATA, "of_another_version": Purpose.DATA}),
-        Source(NAME, "", {"barrier": Purpose.BARRIER}, unclaimed),
+        Source(NAME, "", {"barrier": Purpose.BARRIER}, purposes.marking_unclaimed),
         Source("not_imported", "", {"barrier": Purpose.BARRIER}),
     )
     sources.install()

@@ -219,6 +219,25 @@ def test_experts(rank: int, ran: list[Ran]) -> None:
     assert routing["layers"] == [[layer["id"], 4, results]]
 
 
+ACTIVATIONS: Expected = ALL_REDUCE, Purpose.ACTIVATIONS, {}
+RECOMPUTED: Expected = ALL_REDUCE, Purpose.ACTIVATIONS_RECOMPUTED, {}
+ACTIVATION_GRADIENTS: Expected = ALL_REDUCE, Purpose.ACTIVATION_GRADIENTS, {}
+LOSS: Expected = ALL_GATHER, Purpose.LOSS, {}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_autograd_functions_that_communicate(rank: int, ran: list[Ran]) -> None:
+    """Neither the helpers of their module nor the wrappers of mixed precision hide them."""
+    assert calls(ran[rank], "functions") == named(ACTIVATIONS, LOSS, LOSS, ACTIVATION_GRADIENTS)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_autograd_functions_that_are_repeated(rank: int, ran: list[Ran]) -> None:
+    """With reentrant autograd and without. What is no activation keeps its purpose."""
+    step = ACTIVATIONS, LOSS, RECOMPUTED, LOSS, LOSS, ACTIVATION_GRADIENTS
+    assert calls(ran[rank], "functions_recomputed") == named(*step, *step, (ALL_REDUCE, Purpose.PROGRAM, {}))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_programs_own_calls(rank: int, ran: list[Ran]) -> None:
     assert calls(ran[rank], "own") == named(

@@ -120,8 +120,7 @@ def test_repeated_passes_have_the_gradients_of_the_first_ones(tables: Tables) ->
     for first in (False, True):
         progress.note_activity()
         forward(routing, 4, 6, has_gradient=first)
-        with purposes.Recomputing():
-            forward(routing, 4, 6)
+        purposes.recomputed(forward)(routing, 4, 6)
         progress.finish_step()
     end(routing)
     assert tokens(tables) == [(0, [(1, 4, 6)])]
@@ -134,8 +133,8 @@ def test_a_selective_checkpoint_may_make_no_call_again(tables: Tables) -> None:
     progress.note_activity()
     _, repeating = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
     forward(routing, 4, 6)
-    with purposes.Recomputing(), repeating:
-        forward(routing, 4, 6)
+    with repeating:
+        purposes.recomputed(forward)(routing, 4, 6)
     end(routing)
     assert tables.layers[0]["repeated"] == [0, 0, 0, 0]
     assert tables.layers[0]["gradients"] == [1, 1, 0]
