@@ -69,7 +69,9 @@ class CallContext:
             phase = int(marks[-1]) if marks else -1
         site = frame_flags = 0
         if phase < 0 or self._records_sites:
-            site, frame_flags = self.sites.find(depth + 1, deep=phase < 0, reducer=reducer)
+            site, frame_flags = self.sites.find(
+                depth + 1, deep=phase < 0, reducer=reducer, in_backward=task != _NO_TASK
+            )
         if phase < 0:
             if frame_flags & call_site.FORWARD:
                 phase = _FORWARD

@@ -87,14 +87,15 @@ class CallSites:
         self.cleared: list[Callable[[], object]] = []
         """Listeners, called when code objects are released: their addresses may then be reused."""
 
-    def find(self, depth: int, *, deep: bool, reducer: int = 0) -> tuple[int, int]:
+    def find(self, depth: int, *, deep: bool, reducer: int = 0, in_backward: bool = False) -> tuple[int, int]:
         """Find the call site of the call `depth` frames up.
 
         Args:
             depth: Number of frames of the hook itself to skip.
             deep: Continue above the call site, to the first frame that calls a module or steps an
-                optimizer. So does a call that no mark claims, to a function with a purpose.
+                optimizer.
             reducer: Purpose of the call if C++ code makes it within autograd.
+            in_backward: Whether autograd runs in this thread.
 
         Returns:
             The site's row (0: the thread has no Python frame) and the properties of all frames that were walked, as
@@ -120,28 +121,33 @@ class CallSites:
         while caller is not None and (kind := self.classify(caller.f_code)) & (WRAPPER | SHARED):
             frame_flags |= kind
             caller = caller.f_back
-        purpose, up_to_site = purposes.current(), frame_flags
-        if deep or purpose in purposes.UNCLAIMED:
-            last = _OUTERMOST if deep else _OUTERMOST | BACKWARD | _FUNCTION
-            while frame is not None and not frame_flags & last:
-                code = frame.f_code
-                known = kinds.get(id(code))
-                frame_flags |= known[1] if known is not None else self.classify(code)
-                frame = frame.f_back
-        if frame_flags & _FUNCTION and purpose in purposes.UNCLAIMED:
-            purpose = self._purpose_in_function(innermost, purpose)
+        purpose = purposes.current() or self._purpose_in_function(innermost, in_backward=in_backward)
         if not purpose:
-            purpose = purposes.OBJECTS if up_to_site & OBJECT else reducer if first & BACKWARD else 0
+            purpose = purposes.OBJECTS if frame_flags & OBJECT else reducer if first & BACKWARD else 0
+        while deep and frame is not None and not frame_flags & _OUTERMOST:
+            code = frame.f_code
+            known = kinds.get(id(code))
+            frame_flags |= known[1] if known is not None else self.classify(code)
+            frame = frame.f_back
         return self.number(site_frame, caller, purpose), frame_flags & ~_FUNCTION
 
-    def _purpose_in_function(self, frame: FrameType | None, mark: int) -> int:
-        """Return the purpose of a call, with this mark, of the innermost function that has one in the module called."""
-        while frame is not None:
-            kind = self.classify(frame.f_code)
-            if kind & _FUNCTION:
-                return purposes.in_function(kind >> PURPOSE_SHIFT, mark)
-            frame = None if kind & (_OUTERMOST | BACKWARD) else frame.f_back
-        return mark
+    def _purpose_in_function(self, frame: FrameType | None, *, in_backward: bool) -> int:
+        """Return the purpose of a call that nothing marks, given by the functions that run; 0: they have none.
+
+        It is the one of the innermost function that has one, of those within the module that is being called. In a
+        backward pass, a function further out may repeat the module's forward pass.
+        """
+        kinds, purpose, in_module = self._kinds, 0, False
+        while frame is not None and (in_backward or not (purpose or in_module)):
+            code = frame.f_code
+            known = kinds.get(id(code))
+            kind = known[1] if known is not None else self.classify(code)
+            if (of_code := kind >> PURPOSE_SHIFT) == purposes.RECOMPUTED:
+                return of_code if purpose in (0, purposes.ACTIVATIONS) else purpose
+            purpose = purpose or (0 if in_module else of_code)
+            in_module = in_module or kind & _OUTERMOST != 0
+            frame = None if kind & BACKWARD else frame.f_back
+        return purpose
 
     def in_training(self) -> bool:
         """Return whether the outermost module that is being called is in training mode."""

@@ -4,18 +4,19 @@ A hook wraps an entry point and marks the calls in it (`Marked`). Both recorders
 and make it part of the call's row of the sites table (`CallSites.number`). Marks nest, and the innermost one counts. An
 entry point that serves many others (a tensor is redistributed) marks only where nothing else has (`unclaimed`).
 
-A function that runs often and seldom communicates is not wrapped: its code has a purpose (`set_of_code`), which the
-recorders find among the frames that lead to a call, where no mark says more.
+A function that runs often and seldom communicates is not wrapped: its code has a purpose (`mark_code`), which the
+recorders find among the frames that lead to a call, where nothing marks it (`CallSites.find`).
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, Final, Protocol
 
-from commtrace.patching import Wrapper
+from commtrace.patching import Patches, Wrapper
 from commtrace.schema import Purpose
 
 from .recorder_setup import count_fault
@@ -57,40 +58,36 @@ def facts(purpose: int) -> dict[str, Any]:
     return _facts[purpose]
 
 
-# The purposes that the recorders find themselves, with the numbers that hooks/native/recording_kernels.h has, too.
+# The purposes that the recorders find themselves, with the numbers that hooks/native/callsites.h has, too.
 OBJECTS: Final = number(Purpose.OBJECTS)
 GRADIENTS: Final = number(Purpose.GRADIENTS)
 USED_PARAMETERS: Final = number(Purpose.USED_PARAMETERS)
-_RECOMPUTED: Final = number(Purpose.ACTIVATIONS_RECOMPUTED)
-_ACTIVATIONS: Final = number(Purpose.ACTIVATIONS)
+RECOMPUTED: Final = number(Purpose.ACTIVATIONS_RECOMPUTED)
+ACTIVATIONS: Final = number(Purpose.ACTIVATIONS)
 
 BARRIER: Final = number(Purpose.BARRIER)
 """Purpose of a barrier if a library calls it for no other reason. A program's barrier is its own."""
 
 
-UNCLAIMED: Final = (_UNMARKED, _RECOMPUTED)
-"""Marks that say no more than that activations are recomputed."""
-
 _of_codes: dict[int, tuple[CodeType, int]] = {}
 """Purposes of functions by the id of their code, which is kept so that the id stays valid: hashing a code reads it."""
 
 
-def set_of_code(code: CodeType, purpose: int) -> None:
-    """Set the purpose of the calls of functions with this code; 0: they have none."""
-    if purpose:
+def mark_code(patches: Patches, code: CodeType | None, purpose: int) -> None:
+    """Give the functions with this code a purpose until the patches are undone. None: another version has no such."""
+    if code is not None:
         _of_codes[id(code)] = code, purpose
-    else:
-        _of_codes.pop(id(code), None)
+        patches.on_undo(_of_codes.pop, id(code), None)
+
+
+def code_of(function: Any) -> CodeType | None:
+    """Return the code of a function, also within wrappers, which share theirs; None if it has none."""
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def of_code(code: CodeType) -> int:
     """Return the purpose of the calls of functions with this code; 0: they have none."""
     return _of_codes.get(id(code), (code, _UNMARKED))[1]
-
-
-def in_function(purpose: int, mark: int) -> int:
-    """Return the purpose of a call of a function that has a purpose, where the thread's mark claims nothing."""
-    return mark if purpose == _ACTIVATIONS and mark == _RECOMPUTED else purpose
 
 
 class Store(Protocol):
@@ -118,13 +115,6 @@ class ThreadLocalStore(threading.local):
         return before
 
 
-class _Autograd(threading.local):
-    """What autograd does in one thread."""
-
-    recomputing = False
-
-
-_autograd: Final = _Autograd()
 _here = ThreadLocalStore()
 _current: Callable[[], int] = _here.current
 _exchange: Callable[[int], int] = _here.exchange
@@ -148,19 +138,14 @@ def current() -> int:
     return _current()
 
 
-def recomputing() -> bool:
-    """Return whether the calling thread recomputes activations in a backward pass."""
-    return _autograd.recomputing
-
-
 def mark(purpose: int) -> int:
     """Mark the calls of this thread from now on, and return the mark before. Only within a `Marked`, which ends it."""
     return _exchange(purpose)
 
 
 def unclaimed() -> bool:
-    """Return whether no mark of this thread says more than that activations are recomputed."""
-    return _current() in UNCLAIMED
+    """Return whether nothing marks the calls of this thread."""
+    return _current() == _UNMARKED
 
 
 class Marked:
@@ -177,21 +162,6 @@ class Marked:
 
     def __exit__(self, *_: object) -> None:
         _exchange(self._before)
-
-
-def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that marks the calls of a forward pass which is repeated in a backward pass."""
-
-    def repeated(*args: Any, **kwargs: Any) -> Any:
-        outer, before = _autograd.recomputing, _exchange(_RECOMPUTED)
-        _autograd.recomputing = True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _autograd.recomputing = outer
-            _exchange(before)
-
-    return repeated
 
 
 def marking(purpose: Purpose) -> Wrapper:
@@ -238,12 +208,12 @@ def marking_each(read: Callable[..., int]) -> Wrapper:
 
 
 def marking_unclaimed(purpose: Purpose) -> Wrapper:
-    """Return a wrapper that marks the calls of a function where no other mark says more (`unclaimed`)."""
+    """Return a wrapper that marks the calls of a function where nothing else does."""
     marked = number(purpose)
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            if _current() not in UNCLAIMED:
+            if _current():
                 return original(*args, **kwargs)
             before = _exchange(marked)
             try:

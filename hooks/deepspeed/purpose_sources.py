@@ -14,7 +14,7 @@ from commtrace.hooks import purposes
 from commtrace.hooks.marked_sources import MarkedSources, Source, imported
 from commtrace.hooks.recorder_setup import guard
 from commtrace.hooks.torch.autograd_functions import MarkedFunctions
-from commtrace.hooks.torch.recomputation import reentrant_forward
+from commtrace.hooks.torch.recomputation import mark_reentrant
 from commtrace.patching import Patches, around
 from commtrace.schema import Purpose
 
@@ -123,8 +123,7 @@ def install() -> None:
     if partitioning is not None:
         _patches.wrap(partitioning, "_all_gather", purposes.marking_each(_purpose_of_access))
     checkpoint = imported(f"{_RUNTIME}.activation_checkpointing.checkpointing", "CheckpointFunction")
-    if checkpoint is not None:
-        _patches.replace(checkpoint, "forward", reentrant_forward)
+    mark_reentrant(_patches, checkpoint)
 
 
 uninstall = _patches.undo

@@ -23,17 +23,40 @@ enum Purpose : uint32_t { kNoPurpose, kObjectsExchanged, kGradientsReduced, kUse
 struct Marks {
   uint32_t purpose = kNoPurpose;
   uint32_t reducer = kNoPurpose;  // if C++ code makes the call within autograd
-  bool by_functions = true;       // whether the functions that run may have one: not with MPI, whose calls are not marked
+  bool in_backward = false;       // whether autograd runs in this thread
 
-  // Whether no mark says more than that activations are recomputed: a function may.
-  bool unclaimed() const { return by_functions && (purpose == kNoPurpose || purpose == kRecomputed); }
-
-  // `function`: the purpose of the innermost function that has one; `seen`: by all frames up to the call site; `first`:
-  // by the innermost one that is not torch's dispatch.
+  // `function`: of the functions that run; `seen`: by all frames up to the call site; `first`: by the innermost one that
+  // is not torch's dispatch.
   uint32_t of(uint32_t function, uint16_t seen, uint16_t first) const {
-    if (function != kNoPurpose) return purpose == kRecomputed && function == kActivations ? purpose : function;
-    return purpose ? purpose : seen & kObject ? kObjectsExchanged : first & kBackward ? reducer : kNoPurpose;
+    if (purpose) return purpose;
+    return function ? function : seen & kObject ? kObjectsExchanged : first & kBackward ? reducer : kNoPurpose;
   }
+};
+
+// The purpose of the functions that run, from the innermost frame to the outermost, if no mark claims the call.
+class FunctionPurpose {
+ public:
+  FunctionPurpose(bool sought, bool in_backward) : sought_(sought), in_backward_(in_backward) {}
+
+  // Whether a frame further out may change the purpose.
+  bool sought() const { return sought_; }
+  uint32_t purpose() const { return purpose_; }
+
+  void see(uint32_t properties) {
+    const uint32_t purpose = properties >> kPurposeShift;
+    if (purpose == kRecomputed) {
+      if (purpose_ == kNoPurpose || purpose_ == kActivations) purpose_ = purpose;
+      sought_ = false;
+      return;
+    }
+    if (purpose_ == kNoPurpose && !in_module_) purpose_ = purpose;
+    in_module_ |= (properties & (kForward | kOptimizer)) != 0;
+    sought_ = !(properties & kBackward) && (in_backward_ || !(in_module_ || purpose_));
+  }
+
+ private:
+  bool sought_, in_backward_, in_module_ = false;
+  uint32_t purpose_ = kNoPurpose;
 };
 
 // Numbers by keys, which are never 0. Exact: where keys displaced each other, each step would look some up in Python.
@@ -95,7 +118,8 @@ class SiteCache {
 
   // Finds the call site of the running call, as CallSites.find does in Python; its row only if `numbered`.
   // `kind(depth)` and `site(depth, depth of the caller or -1, purpose)` call Python; a negative result means failure.
-  template <typename Kind, typename Site>
+  // `functions`: whether functions may have purposes; those that call MPI have none.
+  template <bool functions = true, typename Kind, typename Site>
   CallSite find(bool deep, bool numbered, Marks marks, Kind kind, Site site) {
     CallSite result;
     Frame frame;
@@ -104,26 +128,22 @@ class SiteCache {
     Place named{0, frame.where}, caller;
     uint16_t skipped = kWrapper;  // skip frames with these properties; 0: all places are found
     uint16_t first = kDispatch, up_to_site = 0;
-    bool seeks = numbered && marks.unclaimed();  // a function's purpose, up to the module that is called
-    uint32_t function = kNoPurpose;
+    FunctionPurpose function(numbered && functions && !marks.purpose, marks.in_backward);
     for (bool more = true; more; more = outer(frame), depth++) {
       const uint32_t properties = kind_of(frame, depth, kind, result);
       const auto seen = static_cast<uint16_t>(properties);
       result.seen |= seen;
-      if (seeks) {
-        function = properties >> kPurposeShift;
-        seeks = function == kNoPurpose && !(seen & (kForward | kOptimizer | kBackward));
-      }
+      if (function.sought()) function.see(properties);
       if (first & kDispatch) first = seen;
       if (skipped) up_to_site = result.seen;
       if (skipped && !(seen & skipped)) {
         (skipped == kWrapper ? named : caller) = {depth, frame.where};
         skipped = seen & kShared ? kWrapper | kShared : 0;
       }
-      if (!skipped && !seeks && (!deep || result.seen & (kForward | kOptimizer))) break;
+      if (!skipped && !function.sought() && (!deep || result.seen & (kForward | kOptimizer))) break;
     }
     finished(frame);
-    if (numbered) result.site = site_of(named, caller, marks.of(function, up_to_site, first), site, result);
+    if (numbered) result.site = site_of(named, caller, marks.of(function.purpose(), up_to_site, first), site, result);
     return result;
   }
 

@@ -169,9 +169,7 @@ int64_t site_of(int depth, int caller, uint32_t purpose) {
   return looked_up(PyObject_CallMethod(state.rows, "site", "OOI", frame.get(), outer.get(), purpose));
 }
 
-constexpr Marks kNotMarked{kNoPurpose, kNoPurpose, false};
-
-CallSite find_site(bool deep) { return state.known_sites.find(deep, state.sites, kNotMarked, classify, site_of); }
+CallSite find_site(bool deep) { return state.known_sites.find<false>(deep, state.sites, {}, classify, site_of); }
 
 // ---- one method -------------------------------------------------------------------------------------------------------
 
@@ -348,7 +346,7 @@ uint32_t take() {
   const int64_t slot = number(PyObject_CallNoArgs(state.pop));
   if (slot < 0) return PyErr_Clear(), kNoSlot;
   if ((++state.calls & 1023) == 0) {
-    Ref woken(PyObject_CallMethod(state.rows, "wake_if_low", nullptr));
+    Ref woken(PyObject_CallMethod(state.rows, "wake_if_filling", nullptr));
     if (!woken) PyErr_Clear();
   }
   return static_cast<uint32_t>(slot);

@@ -154,7 +154,7 @@ static CallSite call_context(Recording& recording, Thread& thread, Record& recor
   const int mark = progress.get(progress.mark), task = torch::autograd::get_current_graph_task_id();
   int phase = task == -1 || mark == kInit || mark == kEvaluation ? mark : kBackwardPhase;
   const bool by_frames = phase == kUnmarked;
-  const Marks marks{thread.purpose, reducer};
+  const Marks marks{thread.purpose, reducer, task != -1};
   CallSite seen;
   if (by_frames || recording.sites_wanted)
     seen = recording.callsites.find(by_frames, recording.sites_wanted, marks, thread.sites);

@@ -18,6 +18,7 @@ from commtrace.hooks import purposes
 from commtrace.job_row import ExpertLayerRow, RoutingRow
 from commtrace.schema import Phase, Purpose
 
+from .recomputation import recomputing
 from .step_rows import RowsWrittenAtEnd, StepRows
 from .tracer import TorchTracer
 
@@ -30,7 +31,7 @@ _SELECTIVE: Final = getattr(torch.utils.checkpoint, "_CachedTorchDispatchMode", 
 
 def marks(kind: Purpose, facts: dict[str, str | int]) -> tuple[int, int]:
     """Return the purposes of a call in a forward pass, and of its gradient's call, by number."""
-    if purposes.recomputing():
+    if recomputing():
         purpose = purposes.number(Purpose.ACTIVATIONS_RECOMPUTED, **facts, of=kind.value)
     else:
         purpose = purposes.number(kind, **facts)
@@ -194,7 +195,7 @@ def _is_repeated(layer: _Layer, call: int, *, has_gradient: bool = False) -> boo
     A selective checkpoint may have kept the result, and not make the call. It is not counted: no form is better than a
     wrong one.
     """
-    if not purposes.recomputing():
+    if not recomputing():
         if call:
             layer.begun.gradients[call - 1] = int(has_gradient)
         return False

@@ -1,14 +1,18 @@
-"""Hook for `torch.utils.checkpoint`: calls of a forward pass that is repeated in a backward pass."""
+"""Hook for `torch.utils.checkpoint`: calls of a forward pass that is repeated in a backward pass.
+
+The functions that repeat it are marked by their code: they run for each layer, and most layers communicate nothing.
+"""
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any, Final
 
-from commtrace.hooks.purposes import recomputed
-from commtrace.patching import Patches, around
+import torch
+
+from commtrace.hooks import purposes
+from commtrace.patching import Patches
 
 MODULE: Final = "torch.utils.checkpoint"
 
@@ -17,30 +21,29 @@ _patches = Patches()
 
 @_patches.installer
 def install() -> None:
-    """Hook both implementations, `use_reentrant` or not."""
+    """Mark what both implementations repeat, `use_reentrant` or not."""
     checkpoint = sys.modules[MODULE]  # no import statement: torch is still being imported
-    if hasattr(checkpoint, "_CheckpointFrame"):
-        _patches.wrap(checkpoint._CheckpointFrame, "__init__", _make_frame)
-    if hasattr(checkpoint, "CheckpointFunction"):
-        _patches.replace(checkpoint.CheckpointFunction, "forward", reentrant_forward)
+    mark_reentrant(_patches, getattr(checkpoint, "CheckpointFunction", None))
+    generator = purposes.code_of(getattr(checkpoint, "_checkpoint_without_reentrant_generator", None))
+    for constant in generator.co_consts if generator is not None else ():
+        if isinstance(constant, CodeType) and constant.co_name == "recompute_fn":
+            purposes.mark_code(_patches, constant, purposes.RECOMPUTED)
 
 
 uninstall = _patches.undo
 
 
-@around
-def _make_frame(original: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
-    original(self, *args, **kwargs)
-    self.recompute_fn = recomputed(self.recompute_fn)
+def mark_reentrant(patches: Patches, function: Any) -> None:
+    """Mark what an autograd function repeats in its `backward`, before it runs autograd for it; None: there is none."""
+    purposes.mark_code(patches, purposes.code_of(getattr(function, "backward", None)), purposes.RECOMPUTED)
 
 
-def reentrant_forward(original: Any) -> staticmethod[..., Any]:
-    """Return a replacement of the `forward` of an autograd function that keeps `run_function` to repeat it."""
-
-    @functools.wraps(original)
-    def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        result = original.__func__(ctx, run_function, *args)
-        ctx.run_function = recomputed(run_function)
-        return result
-
-    return staticmethod(forward)
+def recomputing() -> bool:
+    """Return whether the calling thread repeats a forward pass in a backward pass."""
+    frame: FrameType | None = sys._getframe() if torch._C._current_graph_task_id() >= 0 else None
+    backward = purposes.code_of(torch.autograd.graph._engine_run_backward)
+    while frame is not None and frame.f_code is not backward:
+        if purposes.of_code(frame.f_code) == purposes.RECOMPUTED:
+            return True
+        frame = frame.f_back
+    return False

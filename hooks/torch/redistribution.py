@@ -16,6 +16,7 @@ import torch
 from torch.nn import Module
 
 from commtrace.hooks import purposes
+from commtrace.hooks.torch.recomputation import recomputing
 from commtrace.patching import Patches
 from commtrace.schema import Purpose
 
@@ -49,7 +50,7 @@ def _purpose(_: Any, current_spec: Any, target_spec: Any, *__: Any, **___: Any) 
     if not purposes.unclaimed() or current_spec.placements == target_spec.placements:
         return 0
     caller = _Caller()
-    if purposes.recomputing():
+    if recomputing():
         purpose = Purpose.ACTIVATIONS_RECOMPUTED
     elif torch._C._current_graph_task_id() >= 0:
         purpose = Purpose.ACTIVATION_GRADIENTS

@@ -11,11 +11,10 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from commtrace.current_step import progress
-from commtrace.hooks import purposes
-from commtrace.hooks.torch import expert_routing
+from commtrace.hooks.torch import expert_routing, recomputation
 from commtrace.hooks.torch import tracer as torch_tracer
 from commtrace.hooks.torch.expert_routing import ExpertRouting
 from commtrace.schema import Phase
@@ -46,7 +45,9 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tables]:
     tracer = SimpleNamespace(recorder=SimpleNamespace(tables=written))
     monkeypatch.setattr(torch_tracer, "current", lambda: tracer)
     progress.reset()
+    recomputation.install()
     yield written
+    recomputation.uninstall()
     progress.reset()
 
 
@@ -55,6 +56,18 @@ def forward(routing: ExpertRouting, sent: int, received: int, *, has_gradient: b
     routing.note_counts("moe", "all_to_all", 16)
     routing.note_dispatch("moe", 32, sent, received, has_gradient=has_gradient)
     routing.note_combine("moe", has_gradient=has_gradient)
+
+
+def repeat(function: Callable[[], None]) -> None:
+    """Call a function where a checkpoint repeats a forward pass."""
+    passes = iter((lambda: None, function))
+
+    def run(values: torch.Tensor) -> torch.Tensor:
+        next(passes)()
+        return values.clone()
+
+    result: Any = checkpoint(run, torch.ones(1, requires_grad=True), use_reentrant=True)
+    result.backward()
 
 
 def end(routing: ExpertRouting) -> None:
@@ -120,7 +133,7 @@ def test_repeated_passes_have_the_gradients_of_the_first_ones(tables: Tables) ->
     for first in (False, True):
         progress.note_activity()
         forward(routing, 4, 6, has_gradient=first)
-        purposes.recomputed(forward)(routing, 4, 6)
+        repeat(lambda: forward(routing, 4, 6))
         progress.finish_step()
     end(routing)
     assert tokens(tables) == [(0, [(1, 4, 6)])]
@@ -133,8 +146,12 @@ def test_a_selective_checkpoint_may_make_no_call_again(tables: Tables) -> None:
     progress.note_activity()
     _, repeating = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
     forward(routing, 4, 6)
-    with repeating:
-        purposes.recomputed(forward)(routing, 4, 6)
+
+    def repeated() -> None:
+        with repeating:
+            forward(routing, 4, 6)
+
+    repeat(repeated)
     end(routing)
     assert tables.layers[0]["repeated"] == [0, 0, 0, 0]
     assert tables.layers[0]["gradients"] == [1, 1, 0]
