@@ -121,14 +121,18 @@ class CallSites:
         while caller is not None and (kind := self.classify(caller.f_code)) & (WRAPPER | SHARED):
             frame_flags |= kind
             caller = caller.f_back
-        purpose = purposes.current() or self._purpose_in_function(innermost, in_backward=in_backward)
+        purpose, up_to_site = purposes.current(), frame_flags
+        if deep or not (purpose or in_backward):
+            last = _OUTERMOST if deep else _OUTERMOST | BACKWARD | _FUNCTION
+            while frame is not None and not frame_flags & last:
+                code = frame.f_code
+                known = kinds.get(id(code))
+                frame_flags |= known[1] if known is not None else self.classify(code)
+                frame = frame.f_back
+        if not purpose and (in_backward or frame_flags & _FUNCTION):
+            purpose = self._purpose_in_function(innermost, in_backward=in_backward)
         if not purpose:
-            purpose = purposes.OBJECTS if frame_flags & OBJECT else reducer if first & BACKWARD else 0
-        while deep and frame is not None and not frame_flags & _OUTERMOST:
-            code = frame.f_code
-            known = kinds.get(id(code))
-            frame_flags |= known[1] if known is not None else self.classify(code)
-            frame = frame.f_back
+            purpose = purposes.OBJECTS if up_to_site & OBJECT else reducer if first & BACKWARD else 0
         return self.number(site_frame, caller, purpose), frame_flags & ~_FUNCTION
 
     def _purpose_in_function(self, frame: FrameType | None, *, in_backward: bool) -> int:

@@ -48,8 +48,9 @@ _roots = Jobs(lambda root: _rows[root], roles)
 _passes = Passes(_roots)
 # Root of a unit, and the unit's number in the job.
 _units: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], int]] = weakref.WeakKeyDictionary()
-# Roots that have just been determined. Each is described before its first unit is gathered, which replaces parameters.
-_new_roots: list[weakref.ref[Any]] = []
+# Roots that have just been determined, and the group that each initializes last. Then it is described: before its first
+# unit is gathered, which replaces parameters.
+_new_roots: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
 # Forward passes of a root since its last backward.
 _forwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -62,11 +63,14 @@ def install() -> None:
     _patches.wrap(state, "_init_shared_state", _note_new_root)
     _patches.wrap(state, "_register_pre_backward_hook", _end_forward)
     _patches.wrap(state, "_root_post_backward_final_callback", _end_backward)
-    group = getattr(sys.modules.get(_PARAMETER_GROUPS), "FSDPParamGroup", None)
+    module = sys.modules.get(_PARAMETER_GROUPS)
+    group = getattr(module, "FSDPParamGroup", None)
     if group is not None:
-        _patches.wrap(group, "unshard", purposes.marking_each(_purpose_of_gathering))
+        _patches.wrap(group, "lazy_init", _note_last_group)
         _patches.wrap(group, "post_backward", purposes.marking_each(_purpose_of_reducing))
         _patches.wrap(group, "_to_sharded", _note_resharding)
+        # Not `unshard`, which calls it: that runs several times for each unit and step, and gathers in one of two.
+        _patches.wrap(module, "foreach_all_gather", purposes.marking_each(_purpose_of_gathering))
     _patches.include(_roots, _passes)
     _patches.on_undo(_new_roots.clear)
     _patches.on_undo(_rows.clear)
@@ -82,13 +86,18 @@ def _note_new_root(original: Callable[..., None], self: Any, /) -> None:
     """Note a root while it initializes itself and its units, before its first pass."""
     original(self)
     with guard():
-        _new_roots.append(weakref.ref(self._modules[0]))
+        groups = _groups(self._state_ctx.all_states)
+        if groups:
+            _new_roots.append((weakref.ref(self._modules[0]), weakref.ref(groups[-1])))
 
 
-def _add_new_roots() -> None:
+@around
+def _note_last_group(original: Callable[..., None], self: Any, /) -> None:
+    """Add the root whose last group is initialized."""
+    original(self)
     with guard():
-        while _new_roots:
-            root = _new_roots.pop()()
+        if _new_roots and _new_roots[-1][1]() is self:
+            root = _new_roots.pop()[0]()
             if root is not None:
                 _add_root(root)
 
@@ -164,9 +173,9 @@ def _note_unit(group: Any, kind: str) -> None:
             _passes.add(root, PassRow(kind=kind, times=1, modules=[number]))
 
 
-def _purpose_of_gathering(group: Any, *_: Any, **__: Any) -> int:
-    if _new_roots:
-        _add_new_roots()
+def _purpose_of_gathering(*_: Any, **__: Any) -> int:
+    # Not an argument: `unshard` calls the function that `marking_each` replaces.
+    group = sys._getframe(2).f_locals["self"]
     numbers = _GATHERED_FOR.get(group._training_state._name_)
     if numbers is None:
         return purposes.number(_purpose_outside_of_passes(group), module=group._module_fqn or "")
@@ -179,8 +188,7 @@ def _purpose_outside_of_passes(group: Any) -> Purpose:
     """Return why a unit is gathered outside of its passes, and note what the program gathers itself."""
     if pipelining.stepping():
         return Purpose.PARAMETERS_STAGE
-    if not group.is_unsharded and group._all_gather_result is None:
-        _note_unit(group, "unsharded")
+    _note_unit(group, "unsharded")
     return Purpose.PARAMETERS_ON_REQUEST
 
 

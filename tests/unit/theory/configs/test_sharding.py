@@ -168,6 +168,19 @@ def test_hooks_put_everything_back() -> None:
     assert parallel.parallelize_module is before[2]
 
 
+class Group:
+    """A parameter group of FSDP2 whose method gathers."""
+
+    _training_state, _module_fqn = SimpleNamespace(_name_="FORWARD"), ""
+
+    def gather(self) -> int:
+        """Return the purpose of its calls."""
+        from commtrace.hooks import purposes
+        from commtrace.hooks.torch import fsdp2
+
+        return int(purposes.marking_each(fsdp2._purpose_of_gathering)(purposes.current)())
+
+
 def test_a_hook_that_fails_is_not_felt(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -180,10 +193,16 @@ def test_a_hook_that_fails_is_not_felt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dtensor_job.parallelized_modules, "record_style", fails)
     module = torch.nn.Linear(1, 1)
     fsdp2._note_new_root(lambda state: None)(SimpleNamespace())  # as in a version of torch with other attributes
-    fsdp2._note_new_root(lambda state: None)(SimpleNamespace(_modules=[module]))
-    group = SimpleNamespace(_training_state=SimpleNamespace(_name_="FORWARD"), _module_fqn="")
-    assert fsdp2._purpose_of_gathering(group) == fsdp2._FORWARD[""]
+    group = Group()
+    state = SimpleNamespace(
+        _modules=[module], _state_ctx=SimpleNamespace(all_states=[SimpleNamespace(_fsdp_param_groups=[group])])
+    )
+    fsdp2._note_new_root(lambda state: None)(state)
+    fsdp2._note_last_group(lambda group: None)(Group())
+    assert fsdp2._new_roots
+    fsdp2._note_last_group(lambda group: None)(group)
     assert not fsdp2._new_roots
+    assert group.gather() == fsdp2._FORWARD[""]
     assert dtensor._record_style(lambda module, mesh, plan: module)(module, "mesh", "plan") is module
     dtensor_job.parallelized_modules.clear()
 
