@@ -138,17 +138,17 @@ class CallSites:
     def _purpose_in_function(self, frame: FrameType | None, *, in_backward: bool) -> int:
         """Return the purpose of a call that nothing marks, given by the functions that run; 0: they have none.
 
-        It is the one of the innermost function that has one, of those within the module that is being called. In a
-        backward pass, a function further out may repeat the module's forward pass.
+        It is the one of the outermost function that has one (a `backward` may call the `forward` of its function), of
+        those within the module that is being called. In a backward pass, one further out may repeat a forward pass.
         """
         kinds, purpose, in_module = self._kinds, 0, False
-        while frame is not None and (in_backward or not (purpose or in_module)):
+        while frame is not None and (in_backward or not in_module):
             code = frame.f_code
             known = kinds.get(id(code))
             kind = known[1] if known is not None else self.classify(code)
             if (of_code := kind >> PURPOSE_SHIFT) == purposes.RECOMPUTED:
                 return of_code if purpose in (0, purposes.ACTIVATIONS) else purpose
-            purpose = purpose or (0 if in_module else of_code)
+            purpose = of_code if of_code and not in_module else purpose
             in_module = in_module or kind & _OUTERMOST != 0
             frame = None if kind & BACKWARD else frame.f_back
         return purpose

@@ -49,9 +49,9 @@ class FunctionPurpose {
       sought_ = false;
       return;
     }
-    if (purpose_ == kNoPurpose && !in_module_) purpose_ = purpose;
+    if (purpose != kNoPurpose && !in_module_) purpose_ = purpose;  // a `backward` may call the `forward` of its function
     in_module_ |= (properties & (kForward | kOptimizer)) != 0;
-    sought_ = !(properties & kBackward) && (in_backward_ || !(in_module_ || purpose_));
+    sought_ = !(properties & kBackward) && (in_backward_ || !in_module_);
   }
 
  private:
