@@ -94,7 +94,6 @@ class Drain:
         self._setup_at = 0.0
         self._begun = self._turns = 0  # calls at the last turn, and turns since records were moved
         self._is_late = False  # whether this turn is
-        self._is_behind = False  # whether calls filled the ring during the last turn, which emptied it
         self._reason = ""  # why the log ended; empty before
         self.finished_tables: Path | None = None
         """The file of the table lines, once all of them are in it."""
@@ -149,15 +148,13 @@ class Drain:
         pause = self._settings.drain_ms / 1000
         last = time.monotonic()
         while not self._reason:
-            self._slots.wait(0 if self._is_behind else pause)
+            self._slots.wait(pause)
             # From turn to turn: a process that is stopped during one is late with the next.
             now = time.monotonic()
             self._is_late, last = now - last >= pause + LATE_SECONDS, now
             if not self._reason:
                 self._ring.turn(is_late=self._is_late)
-                moved = self._moved
                 self._guarded(self._turn)
-                self._is_behind = self._moved > moved and self._slots.is_filling
         self._run_callbacks()
         self._guarded(self._before_end)
         self._guarded(self._finish)

@@ -89,7 +89,7 @@ class Recorder:
             self._buffer: Any = self.ring.buffer
             self.slots = (make_slots or Slots)(self.ring)
             self._free, self._pending = self.slots.free, self.slots.pending
-            self._filling = self.ring.capacity - self.ring.capacity // 4  # free slots: Slots.is_filling
+            self._half = self.ring.capacity // 2
             self.tables = TableLines(self.ring)
             self._add_process(settings, run, host, blind_spots)
             self.run_directory = Path(settings.directory) / run
@@ -150,7 +150,7 @@ class Recorder:
                 slot = self._free.popleft()
             except IndexError:
                 slot = self.slots.grow()
-            if len(self._free) == self._filling:
+            if len(self._free) == self._half:
                 self.slots.wake()
             _pack(
                 self._buffer, ring.RECORDS_AT + slot * _SIZE, now(), 0, 0, 0, 0, payload, local, seq & 0xFFFFFFFF,

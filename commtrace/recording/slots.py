@@ -68,9 +68,9 @@ class Slots:
         return self.used - len(self.free) if self._seized < 0 else self._seized
 
     @property
-    def is_filling(self) -> bool:
-        """Whether more than a quarter of the ring is in use, so that the drain thread should not sleep on."""
-        return self.taken > self.capacity // 4
+    def is_half_taken(self) -> bool:
+        """Whether more than half of the ring is in use, so that the drain thread should not sleep on."""
+        return self.taken > self.capacity // 2
 
     def grow(self) -> int:
         """Return a slot when none is free, and free more of the ring.

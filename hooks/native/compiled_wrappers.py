@@ -96,9 +96,9 @@ class MpiRows:
         """Return the properties of a frame."""
         return self._sites.classify(frame.f_code)
 
-    def wake_if_filling(self) -> None:
-        """Wake the drain thread if more than a quarter of the slots is in use."""
-        if self._slots.is_filling:
+    def wake_if_low(self) -> None:
+        """Wake the drain thread if more than half of the slots are in use."""
+        if self._slots.is_half_taken:
             self._slots.wake()
 
 

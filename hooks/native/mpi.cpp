@@ -346,7 +346,7 @@ uint32_t take() {
   const int64_t slot = number(PyObject_CallNoArgs(state.pop));
   if (slot < 0) return PyErr_Clear(), kNoSlot;
   if ((++state.calls & 1023) == 0) {
-    Ref woken(PyObject_CallMethod(state.rows, "wake_if_filling", nullptr));
+    Ref woken(PyObject_CallMethod(state.rows, "wake_if_low", nullptr));
     if (!woken) PyErr_Clear();
   }
   return static_cast<uint32_t>(slot);

@@ -229,7 +229,7 @@ class Recording {
       slots.drop(1);
       return {};
     }
-    if (left == slots.capacity() - slots.capacity() / 4) wake();  // Slots.is_filling
+    if (left == slots.capacity() / 2) wake();
     const uint32_t next = slots.prefetch_next();
     if (next != Slots::kEmpty) waits.prefetch(next);
     return slots.begin(slot, record, log_of_thread);
