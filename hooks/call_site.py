@@ -141,11 +141,9 @@ class CallSites:
         It is the one of the outermost function that has one (a `backward` may call the `forward` of its function), of
         those within the module that is being called. In a backward pass, one further out may repeat a forward pass.
         """
-        kinds, purpose, in_module = self._kinds, 0, False
+        purpose, in_module = 0, False
         while frame is not None and (in_backward or not in_module):
-            code = frame.f_code
-            known = kinds.get(id(code))
-            kind = known[1] if known is not None else self.classify(code)
+            kind = self.classify(frame.f_code)
             if (of_code := kind >> PURPOSE_SHIFT) == purposes.RECOMPUTED:
                 return of_code if purpose in (0, purposes.ACTIVATIONS) else purpose
             purpose = of_code if of_code and not in_module else purpose

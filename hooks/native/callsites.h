@@ -153,7 +153,8 @@ class SiteCache {
     CallSite ignored;
     Frame frame;
     int depth = 0;
-    for (bool more = innermost(frame); more; more = outer(frame)) visit(frame, static_cast<uint16_t>(kind_of(frame, depth++, kind, ignored)));
+    for (bool more = innermost(frame); more; more = outer(frame))
+      visit(frame, static_cast<uint16_t>(kind_of(frame, depth++, kind, ignored)));
     finished(frame);
   }
 

@@ -48,9 +48,9 @@ _roots = Jobs(lambda root: _rows[root], roles)
 _passes = Passes(_roots)
 # Root of a unit, and the unit's number in the job.
 _units: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], int]] = weakref.WeakKeyDictionary()
-# Roots that have just been determined, and the group that each initializes last. Then it is described: before its first
-# unit is gathered, which replaces parameters.
-_new_roots: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
+# The group that a root initializes last, and the root. Then it is described: before its first unit is gathered, which
+# replaces parameters.
+_new_roots: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 # Forward passes of a root since its last backward.
 _forwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -88,7 +88,7 @@ def _note_new_root(original: Callable[..., None], self: Any, /) -> None:
     with guard():
         groups = _groups(self._state_ctx.all_states)
         if groups:
-            _new_roots.append((weakref.ref(self._modules[0]), weakref.ref(groups[-1])))
+            _new_roots[groups[-1]] = weakref.ref(self._modules[0])
 
 
 @around
@@ -96,10 +96,10 @@ def _note_last_group(original: Callable[..., None], self: Any, /) -> None:
     """Add the root whose last group is initialized."""
     original(self)
     with guard():
-        if _new_roots and _new_roots[-1][1]() is self:
-            root = _new_roots.pop()[0]()
-            if root is not None:
-                _add_root(root)
+        reference = _new_roots.pop(self, None)
+        root = reference() if reference is not None else None
+        if root is not None:
+            _add_root(root)
 
 
 def _add_root(root: Any) -> None:

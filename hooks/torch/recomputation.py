@@ -40,7 +40,9 @@ def mark_reentrant(patches: Patches, function: Any) -> None:
 
 def recomputing() -> bool:
     """Return whether the calling thread repeats a forward pass in a backward pass."""
-    frame: FrameType | None = sys._getframe() if torch._C._current_graph_task_id() >= 0 else None
+    if torch._C._current_graph_task_id() < 0:
+        return False
+    frame: FrameType | None = sys._getframe()
     backward = purposes.code_of(torch.autograd.graph._engine_run_backward)
     while frame is not None and frame.f_code is not backward:
         if purposes.of_code(frame.f_code) == purposes.RECOMPUTED:
