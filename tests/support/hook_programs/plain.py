@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from hook_programs.tensor_parallel import Reduce
+
 WIDTH = 8
 times: dict[str, list[int]] = {}
 dist.init_process_group("gloo")
@@ -23,22 +25,6 @@ def section(function: Callable[[], None]) -> None:
     begin = time.monotonic_ns()
     function()
     times[function.__name__] = [begin, time.monotonic_ns()]
-
-
-class Reduce(torch.autograd.Function):
-    """An all_reduce in forward and in backward, as in tensor parallelism."""
-
-    @staticmethod
-    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.clone()
-        dist.all_reduce(tensor)
-        return tensor
-
-    @staticmethod
-    def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        gradient = gradients[0].clone()
-        dist.all_reduce(gradient)
-        return gradient
 
 
 apply: Any = Reduce.apply
