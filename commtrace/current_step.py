@@ -19,6 +19,7 @@ from commtrace.schema import Phase
 # Positions in `Progress.cells`, the same as in struct Progress of hooks/native/progress.h.
 _STEP, _MICRO_BATCH, _MARK, _FINISHED, _BY_PROGRAM, _REDUCES_GRADIENTS = range(6)
 _UNMARKED: Final = -1
+_EVALUATION: Final = int(Phase.EVALUATION)
 
 
 class Progress:
@@ -68,9 +69,10 @@ class Progress:
 
     def note_activity(self) -> None:
         """Note an event of a training step or an evaluation. Outside of both, it begins a step."""
-        if self.between_steps and self.cells[_MARK] != Phase.EVALUATION:
-            self.cells[_FINISHED] = 0
-            self.cells[_STEP] += 1
+        cells = self.cells  # not `between_steps`, which would be one more function, several times in a step
+        if cells[_FINISHED] and not cells[_BY_PROGRAM] and cells[_MARK] != _EVALUATION:
+            cells[_FINISHED] = 0
+            cells[_STEP] += 1
 
     def finish_step(self) -> None:
         """Note that the optimizer has finished; the next activity begins a new step."""
@@ -96,7 +98,7 @@ class Progress:
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
             def replacement(*args: Any, **kwargs: Any) -> Any:
                 if not in_micro_batch:
-                    self.micro_batch = -1
+                    self.cells[_MICRO_BATCH] = -1
                 self.mark(phase)
                 try:
                     return original(*args, **kwargs)

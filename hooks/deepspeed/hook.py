@@ -141,8 +141,11 @@ def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
         progress.note_activity()
         if not isinstance(self, PipelineEngine):
             progress.micro_batch = self.micro_steps % self.gradient_accumulation_steps()
-    with progress.marked(Phase.EVALUATION if evaluates else Phase.FORWARD):
+    progress.mark(Phase.EVALUATION if evaluates else Phase.FORWARD)
+    try:
         result = original(self, *args, **kwargs)
+    finally:
+        progress.unmark()
     if not (torch.is_grad_enabled() or isinstance(self, PipelineEngine)):
         with guard():
             _passes.add(self, PassRow(kind="evaluation" if evaluates else "interruption", times=1))

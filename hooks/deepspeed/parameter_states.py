@@ -55,9 +55,11 @@ def is_first_pass(engine: Any) -> bool:
 
 def changed_parameters(engine: Any) -> PassRow | None:
     """Return the parameters that are gathered as a pass begins, if something else than passes decided it."""
-    is_first, is_seen = is_first_pass(engine), _seen.get(engine) == _changes
-    _seen[engine] = _changes
-    if is_seen or int(engine.zero_optimization_stage()) != 3:
+    seen = _seen.get(engine)
+    if seen == _changes:
+        return None
+    _seen[engine], is_first = _changes, seen is None
+    if int(engine.zero_optimization_stage()) != 3:
         return None
     parameters = [*engine.module.parameters()]
     gathered = [number for number, parameter in enumerate(parameters) if parameter.ds_status.name == "AVAILABLE"]
