@@ -6,7 +6,7 @@ The functions that repeat it are marked by their code: they run for each layer, 
 from __future__ import annotations
 
 import sys
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Final
 
 import torch
@@ -24,10 +24,10 @@ def install() -> None:
     """Mark what both implementations repeat, `use_reentrant` or not."""
     checkpoint = sys.modules[MODULE]  # no import statement: torch is still being imported
     mark_reentrant(_patches, getattr(checkpoint, "CheckpointFunction", None))
-    generator = purposes.code_of(getattr(checkpoint, "_checkpoint_without_reentrant_generator", None))
-    for constant in generator.co_consts if generator is not None else ():
-        if isinstance(constant, CodeType) and constant.co_name == "recompute_fn":
-            purposes.mark_code(_patches, constant, purposes.RECOMPUTED)
+    for function in vars(checkpoint).values():  # versions of torch define it within different ones
+        for constant in function.__code__.co_consts if isinstance(function, FunctionType) else ():
+            if isinstance(constant, CodeType) and constant.co_name == "recompute_fn":
+                purposes.mark_code(_patches, constant, purposes.RECOMPUTED)
 
 
 uninstall = _patches.undo
