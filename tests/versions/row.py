@@ -1,7 +1,8 @@
 """python row.py FOLDER: what commtrace does with the versions in this interpreter's environment, as FOLDER/result.json.
 
 Every collective with both recorders, cell by cell against the expected rows of test_operators.py; losses of DDP, FSDP2
-and ZeRO traced and untraced; the verdict of `commtrace check` on each training; the tests of mpi4py's calls.
+and ZeRO traced and untraced; the verdict of `commtrace check` on each training; the tests of repeated forward passes
+and of mpi4py's calls.
 """
 
 from __future__ import annotations
@@ -162,12 +163,15 @@ def trainings(folder: Path, engines: Sequence[str], recorders: Sequence[str]) ->
     }
 
 
-def mpi() -> dict[str, Any]:
+def mpi() -> dict[str, int]:
     """Return numbers of passed and failed tests of mpi4py's calls: each with one MPI, by both recorders."""
     one = "openmpi" if version("mpi4py") >= "4.1" else "mpich"  # what this version was built for
-    tests = TESTS / "ranks/hooks/mpi/test_mpi.py"
-    options = "-q", "-p", "no:cacheprovider", "-m", "", "-k", one  # one MPI is left out by default
-    command: list[str | Path] = [sys.executable, "-m", "pytest", *options, tests]
+    return tests("ranks/hooks/mpi/test_mpi.py", "-m", "", "-k", one)  # one MPI is left out by default
+
+
+def tests(file: str, *options: str) -> dict[str, int]:
+    """Return numbers of passed and failed tests of a file."""
+    command: list[str | Path] = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, TESTS / file]
     last = (run(command, dict(os.environ)).stdout.splitlines() or [""])[-1]
     return {"passed": 0, "failed": 0, "error": 0} | {
         re.sub("s$", "", outcome): int(number)
@@ -193,6 +197,7 @@ def main(folder: Path) -> None:
         "versions": versions(),
         "cells": {recorder: cells(folder / "operators" / recorder, recorder) for recorder in recorders},
         "trainings": trainings(folder / "trainings", engines, recorders),
+        "recomputation": tests("unit/hooks/torch/test_recomputation.py"),
         "mpi": mpi(),
     }
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")

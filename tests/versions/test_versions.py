@@ -39,6 +39,7 @@ def test_all_that_is_promised_works(row: environments.Row, tmp_path: Path) -> No
             # Untraced runs of DeepSpeed's ZeRO-3 may differ from each other; traced runs then have no reference.
             assert training["equal"] or training["untraced_results"] > 1, engine
             assert all(status == 0 for status, _ in training["check"].values()), (engine, training)
+    assert result["recomputation"] == {"passed": 2, "failed": 0, "error": 0}
     assert result["mpi"]["passed"] > 100, result["mpi"]
     assert not {"failed", "error", "skipped"} & {name for name, number in result["mpi"].items() if number}
 
