@@ -28,7 +28,7 @@ PROGRAMS = TESTS / "support/hook_programs"
 ENGINES = ("ddp", "fsdp2", "0", "1", "2", "3")
 PACKAGES = ("torch", "deepspeed", "numpy", "pandas", "mpi4py")
 SECONDS = 400
-UNTRACED_RUNS = 6  # at most, besides the first
+UNTRACED_RUNS = 40  # at most, besides the first
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 
 
@@ -148,10 +148,12 @@ def trainings(folder: Path, engines: Sequence[str], recorders: Sequence[str]) ->
     able = [engine for engine in engines if engine not in found]
     logs = {name: folder / name / "log" for name in recorders}
     traced = {name: losses(folder / name, able, TRAIN_LOGS=logs[name], COMMTRACE_RECORDER=name) for name in recorders}
-    # Losses of ZeRO-3 on a busy machine may differ between runs without commtrace: more of those are compared then.
+    # On a busy machine, 1 of 20 trainings of ZeRO-3 has other losses, without commtrace, too: it is repeated until the
+    # losses are those of the traced run, or vary.
     results = {engine: [untraced[engine]] for engine in able}
     for engine, number in itertools.product(able, range(UNTRACED_RUNS)):
-        if any(traced[name][engine] not in results[engine] for name in recorders):
+        vary = len({str(result) for result in results[engine]}) > 1
+        if not vary and any(traced[name][engine] not in results[engine] for name in recorders):
             results[engine].append(losses(folder / f"untraced-{engine}-{number}", [engine])[engine])
     return found | {
         engine: {
