@@ -141,7 +141,7 @@ def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
         progress.note_activity()
         if not isinstance(self, PipelineEngine):
             progress.micro_batch = self.micro_steps % self.gradient_accumulation_steps()
-    progress.mark(Phase.EVALUATION if evaluates else Phase.FORWARD)
+    progress.mark(Phase.EVALUATION if evaluates else Phase.FORWARD)  # not `marked`: fewer functions in a step
     try:
         result = original(self, *args, **kwargs)
     finally:
