@@ -1,9 +1,9 @@
-"""python in_turns.py SOCKET PROGRAM [ARGUMENT ...]: one rank of a training that runs when it is told to.
+"""python in_turns.py SOCKET PADS PROGRAM [ARGUMENT ...]: one rank of a training that runs when it is told to.
 
-PROGRAM: a size and a scheme, such as "ordinary FSDP2", or a file in Python. After each step of its first optimizer in
-torch, a program looks whether its turn is over, and then writes to the socket, as JSON, the seconds of the turn and its
-processor seconds, and waits for the next turn: the number of steps, and whether they are recorded. No steps end it.
-Ranks are started as torchrun does.
+PADS: 1 to pad operators (`operators`), 0 not to. PROGRAM: a size and a scheme, such as "ordinary FSDP2", or a file in
+Python. After each step of its first optimizer in torch, a program looks whether its turn is over, and then writes to
+the socket, as JSON, what the turn took (`Times`), and waits for the next turn: the number of steps, whether they are
+recorded, and whether lengths are settled first. No steps end it. Ranks are started as torchrun does.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import groups
+import operators
 import switching
 import torch
 import torch.distributed
@@ -36,14 +37,15 @@ dist: Any = torch.distributed  # its stubs are incomplete
 
 def main() -> None:
     """Train in turns until told to end."""
-    descriptor, program, *_ = sys.argv[1:]
+    descriptor, pads, program, *_ = sys.argv[1:]
     torch.set_num_threads(1)
     groups.keep_memory()
+    operators.begin(pads=pads == "1")
     register_optimizer_step_post_hook(Turns(int(descriptor)).step_ended)
     size, _, scheme = program.partition(" ")
     if size in SIZES:
         train(SIZES[size], scheme)
-    sys.argv = sys.argv[2:]
+    sys.argv = sys.argv[3:]
     sys.path.insert(0, str(Path(program).parent))
     runpy.run_path(program, run_name="__main__")
     raise RuntimeError(f"{program} has ended before its turns; let it train longer")
@@ -67,7 +69,7 @@ class Turns:
         self._file: Any = socket.socket(fileno=descriptor).makefile("rw")
         self._recording = switching.Recording()
         self._first: object = None
-        self._is_timed, self._left, self._began = True, 1, times()
+        self._is_timed, self._left, self._began = True, 1, Times.now()
 
     def step_ended(self, optimizer: object, *_: object) -> None:
         """Count a step. If it is the last one of its turn, tell the times, and wait for the next turn."""
@@ -78,28 +80,47 @@ class Turns:
             self._left -= 1
             if self._left:
                 return
-            times_of_turn = [end - begin for begin, end in zip(self._began, times(), strict=True)]
-            self._file.write(f"{json.dumps(times_of_turn)}\n")
+            took = [end - begin for begin, end in zip(self._began, Times.now(), strict=True)]
+            self._file.write(f"{json.dumps(took)}\n")
             self._file.flush()
             self._wait()
         else:
             self._is_timed = True
-        self._began = times()
+        self._began = Times.now()
 
     def _wait(self) -> None:
         """Wait for the next turn, and switch the recorder. The step after that is not timed."""
         line = self._file.readline()
-        self._left, recorded = json.loads(line) if line else (0, True)
+        self._left, recorded, settles = json.loads(line) if line else (0, True, False)
         if self._left == 0:
             commtrace.stop()
             os._exit(0)  # gloo's threads may still run
         self._recording.switch(on=recorded)
+        if settles:
+            operators.settle()
         self._is_timed = False
 
 
-def times() -> tuple[float, float]:
-    """Return the time and the processor time of all threads, s."""
-    return time.perf_counter(), time.process_time()
+class Times(NamedTuple):
+    """Clocks and counters of a rank, or what a turn of it took, s."""
+
+    wall: float
+    processor: float
+    """Of all threads."""
+    communication: float
+    """Processor time of the training thread in operators that communicate."""
+    calls: int
+    """Of these operators."""
+    padding: float
+
+    @classmethod
+    def now(cls) -> Times:
+        """Return the present values."""
+        counted = operators.counters()
+        return cls(
+            time.perf_counter(), time.process_time(), 1e-9 * counted.communication_ns, counted.communication_calls,
+            1e-9 * counted.padding_ns,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

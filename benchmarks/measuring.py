@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 PROCESSOR: Final = ", CPU time"
 """Ends the case of a row of processor time."""
+A_CALL: Final = ", a call"
+"""Ends the case of a row of a call within a step."""
 
 
 class Round(NamedTuple):

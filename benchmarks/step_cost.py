@@ -12,12 +12,16 @@ these with the other one; the trimmed means over all rounds are shown, of severa
 Any training whose optimizers are torch's can be measured, for instance of 4 ranks:
 
     python benchmarks/step_cost.py --ranks 4 --results out.json --script train.py --config small.yml
+
+With --padded, operators that compute take the same time in all turns (`operators`), and steps vary less. Ratios are of
+a step without the padding.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import statistics
@@ -32,9 +36,10 @@ from typing import Any, Final, NamedTuple
 
 import groups
 import in_turns
+import operators
 import results
 import training_steps
-from measuring import PROCESSOR, Row, interval_of, rotated
+from measuring import A_CALL, PROCESSOR, Interval, Row, interval_of, rotated
 from sides import recorders
 
 import commtrace
@@ -51,6 +56,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=120, help="recorded turns of a job (%(default)s)")
     parser.add_argument("--seconds", type=float, default=0.8, help="length of a turn (%(default)s)")
     parser.add_argument("--ranks", type=int, action="append", help="ranks of a job (2); may be repeated")
+    parser.add_argument("--padded", action="store_true", help="let operators that compute take the same time always")
     parser.add_argument("--script", nargs=argparse.REMAINDER, help="a program and its arguments, in place of ours")
     options = results.parsed(parser, jobs=1, rounds=2, seconds=0.0)
     if "native" not in recorders():
@@ -58,6 +64,7 @@ def main() -> None:
     programs = [f"{size} {scheme}" for size in in_turns.SIZES for scheme in training_steps.SCHEMES]
     if options.script:
         programs = [Path(options.script[0]).stem]
+    operators.native()  # before several processes of a job build it
     rows = []
     for ranks in options.ranks or [2]:
         for program in programs:
@@ -72,13 +79,18 @@ def measured(program: str, ranks: int, options: argparse.Namespace) -> list[Row]
     for number in range(options.jobs):
         starts.append(Start.measure(program, ranks, number, options))
         print(f"{program}, {number}: {starts[-1].summary()}", file=sys.stderr, flush=True)
-    case, name = f"{program}, {ranks} ranks", "commtrace, native, with call sites"
+    case, name = f"{program}, {ranks} ranks{', padded' if options.padded else ''}", "commtrace, native, with call sites"
+    calls = statistics.mean(start.calls for start in starts)
+    reported_us = statistics.median(start.reported_us for start in starts)
     rows = [
         row_of(case, name, "ms", [start.wall for start in starts]),
         row_of(f"{case}{PROCESSOR}", name, "ms", [start.processor for start in starts]),
-        Row(case, f"{name}: calls", "a step", statistics.mean(start.calls for start in starts)),
-        Row(case, f"{name}: as reported", "us a call", statistics.median(start.reported_us for start in starts)),
+        Row(case, f"{name}: calls", "a step", calls),
+        Row(case, f"{name}: as reported", "us a call", reported_us),
+        Row(case, f"{name}: padding", "% of a step", statistics.median(start.padding for start in starts)),
         Row(case, f"{name}: writing", "% of a core", statistics.median(start.writing for start in starts)),
+        row_of(f"{case}{A_CALL}", name, "us", [start.call for start in starts]),
+        Row(f"{case}{A_CALL}", f"{name}: as reported", "us a call", reported_us),
     ]
     for row in rows:
         results.show(row)
@@ -88,7 +100,7 @@ def measured(program: str, ranks: int, options: argparse.Namespace) -> list[Row]
 def row_of(case: str, name: str, unit: str, starts: Sequence[Mapping[str, Sequence[float]]]) -> Row:
     """Return the row of all starts of a training; `starts` has the values of each one's turns, by side."""
     turns = {side: [value for of in starts for value in of[side]] for side in starts[0]}
-    ratio, control = (interval_of(ratios(turns, side)) for side in ("side", "again"))
+    ratio, control = (ratio_of(turns, side) for side in ("side", "again"))
     bare = statistics.median(turns["bare"])
     return Row(
         case, name, unit, side=statistics.median(turns["side"]), bare=bare, difference=(ratio.mean - 1) * bare,
@@ -97,18 +109,28 @@ def row_of(case: str, name: str, unit: str, starts: Sequence[Mapping[str, Sequen
     )  # fmt: skip
 
 
-def ratios(turns: Mapping[str, Sequence[float]], side: str) -> list[float]:
-    """Return in each round the ratio of a recorded turn to the mean of the others, or of one of these to the other."""
-    unrecorded = zip(turns["bare"], turns["again"], strict=True)
-    bare = turns["bare"] if side == "again" else [(one + other) / 2 for one, other in unrecorded]
-    return [value / of for value, of in zip(turns[side], bare, strict=True)]
+def ratio_of(turns: Mapping[str, Sequence[float]], side: str) -> Interval:
+    """Return the ratio of recorded turns to the two others of their rounds, or of the second of these to the first.
+
+    Means are of logarithms: that of ratios is above 1 when nothing differs, by the variance of a turn.
+    """
+    logs = {name: [math.log(value) for value in values] for name, values in turns.items()}
+    bare = logs["bare"]
+    if side != "again":
+        bare = [(one + other) / 2 for one, other in zip(bare, logs["again"], strict=True)]
+    mean, bounds = interval_of([value - of for value, of in zip(logs[side], bare, strict=True)])
+    return Interval(math.exp(mean), (math.exp(bounds[0]), math.exp(bounds[1])))
 
 
 class Start(NamedTuple):
-    """What the turns of one job took, a step in ms, by side."""
+    """What the turns of one job took, a step in ms without the padding, by side."""
 
     wall: Mapping[str, list[float]]
     processor: Mapping[str, list[float]]
+    call: Mapping[str, list[float]]
+    """Processor time of an operator that communicates, us: until it has returned, not until it has ended."""
+    padding: float
+    """What a step waited for in padded operators, % of the step without that."""
     calls: float
     """Of a recorded step and rank."""
     reported_us: float
@@ -122,23 +144,39 @@ class Start(NamedTuple):
         turns: dict[str, list[Turn]] = {side: [] for side in ("bare", "again", "side")}
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log"
-            with running(program, ranks, log, options.script) as job:
+            with running(program, ranks, log, options) as job:
                 steps = warmed_up(job, options.seconds)
                 for round_number in range(options.rounds):
-                    for side in rotated(list(turns), round_number + number):
-                        turns[side].append(job.turn(steps, recorded=side == "side"))
+                    for position, side in enumerate(rotated(list(turns), round_number + number)):
+                        turns[side].append(job.turn(steps, recorded=side == "side", settles=position == 0))
                 job.end()
             stated = recorded(log, ranks)
-        wall = {side: [1e3 * turn.wall / steps for turn in of] for side, of in turns.items()}
-        processor = {side: [1e3 * turn.processor / steps for turn in of] for side, of in turns.items()}
-        return cls(wall, processor, *stated)
+        return cls.of(turns, steps, ranks, stated)
+
+    @classmethod
+    def of(
+        cls, turns: Mapping[str, Sequence[Turn]], steps: int, ranks: int, stated: tuple[float, float, float]
+    ) -> Start:
+        """Return what these turns of so many steps took, and what `recorded` has returned."""
+        # One number for all turns: that of a turn is what its operators did not take, and would make it vary again.
+        padding = statistics.median(turn.padding for of in turns.values() for turn in of)
+        wall = {side: [1e3 * (turn.wall - padding) / steps for turn in of] for side, of in turns.items()}
+        processor = {
+            side: [1e3 * (turn.processor - ranks * padding) / steps for turn in of] for side, of in turns.items()
+        }
+        call = {side: [1e6 * turn.communication / turn.calls for turn in of] for side, of in turns.items()}
+        share = 100 * 1e3 * padding / steps / statistics.median(wall["bare"])
+        return cls(wall, processor, call, share, *stated)
 
     def summary(self) -> str:
         """Return the ratios in a line."""
         parts = []
-        for name, turns in (("wall", self.wall), ("processor", self.processor)):
-            ratio, control = (interval_of(ratios(turns, side)).mean for side in ("side", "again"))
-            parts.append(f"{name} {statistics.median(turns['bare']):.4g} ms, {ratio:.4f} (control {control:.4f})")
+        for name, turns in (("wall, ms", self.wall), ("processor, ms", self.processor), ("a call, us", self.call)):
+            ratio, control = (ratio_of(turns, side) for side in ("side", "again"))
+            half = (ratio.bounds[1] - ratio.bounds[0]) / 2
+            bare = statistics.median(turns["bare"])
+            parts.append(f"{name}: {bare:.4g}, {ratio.mean:.4f} +-{half:.4f} (control {control.mean:.4f})")
+        parts.append(f"padding {self.padding:.3g} %")
         stated = f"{self.calls:.4g} calls a step, {self.reported_us:.3g} us as reported, writing {self.writing:.2g} %"
         return f"{'; '.join(parts)}; {stated}"
 
@@ -147,7 +185,7 @@ def warmed_up(job: Job, seconds: float) -> int:
     """Let the job train until it is settled, and return the steps of a turn of about this length."""
     began = time.monotonic()
     while True:
-        turn = job.turn(3, recorded=True)
+        turn = job.turn(3, recorded=True, settles=True)
         if seconds == 0 or time.monotonic() - began > SETTLED_S:
             return max(1, round(3 * seconds / turn.wall))
 
@@ -178,6 +216,12 @@ class Turn(NamedTuple):
     """Of the slowest rank."""
     processor: float
     """Of all threads of all ranks."""
+    communication: float
+    """Processor time of operators that communicate, of all ranks."""
+    calls: int
+    """These operators' calls, of all ranks."""
+    padding: float
+    """Mean of the ranks."""
 
 
 class Job:
@@ -189,33 +233,38 @@ class Job:
         for file in self._files:
             self._read(file)  # the first step of each rank
 
-    def turn(self, steps: int, *, recorded: bool) -> Turn:
-        """Let the job train for some steps, after one that is not timed."""
-        self._grant(steps, recorded=recorded)
+    def turn(self, steps: int, *, recorded: bool, settles: bool) -> Turn:
+        """Let the job train for some steps, after one that is not timed. May settle how long operators take."""
+        self._grant(steps, recorded=recorded, settles=settles)
         times = [self._read(file) for file in self._files]
-        return Turn(max(wall for wall, _ in times), sum(processor for _, processor in times))
+        return Turn(
+            wall=max(time.wall for time in times),
+            processor=sum(time.processor for time in times),
+            communication=sum(time.communication for time in times),
+            calls=sum(time.calls for time in times),
+            padding=statistics.mean(time.padding for time in times),
+        )
 
     def end(self) -> None:
         """End the job, and its log."""
-        self._grant(0, recorded=True)
+        self._grant(0, recorded=True, settles=False)
         for process in self._processes:
             assert process.wait(LIMIT_S) == 0, process.args
 
-    def _grant(self, steps: int, *, recorded: bool) -> None:
+    def _grant(self, steps: int, *, recorded: bool, settles: bool) -> None:
         for file in self._files:
-            file.write(f"{json.dumps([steps, recorded])}\n")
+            file.write(f"{json.dumps([steps, recorded, settles])}\n")
             file.flush()
 
-    def _read(self, file: Any) -> tuple[float, float]:
+    def _read(self, file: Any) -> in_turns.Times:
         line = file.readline()
         if not line:
             raise RuntimeError(f"a rank has ended: {[process.poll() for process in self._processes]}")
-        wall, processor = json.loads(line)
-        return wall, processor
+        return in_turns.Times(*json.loads(line))
 
 
 @contextmanager
-def running(program: str, ranks: int, log: Path, script: Sequence[str] | None) -> Iterator[Job]:
+def running(program: str, ranks: int, log: Path, options: argparse.Namespace) -> Iterator[Job]:
     """Start the ranks of a job as torchrun does, and end what is left of them."""
     port, processes, sockets = groups.free_port(), [], []
     try:
@@ -227,7 +276,7 @@ def running(program: str, ranks: int, log: Path, script: Sequence[str] | None) -
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "DS_ACCELERATOR": "cpu",
                 "PYTHONWARNINGS": "ignore", "COMMTRACE": log, "COMMTRACE_RECORDER": "native",
             }  # fmt: skip
-            arguments = [str(theirs.fileno()), *(script or [program])]
+            arguments = [str(theirs.fileno()), str(int(options.padded)), *(options.script or [program])]
             processes.append(
                 subprocess.Popen(
                     [sys.executable, Path(__file__).with_name("in_turns.py"), *arguments],

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import results
-from measuring import PROCESSOR, Row
+from measuring import A_CALL, PROCESSOR, Row
 
 ROOT = Path(__file__).parents[1]
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "explanation" / "benchmarks.md"
@@ -124,6 +124,19 @@ def scale(rows: Sequence[Row]) -> str:
 
 
 def step_cost(rows: Sequence[Row]) -> str:
+    """Return the tables of steps and of calls within them."""
+    of_calls = [row for row in rows if row.case.endswith(A_CALL)]
+    steps = steps_table([row for row in rows if row not in of_calls])
+    return f"{steps}\n\n{CALLS_IN_STEPS}:\n\n{calls_table(of_calls)}" if of_calls else steps
+
+
+CALLS_IN_STEPS = (
+    "What it adds to a call within such steps until that returns: processor time of torch's operator in the thread "
+    "that trains, beside what the report of the same run states"
+)
+
+
+def steps_table(rows: Sequence[Row]) -> str:
     """Return a table with a line for each training: what recording adds, each with its interval and the control's."""
     alone = {(row.case, row.name.rpartition(": ")[2]): row for row in rows if row.ratio is None}
     lines: dict[str, list[str]] = {}
@@ -137,6 +150,20 @@ def step_cost(rows: Sequence[Row]) -> str:
         line += [f"{calls:.3g}", f"{number(reported)} us", f"{writing:.2f} %"]
     header = ["", "step", "recorded", "control", "processor time", "control", "calls", "a call, as reported", "writing"]
     return markdown(header, list(lines.values()))
+
+
+def calls_table(rows: Sequence[Row]) -> str:
+    """Return a table with a line for each training. After each row of `rows` follows what the report states."""
+    lines = []
+    for row, stated in zip(rows[::2], rows[1::2], strict=True):
+        if row.bare is None or row.difference is None or row.ratio_interval is None:
+            raise ValueError(f"{row.case}: no interval was measured")
+        low, high = (number((bound - 1) * row.bare) for bound in row.ratio_interval)
+        added, control = f"{number(row.difference)} ({low} to {high})", number(row.control_difference or 0)
+        share = f"{100 * stated.side / row.difference:.0f} %"
+        lines.append([row.case.removesuffix(A_CALL), number(row.bare), added, control, number(stated.side), share])
+    header = ["", "a call, us", "recording adds, us", "control, us", "as reported, us", "of what it adds"]
+    return markdown(header, lines)
 
 
 def change(ratio: float, interval: tuple[float, float] | None) -> str:

@@ -18,7 +18,7 @@ import processes
 import pytest
 import results
 import table
-from measuring import PROCESSOR, Round, Row, compared, in_turn, interval_of, quartiles, rotated
+from measuring import A_CALL, PROCESSOR, Round, Row, compared, in_turn, interval_of, quartiles, rotated
 from processes import ROOT
 
 from commtrace.hooks.native import libraries
@@ -100,16 +100,40 @@ def test_the_cost_of_a_step_stands_beside_its_control() -> None:
     pytest.importorskip("torch")
     import step_cost
 
-    turns = [{"bare": [99.0], "again": [101.0], "side": [100.0 + more]} for more in (0, 2, 4)]
+    turns = [{"bare": [99.0], "again": [99.0 * 1.02**2], "side": [99.0 * 1.02 * more]} for more in (1, 1.02, 1.02**2)]
     case, name = "ordinary DDP, 2 ranks", "commtrace, native, with call sites"
     rows = [step_cost.row_of(where, name, "ms", turns) for where in (case, f"{case}{PROCESSOR}")]
     assert rows[0].ratio == pytest.approx(1.02)
-    assert rows[0].ratio_interval == pytest.approx((1.02 - 4.303 * 0.02 / 3**0.5, 1.02 + 4.303 * 0.02 / 3**0.5))
+    half = 4.303 / 3**0.5  # in steps of 2 %, of the mean of three logarithms
+    assert rows[0].ratio_interval == pytest.approx((1.02 ** (1 - half), 1.02 ** (1 + half)))
+    assert rows[0].control == pytest.approx(1.02**2)
     stated = {"calls": 12.0, "as reported": 4.5, "writing": 0.06}
     rows += [Row(case, f"{name}: {what}", "", value) for what, value in stated.items()]
-    cells = "+2.00 % (-2.97 to +6.97) | +2.02 % (+2.02 to +2.02)"
+    cells = "+2.00 % (-2.90 to +7.14) | +4.04 % (+4.04 to +4.04)"
     text = table.rendered({"step_cost": section(*rows)})
     assert f"| {case} | 99.0 ms | {cells} | {cells} | 12 | 4.50 us | 0.06 % |" in text.splitlines()
+    of_call = f"{case}{A_CALL}"
+    rows += [step_cost.row_of(of_call, name, "us", turns), Row(of_call, f"{name}: as reported", "us a call", 1.5)]
+    lines = table.rendered({"step_cost": section(*rows)}).splitlines()
+    assert f"| {case} | 99.0 ms | {cells} | {cells} | 12 | 4.50 us | 0.06 % |" in lines
+    assert f"| {case} | 99.0 | 1.98 (-2.87 to 7.07) | 4.00 | 1.50 | 76 % |" in lines
+
+
+def test_padding_is_taken_off_a_step() -> None:
+    pytest.importorskip("torch")
+    import step_cost
+
+    def turn(wall: float, padding: float) -> step_cost.Turn:
+        return step_cost.Turn(wall, 2 * wall, communication=3e-3, calls=30, padding=padding)
+
+    # Two steps a turn, whose padding is 0.5 s in the median of the turns.
+    turns = {"bare": [turn(2.0, 0.4)], "again": [turn(2.1, 0.5)], "side": [turn(2.2, 0.7)]}
+    start = step_cost.Start.of(turns, steps=2, ranks=2, stated=(15.0, 4.5, 0.06))
+    steps = {"bare": 750, "again": 800, "side": 850}
+    assert {side: value for side, [value] in start.wall.items()} == pytest.approx(steps)
+    assert {side: value / 2 for side, [value] in start.processor.items()} == pytest.approx(steps)
+    assert {side: value for side, [value] in start.call.items()} == pytest.approx(dict.fromkeys(steps, 100))
+    assert start.padding == pytest.approx(100 * 0.25 / 0.75)
 
 
 def test_outliers_hardly_change_a_trimmed_mean() -> None:
@@ -155,7 +179,8 @@ EXPECTED = {
     "call_cost": COMMTRACE | {"CommDebugMode", "torch.profiler"},
     "mpi_cost": COMMTRACE | {f"commtrace, native, {prefix} call sites" for prefix in ("with", "without")},
     "step_cost": {
-        f"commtrace, native, with call sites{what}" for what in ("", ": calls", ": as reported", ": writing")
+        f"commtrace, native, with call sites{what}"
+        for what in ("", ": calls", ": as reported", ": padding", ": writing")
     },
     "step_instructions": {f"commtrace, {recorder}, with call sites" for recorder in ("python", "native")},
     "call_parts": {"call site, phase and step", "the process group", "payload"},
