@@ -170,3 +170,10 @@ def test_runs_that_end_well_or_are_interrupted(seed: int, nursery: Nursery, tmp_
             ranks.kill(rank, signal_=number)
     ranks.wait()
     assert not len(stuck_calls_of(log))
+
+
+@pytest.mark.long
+def test_a_rank_that_does_not_end_in_a_test_shows_its_stacks(nursery: Nursery, tmp_path: Path) -> None:
+    started = nursery.start("stuck", tmp_path / "log", "absent")
+    with pytest.raises(AssertionError, match=r"(?s)no end after 8 s.*line \d+ in waits.*line \d+ in stop"):
+        started.wait(limit=8)

@@ -9,6 +9,7 @@ recorder, because a process records from its first communication call on, which 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import json
@@ -24,6 +25,9 @@ import torch.distributed  # noqa: F401
 from commtrace import settings
 from commtrace.network.process_exit import wait_for_threads
 from commtrace.recording.session import session
+
+STACKS = signal.SIGXCPU
+"""Makes a rank print the stacks of its threads, also while none of them can run Python."""
 
 
 def fork_ranks(order: dict[str, Any]) -> list[int] | None:
@@ -46,6 +50,7 @@ def become_rank(order: dict[str, Any], rank: int) -> None:
     os.dup2(1, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(STACKS)
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": order["ranks"]}
     world.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=order["port"])
     os.environ.update({name: str(value) for name, value in world.items()})
@@ -55,7 +60,7 @@ def become_rank(order: dict[str, Any], rank: int) -> None:
 
 
 def wait(pids: list[int], limit: float) -> list[int | None]:
-    """Return the statuses of these ranks. A rank that does not end in time is killed and has None."""
+    """Return the statuses of these ranks. One that does not end in time prints its stacks, is killed, and has None."""
     statuses: dict[int, int] = {}
     deadline = time.monotonic() + limit
     while len(statuses) < len(pids) and time.monotonic() < deadline:
@@ -64,7 +69,12 @@ def wait(pids: list[int], limit: float) -> list[int | None]:
             if done:
                 statuses[pid] = os.waitstatus_to_exitcode(status)
         time.sleep(0.005)
-    for pid in set(pids) - set(statuses):
+    late = set(pids) - set(statuses)
+    for pid in late:
+        os.kill(pid, STACKS)
+    if late:
+        time.sleep(0.5)  # until they have printed them
+    for pid in late:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return [statuses.get(pid) for pid in pids]
