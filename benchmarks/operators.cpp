@@ -12,7 +12,7 @@
 namespace {
 
 constexpr size_t KEPT = 128;  // latest calls of an operator, of which its length is taken
-constexpr double SHARE = 0.98;  // of these calls, as many take less
+constexpr double SHARE = 0.98;  // so many of these calls take less
 constexpr size_t FEWEST = 8;  // with fewer calls, an operator is not padded
 constexpr int64_t SHORTEST_NS = 5'000;  // nor if it is shorter
 
@@ -23,9 +23,9 @@ struct Calls {
   int64_t length = 0;
 
   void settle() {
-    auto sorted = ns;
     const size_t kept = std::min(count, KEPT);
     if (kept < FEWEST) return;
+    auto sorted = ns;
     const auto at = sorted.begin() + static_cast<ptrdiff_t>(SHARE * static_cast<double>(kept - 1));
     std::nth_element(sorted.begin(), at, sorted.begin() + static_cast<ptrdiff_t>(kept));
     length = *at < SHORTEST_NS ? 0 : *at;
@@ -49,12 +49,11 @@ int64_t now() {
   return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
 }
 
-bool computes(const at::RecordFunction& function) {
-  return std::string_view(function.name()).substr(0, 6) == "aten::";
-}
+bool computes(const at::RecordFunction& function) { return std::string_view(function.name()).starts_with("aten::"); }
 
-bool communicates(const at::RecordFunction& function) {
-  return std::string_view(function.name()).substr(0, 6) == "c10d::";
+// Whether the operator is timed. Those that compute are only if they are padded, for which their inputs are needed.
+bool is_timed(const at::RecordFunction& function) {
+  return std::string_view(function.name()).starts_with("c10d::") || (function.needsInputs() && computes(function));
 }
 
 size_t key_of(const at::RecordFunction& function) {
@@ -67,18 +66,16 @@ size_t key_of(const at::RecordFunction& function) {
 }
 
 std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& function) {
-  const bool pads = function.needsInputs() && computes(function);
-  if (!pads && !communicates(function)) return nullptr;
+  if (!is_timed(function)) return nullptr;
   if (here.depth++ == 0) {
-    here.computing = pads ? &here.calls[key_of(function)] : nullptr;
+    here.computing = computes(function) ? &here.calls[key_of(function)] : nullptr;
     here.begin = now();
   }
   return nullptr;
 }
 
 void leave(const at::RecordFunction& function, at::ObserverContext*) {
-  const bool pads = function.needsInputs() && computes(function);
-  if ((!pads && !communicates(function)) || --here.depth > 0) return;
+  if (!is_timed(function) || --here.depth > 0) return;
   const int64_t end = now();
   if (here.computing == nullptr) {
     here.communication_ns += end - here.begin;

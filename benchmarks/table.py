@@ -126,8 +126,8 @@ def scale(rows: Sequence[Row]) -> str:
 def step_cost(rows: Sequence[Row]) -> str:
     """Return the tables of steps and of calls within them."""
     of_calls = [row for row in rows if row.case.endswith(A_CALL)]
-    steps = steps_table([row for row in rows if row not in of_calls])
-    return f"{steps}\n\n{CALLS_IN_STEPS}:\n\n{calls_table(of_calls)}" if of_calls else steps
+    steps = steps_table([row for row in rows if not row.case.endswith(A_CALL)])
+    return f"{steps}\n\n{paragraph(f'{CALLS_IN_STEPS}:')}\n\n{calls_table(of_calls)}" if of_calls else steps
 
 
 CALLS_IN_STEPS = (
@@ -136,9 +136,14 @@ CALLS_IN_STEPS = (
 )
 
 
+def alone(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """Return the values that were not compared, by case and the end of their name."""
+    return {(row.case, row.name.rpartition(": ")[2]): row.side for row in rows if row.ratio is None}
+
+
 def steps_table(rows: Sequence[Row]) -> str:
     """Return a table with a line for each training: what recording adds, each with its interval and the control's."""
-    alone = {(row.case, row.name.rpartition(": ")[2]): row for row in rows if row.ratio is None}
+    values = alone(rows)
     lines: dict[str, list[str]] = {}
     for row in rows:
         case = row.case.removesuffix(PROCESSOR)
@@ -146,22 +151,26 @@ def steps_table(rows: Sequence[Row]) -> str:
             line = lines.setdefault(case, [case, f"{number(row.bare or 0)} ms"])
             line += [change(row.ratio, row.ratio_interval), change(row.control or 0, row.control_interval)]
     for case, line in lines.items():
-        calls, reported, writing = (alone[case, name].side for name in ("calls", "as reported", "writing"))
+        calls, reported, writing = (values[case, name] for name in ("calls", "as reported", "writing"))
         line += [f"{calls:.3g}", f"{number(reported)} us", f"{writing:.2f} %"]
     header = ["", "step", "recorded", "control", "processor time", "control", "calls", "a call, as reported", "writing"]
     return markdown(header, list(lines.values()))
 
 
 def calls_table(rows: Sequence[Row]) -> str:
-    """Return a table with a line for each training. After each row of `rows` follows what the report states."""
+    """Return a table with a line for each training: what recording adds to a call, and what the report states of it."""
+    values = alone(rows)
     lines = []
-    for row, stated in zip(rows[::2], rows[1::2], strict=True):
+    for row in rows:
+        if row.ratio is None:
+            continue
         if row.bare is None or row.difference is None or row.ratio_interval is None:
             raise ValueError(f"{row.case}: no interval was measured")
+        stated = values[row.case, "as reported"]
         low, high = (number((bound - 1) * row.bare) for bound in row.ratio_interval)
         added, control = f"{number(row.difference)} ({low} to {high})", number(row.control_difference or 0)
-        share = f"{100 * stated.side / row.difference:.0f} %"
-        lines.append([row.case.removesuffix(A_CALL), number(row.bare), added, control, number(stated.side), share])
+        share = f"{100 * stated / row.difference:.0f} %"
+        lines.append([row.case.removesuffix(A_CALL), number(row.bare), added, control, number(stated), share])
     header = ["", "a call, us", "recording adds, us", "control, us", "as reported, us", "of what it adds"]
     return markdown(header, lines)
 
