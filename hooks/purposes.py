@@ -41,15 +41,15 @@ def number(purpose: Purpose, /, **facts: str | int) -> int:
     return known
 
 
-class InModules(dict[str, int]):
-    """`number(purpose, module=module)` by module, which FSDP2 needs several times for each unit and step."""
+class NumbersBy(dict[Any, int]):
+    """`number(purpose, fact=value)` by the value of the fact, "" for None: for what is marked many times in a step."""
 
-    def __init__(self, purpose: Purpose) -> None:
+    def __init__(self, purpose: Purpose, fact: str) -> None:
         super().__init__()
-        self._purpose = purpose
+        self._purpose, self._fact = purpose, fact
 
-    def __missing__(self, module: str) -> int:
-        self[module] = known = number(self._purpose, module=module)
+    def __missing__(self, value: str | int | None) -> int:
+        self[value] = known = number(self._purpose, **{self._fact: "" if value is None else value})
         return known
 
 
@@ -184,7 +184,7 @@ def marking(purpose: Purpose) -> Wrapper:
 def marking_each(read: Callable[..., int]) -> Wrapper:
     """Return a wrapper that marks the calls of a function with `read(arguments)`; 0 leaves the mark as it is.
 
-    This wrapper and the two others run many times in a step, so they do in place what `Marked` does.
+    This wrapper and the three others run many times in a step, so they do in place what `Marked` does.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,6 +199,27 @@ def marking_each(read: Callable[..., int]) -> Wrapper:
             before = _exchange(purpose)
             try:
                 return original(*args, **kwargs)
+            finally:
+                _exchange(before)
+
+        return replacement
+
+    return wrapper
+
+
+def marking_by(attribute: str, numbers: NumbersBy) -> Wrapper:
+    """Return a wrapper that marks the calls of a method by an attribute of its object, with one function fewer."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            try:
+                purpose = numbers[getattr(self, attribute)]
+            except Exception:
+                count_fault()
+                return original(self, *args, **kwargs)
+            before = _exchange(purpose)
+            try:
+                return original(self, *args, **kwargs)
             finally:
                 _exchange(before)
 

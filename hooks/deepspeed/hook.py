@@ -5,7 +5,6 @@ Communication is recorded at torch's operators, except the all_reduce through sh
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from commtrace.current_step import progress
 from commtrace.hooks import purposes
 from commtrace.hooks.marked_sources import imported
-from commtrace.hooks.recorder_setup import guard
+from commtrace.hooks.recorder_setup import count_fault, guard
 from commtrace.hooks.torch import training as torch_training
 from commtrace.hooks.torch.c10d_operators import shared_memory_all_reduce
 from commtrace.hooks.torch.captured_jobs import Jobs
@@ -37,7 +36,8 @@ _patches = Patches()
 _kernels = Kernels()
 _engines = Jobs(engine_job.describe, roles, message_roles)
 _passes = Passes(_engines)
-_buffers: weakref.WeakKeyDictionary[Any, _Buffers] = weakref.WeakKeyDictionary()
+_batches: list[_Buffers] = []
+"""The batch that a pipeline trains on; none in an evaluation."""
 
 _PHASES = {
     "LoadMicroBatch": Phase.FORWARD,
@@ -52,12 +52,16 @@ _PHASES = {
     "OptimizerStep": Phase.OPTIMIZER,
 }
 
-_PURPOSES = {
-    "RecvActivation": Purpose.PIPELINE_ACTIVATIONS,
-    "SendActivation": Purpose.PIPELINE_ACTIVATIONS,
-    "RecvGrad": Purpose.PIPELINE_GRADIENTS,
-    "SendGrad": Purpose.PIPELINE_GRADIENTS,
-    "ReduceTiedGrads": Purpose.GRADIENTS,
+_STAGE = "stage_id"
+"""Attribute of an engine: the number of its stage."""
+_ACTIVATIONS = purposes.NumbersBy(Purpose.PIPELINE_ACTIVATIONS, "stage")
+_GRADIENTS = purposes.NumbersBy(Purpose.PIPELINE_GRADIENTS, "stage")
+_MARKS = {
+    "RecvActivation": purposes.marking_by(_STAGE, _ACTIVATIONS),
+    "SendActivation": purposes.marking_by(_STAGE, _ACTIVATIONS),
+    "RecvGrad": purposes.marking_by(_STAGE, _GRADIENTS),
+    "SendGrad": purposes.marking_by(_STAGE, _GRADIENTS),
+    "ReduceTiedGrads": purposes.marking(Purpose.GRADIENTS),
 }
 """Instructions of a pipeline that communicate, and not only through methods that have a purpose themselves."""
 
@@ -133,15 +137,19 @@ def _init_of(engine: type) -> Callable[..., Any]:
 
 @around
 def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
-    evaluates = progress.between_steps and not (torch.is_grad_enabled() or self.module.training)
-    is_first = parameter_states.is_first_pass(self)
-    with guard():
-        _note_changed_parameters(self)
+    evaluates = not (torch.is_grad_enabled() or self.module.training) and progress.between_steps
+    beginning = None
+    try:  # not `guard`: fewer functions in a step
+        beginning = parameter_states.pass_begins(self)
+        if beginning is not None and beginning.gathered is not None:
+            _note_gathered(self, beginning.gathered)
+    except Exception:
+        count_fault()
     if torch.is_grad_enabled():
         progress.note_activity()
         if not isinstance(self, PipelineEngine):
             progress.micro_batch = self.micro_steps % self.gradient_accumulation_steps()
-    progress.mark(Phase.EVALUATION if evaluates else Phase.FORWARD)  # not `marked`: fewer functions in a step
+    progress.mark(Phase.EVALUATION if evaluates else Phase.FORWARD)  # nor `marked`
     try:
         result = original(self, *args, **kwargs)
     finally:
@@ -149,18 +157,16 @@ def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
     if not (torch.is_grad_enabled() or isinstance(self, PipelineEngine)):
         with guard():
             _passes.add(self, PassRow(kind="evaluation" if evaluates else "interruption", times=1))
-    if is_first and torch.is_grad_enabled():
+    if beginning is not None and beginning.is_first and torch.is_grad_enabled():
         with guard():
             _note_modules(self)
     return result
 
 
-def _note_changed_parameters(engine: Any) -> None:
-    changed = parameter_states.changed_parameters(engine)
-    if changed is not None:
-        if not progress.between_steps and progress.step >= 0:
-            changed.kind = "interruption"
-        _passes.add(engine, changed)
+def _note_gathered(engine: Any, gathered: PassRow) -> None:
+    if not progress.between_steps and progress.step >= 0:
+        gathered.kind = "interruption"
+    _passes.add(engine, gathered)
 
 
 def _note_modules(engine: Any) -> None:
@@ -195,11 +201,11 @@ def _optimizer_step(original: Callable[..., Any], self: Any, /, *args: Any, **kw
 @around
 def _train_batch(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
     progress.note_activity()
-    _buffers[self] = _Buffers()
+    _batches.append(_Buffers())
     try:
         return original(self, *args, **kwargs)
     finally:
-        _buffers.pop(self, None)
+        _batches.pop()
 
 
 class _Buffers:
@@ -229,27 +235,21 @@ def _traced_instructions(instructions: Mapping[type, Callable[..., Any]]) -> dic
 def _traced_instruction(instruction: type, execute: Callable[..., Any]) -> Callable[..., Any]:
     """Return an instruction that sets phase and micro-batch, and marks messages with their purpose."""
     name = instruction.__name__
-    phase, purpose = _PHASES.get(name, Phase.OTHER), _PURPOSES.get(name)
+    phase = _PHASES.get(name, Phase.OTHER)
+    marked = _MARKS[name](execute) if name in _MARKS else execute
 
     def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        buffers = _buffers.get(self)  # None in an evaluation
         buffer = kwargs.get("buffer_id")
-        progress.micro_batch = -1 if buffers is None or buffer is None else buffers.micro_batch(name, buffer)
+        progress.micro_batch = _batches[-1].micro_batch(name, buffer) if _batches and buffer is not None else -1
         _executing.append(self)
+        progress.mark(phase)  # not `marked`: a step has many instructions
         try:
-            with progress.marked(phase), purposes.Marked(_purpose_of(self, purpose)):
-                return execute(self, *args, **kwargs)
+            return marked(self, *args, **kwargs)
         finally:
+            progress.unmark()
             _executing.pop()
 
     return traced
-
-
-def _purpose_of(engine: Any, purpose: Purpose | None) -> int:
-    """Return the number of an instruction's purpose; of an instruction without one, of the mark that there is."""
-    if purpose is None:
-        return purposes.current()
-    return purposes.number(purpose) if purpose is Purpose.GRADIENTS else purposes.number(purpose, stage=engine.stage_id)
 
 
 def _purpose_of_partitions(tensor: Any, *_: Any, **__: Any) -> int:
@@ -259,7 +259,7 @@ def _purpose_of_partitions(tensor: Any, *_: Any, **__: Any) -> int:
     engine, own = _executing[-1], tensor.local_data.untyped_storage()._cdata
     received = engine.grad_layer if isinstance(engine.grad_layer, tuple | list) else ()
     is_gradient = any(part is not None and part.untyped_storage()._cdata == own for part in received)
-    return _purpose_of(engine, Purpose.PIPELINE_GRADIENTS if is_gradient else Purpose.PIPELINE_ACTIVATIONS)
+    return (_GRADIENTS if is_gradient else _ACTIVATIONS)[engine.stage_id]
 
 
 # ---- the all_reduce through shared memory ----------------------------------------------------------------------------

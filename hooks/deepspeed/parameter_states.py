@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from commtrace.hooks.marked_sources import imported
 from commtrace.hooks.torch.model_facts import parameter_numbers
@@ -48,19 +48,24 @@ def _changing(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: 
     return original(self, *args, **kwargs)
 
 
-def is_first_pass(engine: Any) -> bool:
-    """Return whether an engine has had no pass. `changed_parameters` notes one."""
-    return engine not in _seen
+class Beginning(NamedTuple):
+    """What is noted as a pass of an engine begins."""
+
+    is_first: bool
+    gathered: PassRow | None
+    """The parameters that are gathered, if something else than passes decided it."""
 
 
-def changed_parameters(engine: Any) -> PassRow | None:
-    """Return the parameters that are gathered as a pass begins, if something else than passes decided it."""
+def pass_begins(engine: Any) -> Beginning | None:
+    """Return what is to be noted as a pass of an engine begins; None, as in nearly all passes: nothing."""
     seen = _seen.get(engine)
     if seen == _changes:
         return None
     _seen[engine], is_first = _changes, seen is None
-    if int(engine.zero_optimization_stage()) != 3:
-        return None
+    return Beginning(is_first, _gathered(engine, is_first) if int(engine.zero_optimization_stage()) == 3 else None)
+
+
+def _gathered(engine: Any, is_first: bool) -> PassRow | None:
     parameters = [*engine.module.parameters()]
     gathered = [number for number, parameter in enumerate(parameters) if parameter.ds_status.name == "AVAILABLE"]
     persistent = [number for number, parameter in enumerate(parameters) if parameter.ds_persist]

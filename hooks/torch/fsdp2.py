@@ -32,10 +32,13 @@ from .passes import Passes
 STATES: Final = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 _PARAMETER_GROUPS: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-_FORWARD: Final = purposes.InModules(Purpose.PARAMETERS_FORWARD)
-_RECOMPUTATION: Final = purposes.InModules(Purpose.PARAMETERS_RECOMPUTATION)
-_GRADIENTS: Final = purposes.InModules(Purpose.GRADIENTS)
-_GATHERED_FOR: Final = {"FORWARD": _FORWARD, "PRE_BACKWARD": purposes.InModules(Purpose.PARAMETERS_BACKWARD)}
+_MODULE: Final = "_module_fqn"
+"""Attribute of a group: the name of its module, or None."""
+_FORWARD: Final = purposes.NumbersBy(Purpose.PARAMETERS_FORWARD, "module")
+_RECOMPUTATION: Final = purposes.NumbersBy(Purpose.PARAMETERS_RECOMPUTATION, "module")
+_BACKWARD: Final = purposes.NumbersBy(Purpose.PARAMETERS_BACKWARD, "module")
+_GRADIENTS: Final = purposes.NumbersBy(Purpose.GRADIENTS, "module")
+_GATHERED_FOR: Final = {"FORWARD": _FORWARD, "PRE_BACKWARD": _BACKWARD}
 """Name of a group's training state -> why it gathers. In others, the program or a pipeline has called `unshard`."""
 
 _SETTINGS: Final = "reduce_grads", "all_reduce_grads", "reshard_after_backward"
@@ -67,7 +70,7 @@ def install() -> None:
     group = getattr(module, "FSDPParamGroup", None)
     if group is not None:
         _patches.wrap(group, "lazy_init", _note_last_group)
-        _patches.wrap(group, "post_backward", purposes.marking_each(_purpose_of_reducing))
+        _patches.wrap(group, "post_backward", purposes.marking_by(_MODULE, _GRADIENTS))
         _patches.wrap(group, "_to_sharded", _note_resharding)
         # Not `unshard`, which calls it: that runs several times for each unit and step, and gathers in one of two.
         _patches.wrap(module, "foreach_all_gather", purposes.marking_each(_purpose_of_gathering))
@@ -181,7 +184,7 @@ def _purpose_of_gathering(*_: Any, **__: Any) -> int:
         return purposes.number(_purpose_outside_of_passes(group), module=group._module_fqn or "")
     if numbers is _FORWARD and torch._C._current_graph_task_id() >= 0:
         numbers = _RECOMPUTATION
-    return numbers[group._module_fqn or ""]
+    return numbers[group._module_fqn]
 
 
 def _purpose_outside_of_passes(group: Any) -> Purpose:
@@ -190,10 +193,6 @@ def _purpose_outside_of_passes(group: Any) -> Purpose:
         return Purpose.PARAMETERS_STAGE
     _note_unit(group, "unsharded")
     return Purpose.PARAMETERS_ON_REQUEST
-
-
-def _purpose_of_reducing(group: Any, *_: Any) -> int:
-    return _GRADIENTS[group._module_fqn or ""]
 
 
 def _root(state: Any) -> Any:

@@ -42,16 +42,17 @@ class Passes:
 
         A model that was built before tracing began has no job, and its passes are not known.
         """
-        if model not in self._jobs:
-            return
         passes = self._by_model.get(model)
         if passes is None:
+            if model not in self._jobs:
+                return
             passes = self._by_model[model] = _ModelPasses()
             self._last.rows.append(passes)
         passes.add(entry)
-        tracer = torch_tracer.current()
-        if passes.job is None and tracer is not None:
-            passes.job = self._jobs.row(model, tracer)
+        if passes.job is None:
+            tracer = torch_tracer.current()
+            if tracer is not None:
+                passes.job = self._jobs.row(model, tracer)
 
 
 class _ModelPasses(StepRows):

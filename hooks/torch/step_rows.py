@@ -37,8 +37,9 @@ class StepRows(ABC):
 
     def enter_step(self) -> None:
         """Begin the current step, the step of the calls that were made last, unless it has begun."""
-        if progress.step != self._step:
-            self._next_step(progress.step, torch_tracer.current())
+        step = progress.step
+        if step != self._step:
+            self._next_step(step, torch_tracer.current())
 
     def end(self, tracer: TorchTracer) -> None:
         """Write the last rows."""
