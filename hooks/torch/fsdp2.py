@@ -19,7 +19,7 @@ import torch
 
 from commtrace.current_step import progress
 from commtrace.hooks import purposes
-from commtrace.hooks.recorder_setup import guard
+from commtrace.hooks.recorder_setup import count_fault, guard
 from commtrace.job_row import JobRow, PassRow
 from commtrace.patching import Patches, around
 from commtrace.schema import Phase, Purpose
@@ -114,7 +114,7 @@ def _add_root(root: Any) -> None:
             _note_unit(group, "unsharded")
 
 
-# The next two run several times for each unit and step: functions that `around` calls would add a frame to each.
+# The next ones run in each step, two of them several times for each unit: `around` would add a function to each.
 
 
 def _end_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,8 +123,10 @@ def _end_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def register_pre_backward_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A forward within a backward pass recomputes activations.
         if self._state_ctx.iter_forward_root is self and torch._C._current_graph_task_id() < 0:
-            with guard():
+            try:
                 _note_forward(self)
+            except Exception:
+                count_fault()
         return original(self, *args, **kwargs)
 
     return register_pre_backward_hook
@@ -134,7 +136,8 @@ def _note_forward(state: Any) -> None:
     if not state._is_root:
         _passes.add(_root(state), PassRow(kind="part", times=1))
     elif torch.is_grad_enabled():
-        _forwards[_root(state)] = _forwards.get(_root(state), 0) + 1
+        root = _root(state)
+        _forwards[root] = _forwards.get(root, 0) + 1
     else:
         _passes.add(_root(state), PassRow(kind="evaluation", times=1))
 
@@ -152,19 +155,28 @@ def _note_resharding(original: Callable[..., None]) -> Callable[..., None]:
     return to_sharded
 
 
-@around
-def _end_backward(original: Callable[..., None], self: Any, /) -> None:
+def _end_backward(original: Callable[..., None]) -> Callable[..., None]:
     """Note the end of a backward pass."""
-    original(self)
-    with guard():
-        if progress.marks[-1:] != [Phase.INIT]:
-            progress.note_activity()  # passes without a call, as after an evaluation that left parameters gathered
-        root = _root(self)
-        if _forwards.pop(root, 0) == 1:
-            context = self._state_ctx
-            _passes.add(root, _training_pass(_settings(_groups(context.all_states)), bool(context.is_last_backward)))
-        else:
-            _passes.add(root, PassRow(kind="backward", times=1))
+
+    def root_post_backward_final_callback(self: Any) -> None:
+        original(self)
+        try:
+            _note_backward(self)
+        except Exception:
+            count_fault()
+
+    return root_post_backward_final_callback
+
+
+def _note_backward(state: Any) -> None:
+    if progress.marks[-1:] != [Phase.INIT]:
+        progress.note_activity()  # passes without a call, as after an evaluation that left parameters gathered
+    root = _root(state)
+    if _forwards.pop(root, 0) == 1:
+        context = state._state_ctx
+        _passes.add(root, _training_pass(_settings(context.all_states), bool(context.is_last_backward)))
+    else:
+        _passes.add(root, PassRow(kind="backward", times=1))
 
 
 def _note_unit(group: Any, kind: str) -> None:
@@ -203,23 +215,20 @@ def _root(state: Any) -> Any:
     raise LookupError("an FSDPState without a root")
 
 
-# Each step needs the next three. They call few functions: what is not in the processor's caches takes far longer.
-
-
 def _groups(states: Sequence[Any]) -> list[Any]:
     """Return the parameter groups of several states."""
+    return [group for state in states for group in groups_of(state)]
+
+
+# Each step needs the next two. They call few functions: what is not in the processor's caches takes far longer.
+
+
+def _settings(states: Sequence[Any]) -> frozenset[tuple[bool | None, ...]]:
+    """Return the settings that the groups of several states have; None in a version of torch without one."""
     try:
-        return [*chain.from_iterable(map(_READ_GROUPS, states))]
+        return frozenset(map(_READ_SETTINGS, chain.from_iterable(map(_READ_GROUPS, states))))
     except AttributeError:  # older versions of torch
-        return [group for state in states for group in groups_of(state)]
-
-
-def _settings(groups: Sequence[Any]) -> frozenset[tuple[bool | None, ...]]:
-    """Return the settings that groups have; None in a version of torch without one."""
-    try:
-        return frozenset(map(_READ_SETTINGS, groups))
-    except AttributeError:
-        return frozenset(tuple(getattr(group, name, None) for name in _SETTINGS) for group in groups)
+        return frozenset(tuple(getattr(group, name, None) for name in _SETTINGS) for group in _groups(states))
 
 
 @functools.lru_cache(maxsize=256)

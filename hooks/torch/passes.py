@@ -87,10 +87,12 @@ class _ModelPasses(StepRows):
         """Begin a step without passes."""
         self._passes = []
 
+    def repeats(self) -> bool:
+        """Return whether the current step has the rows of the one before, which need not be compared as JSON."""
+        return len(self._passes) == len(self._last) and all(map(operator.is_, self._passes, self._last))
+
     def _write(self, tracer: TorchTracer | None) -> None:
-        # Most steps have the rows of the step before, and need not be compared as JSON.
-        is_same = len(self._passes) == len(self._last) and all(map(operator.is_, self._passes, self._last))
-        if self.job is not None and tracer is not None and not is_same:
+        if self.job is not None and tracer is not None and not self.repeats():
             super()._write(tracer)
             self._last = self._passes
 

@@ -31,6 +31,10 @@ class StepRows(ABC):
     def clear(self) -> None:
         """Begin a step without facts."""
 
+    def repeats(self) -> bool:
+        """Return whether the current step is known to have the facts of the one before, which are written."""
+        return False
+
     @abstractmethod
     def write(self, tracer: TorchTracer, step: int, facts: list[Any] | None) -> None:
         """Add a row to the tables. None: the facts are not known from this step on."""
@@ -38,7 +42,12 @@ class StepRows(ABC):
     def enter_step(self) -> None:
         """Begin the current step, the step of the calls that were made last, unless it has begun."""
         step = progress.step
-        if step != self._step:
+        if step == self._step:
+            return
+        if step == self._step + 1 and self.repeats():  # most steps, with fewer functions
+            self._step = step
+            self.clear()
+        else:
             self._next_step(step, torch_tracer.current())
 
     def end(self, tracer: TorchTracer) -> None:

@@ -64,7 +64,7 @@ def test_the_last_row_that_fits_has_no_passes(rows: list[Any]) -> None:
 
 def settings_of(units: list[Any]) -> dict[str, Any]:
     """Return the settings in the row of a pass of these units."""
-    row = fsdp2._training_pass(fsdp2._settings(units), True).to_json()
+    row = fsdp2._training_pass(fsdp2._settings([SimpleNamespace(_fsdp_param_groups=units)]), True).to_json()
     return {name: row[name] for name in fsdp2._SETTINGS}
 
 
