@@ -32,7 +32,7 @@ RUNS: Final = TableSpec("runs", "Runs side by side", "A row per run, in the give
     *(replace(each, meaning=f"{each.meaning[:-1]}, in a training step.") for each in PER_RANK),
     count("differing_steps", "", "Steps whose calls or payload differ from the median."),
     column("fraction", format_small_share, "tracing_share", "tracing cost",
-        "Share of the run's time that tracing cost, mean over the processes.", optional=True),
+        "Share of the run's time that recording calls and writing took, mean over the processes.", optional=True),
 ), {
     "terminal": "run ranks_seen steps calls_per_rank payload_bytes_per_rank wire_bytes_per_rank tracing_share",
     "page": "run job ranks_seen steps calls_per_rank payload_bytes_per_rank wire_bytes_per_rank tracing_share",

@@ -39,8 +39,11 @@ TRACING_COST: Final = TableSpec("tracing_cost", "Tracing cost", "A row per proce
     duration("calls_ns", "all calls", "mean_ns times calls."),
     duration("drain_ns", "writing", "Processor time of the thread that writes the log."),
     duration("span_ns", "run", "Time from the process's first line in the log to its last."),
-    column("fraction", format_small_share, "share", "share", "(calls_ns + drain_ns) / span_ns."),
+    column("fraction", format_small_share, "share", "share",
+        "(calls_ns + drain_ns) / span_ns. Hooks between calls are not in it: with them, a step of torch's trainings "
+        "became longer by up to five times that."),
 ), merge_by="rank")  # fmt: skip
+NOT_MEASURED: Final = "hooks between calls are not measured: with them up to five times that, in benchmarks"
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:
@@ -123,4 +126,4 @@ def describe_cost(cost: pd.DataFrame, processes: int) -> str:
     if len(known) > 1:
         worst = known.iloc[int(known["share"].to_numpy().argmax())]
         text += f", at most {format_small_share(worst['share'])} (rank {int(worst['rank'])})"
-    return text
+    return f"{text}; {NOT_MEASURED}"

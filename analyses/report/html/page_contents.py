@@ -158,7 +158,7 @@ def _tiles(tables: Tables) -> Iterator[Tile]:
     if coverage["simulated"]:
         yield Tile("times", "none", "simulated: nothing was sent")
     elif len(cost):
-        note = f"of the run's time; {cost_per_call(cost)}"
+        note = f"of the run's time, in calls; {cost_per_call(cost)}"
         yield Tile("tracing cost", format_small_share(cost["share"].mean()), note)
     else:
         yield Tile("tracing cost", "not known")

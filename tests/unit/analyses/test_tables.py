@@ -10,7 +10,7 @@ import pytest
 from factory import ALL_GATHER, ALL_REDUCE, ALONE, BARRIER, PAIR, RECV, SEND, WORLD, LogFactory, record, training
 
 from commtrace.analyses.steps import STEPS_SECTION
-from commtrace.analyses.tracing_cost import cost_per_call
+from commtrace.analyses.tracing_cost import NOT_MEASURED, cost_per_call, describe_cost
 from commtrace.run import Run, open_run
 from commtrace.schema import Clock, Flag, Phase, State
 
@@ -284,6 +284,9 @@ def test_tracing_cost(tmp_path: Path) -> None:
     # Weighted by calls, over the processes that counted.
     assert cost_per_call(table) == "2.00 us a call (first call of a call site: 100 us)"
     assert cost_per_call(table.head(1)) == "5.00 us a call"
+    text = describe_cost(table.head(1), 2)
+    assert text.startswith("on 1 of 2 processes: 5.00 us a call, p99 9.00 us; with writing to disk 10 % of the run's ")
+    assert text.endswith(NOT_MEASURED)
 
 
 def test_balance(tmp_path: Path) -> None:
