@@ -41,9 +41,9 @@ TRACING_COST: Final = TableSpec("tracing_cost", "Tracing cost", "A row per proce
     duration("span_ns", "run", "Time from the process's first line in the log to its last."),
     column("fraction", format_small_share, "share", "share",
         "(calls_ns + drain_ns) / span_ns. Hooks between calls are not in it: with them, a step of torch's trainings "
-        "became longer by up to five times that."),
+        "became longer by up to six times that."),
 ), merge_by="rank")  # fmt: skip
-NOT_MEASURED: Final = "hooks between calls are not measured: with them up to five times that, in benchmarks"
+NOT_MEASURED: Final = "hooks between calls are not measured: with them up to six times that, in benchmarks"
 
 
 def _partial(block: RecordBlock) -> pd.DataFrame:

@@ -1,9 +1,10 @@
-"""python in_turns.py SOCKET PADS PROGRAM [ARGUMENT ...]: one rank of a training that runs when it is told to.
+"""python in_turns.py SOCKET PIECES PROGRAM [ARGUMENT ...]: one rank of a training that runs when it is told to.
 
-PADS: 1 to pad operators (`operators`), 0 not to. PROGRAM: a size and a scheme, such as "ordinary FSDP2", or a file in
-Python. After each step of its first optimizer in torch, a program looks whether its turn is over, and then writes to
-the socket, as JSON, what the turn took (`Times`), and waits for the next turn: the number of steps, whether they are
-recorded, and whether lengths are settled first. No steps end it. Ranks are started as torchrun does.
+PROGRAM: a size and a scheme, such as "ordinary FSDP2", or a file in Python. After each step of its first optimizer in
+torch, a program looks whether its turn is over, and then writes to the socket, as JSON, what the turn took (`Times`),
+and waits for the next turn: the number of steps, whether they are recorded, and whether functions of commtrace are
+looked for in their pieces. No steps end it, and it writes the
+pieces of the steps of all turns (`operators`) to the file PIECES. Ranks are started as torchrun does.
 """
 
 from __future__ import annotations
@@ -37,11 +38,10 @@ dist: Any = torch.distributed  # its stubs are incomplete
 
 def main() -> None:
     """Train in turns until told to end."""
-    descriptor, pads, program, *_ = sys.argv[1:]
+    descriptor, pieces, program, *_ = sys.argv[1:]
     torch.set_num_threads(1)
     groups.keep_memory()
-    operators.begin(pads=pads == "1")
-    register_optimizer_step_post_hook(Turns(int(descriptor)).step_ended)
+    register_optimizer_step_post_hook(Turns(int(descriptor), Path(pieces)).step_ended)
     size, _, scheme = program.partition(" ")
     if size in SIZES:
         train(SIZES[size], scheme)
@@ -65,11 +65,16 @@ def train(size: training_steps.Size, scheme: str) -> None:
 class Turns:
     """Lets the steps of the program's first optimizer wait for their turns."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, pieces: Path) -> None:
+        self._steps, self._pieces = (
+            operators.Steps(lambda: [one.replacement for one in switching.replacements()]),
+            pieces,
+        )
         self._file: Any = socket.socket(fileno=descriptor).makefile("rw")
         self._recording = switching.Recording()
         self._first: object = None
         self._is_timed, self._left, self._began = True, 1, Times.now()
+        self._steps.turn_begins()
 
     def step_ended(self, optimizer: object, *_: object) -> None:
         """Count a step. If it is the last one of its turn, tell the times, and wait for the next turn."""
@@ -77,6 +82,7 @@ class Turns:
         if optimizer is not self._first:
             return
         if self._is_timed:
+            self._steps.step_ended()
             self._left -= 1
             if self._left:
                 return
@@ -86,18 +92,19 @@ class Turns:
             self._wait()
         else:
             self._is_timed = True
+            self._steps.turn_begins()
         self._began = Times.now()
 
     def _wait(self) -> None:
         """Wait for the next turn, and switch the recorder. The step after that is not timed."""
         line = self._file.readline()
-        self._left, recorded, settles = json.loads(line) if line else (0, True, False)
+        self._left, recorded, looks = json.loads(line) if line else (0, True, False)
         if self._left == 0:
             commtrace.stop()
+            self._steps.write(self._pieces)
             os._exit(0)  # gloo's threads may still run
         self._recording.switch(on=recorded)
-        if settles:
-            operators.settle()
+        self._steps.look(on=looks)
         self._is_timed = False
 
 
@@ -107,20 +114,11 @@ class Times(NamedTuple):
     wall: float
     processor: float
     """Of all threads."""
-    communication: float
-    """Processor time of the training thread in operators that communicate."""
-    calls: int
-    """Of these operators."""
-    padding: float
 
     @classmethod
     def now(cls) -> Times:
         """Return the present values."""
-        counted = operators.counters()
-        return cls(
-            time.perf_counter(), time.process_time(), 1e-9 * counted.communication_ns, counted.communication_calls,
-            1e-9 * counted.padding_ns,
-        )  # fmt: skip
+        return cls(time.perf_counter(), time.process_time())
 
 
 if __name__ == "__main__":

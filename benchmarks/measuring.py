@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 PROCESSOR: Final = ", CPU time"
 """Ends the case of a row of processor time."""
+PIECES: Final = ", where recorders run"
+"""Ends the case of a row of processor time of the training thread in some pieces of a step (`operators`)."""
 A_CALL: Final = ", a call"
 """Ends the case of a row of a call within a step."""
 

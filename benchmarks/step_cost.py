@@ -13,8 +13,7 @@ Any training whose optimizers are torch's can be measured, for instance of 4 ran
 
     python benchmarks/step_cost.py --ranks 4 --results out.json --script train.py --config small.yml
 
-With --padded, operators that compute take the same time in all turns (`operators`), and steps vary less. Ratios are of
-a step without the padding.
+Steps are also compared in those pieces only where a recorder runs (`operators`), which vary less.
 """
 
 from __future__ import annotations
@@ -36,10 +35,11 @@ from typing import Any, Final, NamedTuple
 
 import groups
 import in_turns
+import numpy as np
 import operators
 import results
 import training_steps
-from measuring import A_CALL, PROCESSOR, Interval, Row, interval_of, rotated
+from measuring import A_CALL, PIECES, PROCESSOR, Interval, Row, interval_of, rotated
 from sides import recorders
 
 import commtrace
@@ -47,6 +47,11 @@ import commtrace
 SETTLED_S: Final = 9.0
 """A recorder reads the set-up of its process again until 7 s after its start."""
 LIMIT_S: Final = 120
+SIDES: Final = ("bare", "again", "side")
+BLOCK: Final = 6
+"""Rounds of which medians of pieces are taken: these have every order once."""
+LOOKED_AT: Final = 3
+"""Steps in which functions of commtrace are looked for."""
 
 
 def main() -> None:
@@ -56,7 +61,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=120, help="recorded turns of a job (%(default)s)")
     parser.add_argument("--seconds", type=float, default=0.8, help="length of a turn (%(default)s)")
     parser.add_argument("--ranks", type=int, action="append", help="ranks of a job (2); may be repeated")
-    parser.add_argument("--padded", action="store_true", help="let operators that compute take the same time always")
     parser.add_argument("--script", nargs=argparse.REMAINDER, help="a program and its arguments, in place of ours")
     options = results.parsed(parser, jobs=1, rounds=2, seconds=0.0)
     if "native" not in recorders():
@@ -79,16 +83,19 @@ def measured(program: str, ranks: int, options: argparse.Namespace) -> list[Row]
     for number in range(options.jobs):
         starts.append(Start.measure(program, ranks, number, options))
         print(f"{program}, {number}: {starts[-1].summary()}", file=sys.stderr, flush=True)
-    case, name = f"{program}, {ranks} ranks{', padded' if options.padded else ''}", "commtrace, native, with call sites"
+    case, name = f"{program}, {ranks} ranks", "commtrace, native, with call sites"
     calls = statistics.mean(start.calls for start in starts)
     reported_us = statistics.median(start.reported_us for start in starts)
+    step_ms = statistics.median(value for start in starts for value in start.wall["bare"])
     rows = [
         row_of(case, name, "ms", [start.wall for start in starts]),
         row_of(f"{case}{PROCESSOR}", name, "ms", [start.processor for start in starts]),
         Row(case, f"{name}: calls", "a step", calls),
         Row(case, f"{name}: as reported", "us a call", reported_us),
-        Row(case, f"{name}: padding", "% of a step", statistics.median(start.padding for start in starts)),
         Row(case, f"{name}: writing", "% of a core", statistics.median(start.writing for start in starts)),
+        row_of(f"{case}{PIECES}", name, "ms", [start.pieces for start in starts]),
+        Row(f"{case}{PIECES}", f"{name}: the step", "ms", step_ms),
+        Row(f"{case}{PIECES}", f"{name}: calls", "a step", calls),
         row_of(f"{case}{A_CALL}", name, "us", [start.call for start in starts]),
         Row(f"{case}{A_CALL}", f"{name}: as reported", "us a call", reported_us),
     ]
@@ -123,60 +130,84 @@ def ratio_of(turns: Mapping[str, Sequence[float]], side: str) -> Interval:
 
 
 class Start(NamedTuple):
-    """What the turns of one job took, a step in ms without the padding, by side."""
+    """What the turns of one job took, a step in ms, by side."""
 
     wall: Mapping[str, list[float]]
     processor: Mapping[str, list[float]]
+    pieces: Mapping[str, list[float]]
+    """Processor time of the training thread in pieces where a recorder runs, ms, by blocks of turns."""
     call: Mapping[str, list[float]]
-    """Processor time of an operator that communicates, us: until it has returned, not until it has ended."""
-    padding: float
-    """What a step waited for in padded operators, % of the step without that."""
+    """That of an operator which communicates, us: until it has returned, not until it has ended."""
     calls: float
     """Of a recorded step and rank."""
     reported_us: float
-    """Cost of a call that the report states, us."""
+    """Cost of a call that the report states, us, of those that are not the first of a call site."""
     writing: float
     """Share of a core that the thread of a rank takes which writes the log, %."""
 
     @classmethod
     def measure(cls, program: str, ranks: int, number: int, options: argparse.Namespace) -> Start:
         """Start the job, let it train in turns, and end it."""
-        turns: dict[str, list[Turn]] = {side: [] for side in ("bare", "again", "side")}
+        order = [side for number_of in range(options.rounds) for side in rotated(SIDES, number_of + number)]
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log"
-            with running(program, ranks, log, options) as job:
+            files = [Path(folder) / f"pieces-{rank}" for rank in range(ranks)]
+            with running(program, files, log, options) as job:
                 steps = warmed_up(job, options.seconds)
-                for round_number in range(options.rounds):
-                    for position, side in enumerate(rotated(list(turns), round_number + number)):
-                        turns[side].append(job.turn(steps, recorded=side == "side", settles=position == 0))
+                job.turn(LOOKED_AT, recorded=True, looks=True)
+                turns = [job.turn(steps, recorded=side == "side") for side in order]
                 job.end()
-            stated = recorded(log, ranks)
-        return cls.of(turns, steps, ranks, stated)
+            pieces = [operators.read(file) for file in files]
+            return cls.of(order, turns, steps, pieces, recorded(log, ranks))
 
     @classmethod
     def of(
-        cls, turns: Mapping[str, Sequence[Turn]], steps: int, ranks: int, stated: tuple[float, float, float]
-    ) -> Start:
-        """Return what these turns of so many steps took, and what `recorded` has returned."""
-        # One number for all turns: that of a turn is what its operators did not take, and would make it vary again.
-        padding = statistics.median(turn.padding for of in turns.values() for turn in of)
-        wall = {side: [1e3 * (turn.wall - padding) / steps for turn in of] for side, of in turns.items()}
-        processor = {
-            side: [1e3 * (turn.processor - ranks * padding) / steps for turn in of] for side, of in turns.items()
-        }
-        call = {side: [1e6 * turn.communication / turn.calls for turn in of] for side, of in turns.items()}
-        share = 100 * 1e3 * padding / steps / statistics.median(wall["bare"])
-        return cls(wall, processor, call, share, *stated)
+        cls, order: Sequence[str], turns: Sequence[Turn], steps: int, pieces: Sequence[operators.Turns],
+        stated: tuple[float, float, float],
+    ) -> Start:  # fmt: skip
+        """Return what these turns of so many steps took.
+
+        Args:
+            order: The side of each turn.
+            turns: Their times.
+            steps: Steps of a turn.
+            pieces: Those of each rank, of these turns and one before them, in which functions were looked for.
+            stated: What `recorded` has returned.
+        """
+        numbers = {side: [number for number, of in enumerate(order) if of == side] for side in SIDES}
+        selected = [operators.Selected.of(of[-len(order) - 1]) for of in pieces]
+        calls = statistics.mean(int(of.calls.sum()) for of in selected)
+        blocks = {side: np.array_split(of, max(2, len(of) // BLOCK)) for side, of in numbers.items()}
+        ms = {
+            side: [
+                np.mean([
+                    one.times([step for number in block for step in of[number - len(order)]])
+                    for one, of in zip(selected, pieces, strict=True)
+                ], axis=0)
+                for block in of_side
+            ]
+            for side, of_side in blocks.items()
+        }  # fmt: skip
+        return cls(
+            {side: [1e3 * turns[number].wall / steps for number in of] for side, of in numbers.items()},
+            {side: [1e3 * turns[number].processor / steps for number in of] for side, of in numbers.items()},
+            {side: [float(of.sum()) for of in blocks] for side, blocks in ms.items()},
+            {side: [1e3 * float(of[0]) / calls for of in blocks] for side, blocks in ms.items()},
+            *stated,
+        )
 
     def summary(self) -> str:
         """Return the ratios in a line."""
         parts = []
-        for name, turns in (("wall, ms", self.wall), ("processor, ms", self.processor), ("a call, us", self.call)):
+        measured = {
+            "wall, ms": self.wall, "processor, ms": self.processor, "pieces, ms": self.pieces,
+            "a call, us": self.call,
+        }  # fmt: skip
+        for name, turns in measured.items():
             ratio, control = (ratio_of(turns, side) for side in ("side", "again"))
             half = (ratio.bounds[1] - ratio.bounds[0]) / 2
             bare = statistics.median(turns["bare"])
             parts.append(f"{name}: {bare:.4g}, {ratio.mean:.4f} +-{half:.4f} (control {control.mean:.4f})")
-        parts.append(f"padding {self.padding:.3g} %")
         stated = f"{self.calls:.4g} calls a step, {self.reported_us:.3g} us as reported, writing {self.writing:.2g} %"
         return f"{'; '.join(parts)}; {stated}"
 
@@ -185,7 +216,7 @@ def warmed_up(job: Job, seconds: float) -> int:
     """Let the job train until it is settled, and return the steps of a turn of about this length."""
     began = time.monotonic()
     while True:
-        turn = job.turn(3, recorded=True, settles=True)
+        turn = job.turn(3, recorded=True)
         if seconds == 0 or time.monotonic() - began > SETTLED_S:
             return max(1, round(3 * seconds / turn.wall))
 
@@ -203,7 +234,7 @@ def recorded(log: Path, ranks: int) -> tuple[float, float, float]:
     calls = steps[steps > steps.max() // 2].value_counts() / ranks
     cost = run.table("tracing_cost")
     writing = 100 * (cost["drain_ns"] / cost["span_ns"]).mean()
-    return float(calls.median()), float(cost["mean_ns"].mean()) / 1e3, float(writing)
+    return float(calls.median()), float(cost["steady_mean_ns"].mean()) / 1e3, float(writing)
 
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------
@@ -216,12 +247,6 @@ class Turn(NamedTuple):
     """Of the slowest rank."""
     processor: float
     """Of all threads of all ranks."""
-    communication: float
-    """Processor time of operators that communicate, of all ranks."""
-    calls: int
-    """These operators' calls, of all ranks."""
-    padding: float
-    """Mean of the ranks."""
 
 
 class Job:
@@ -233,27 +258,24 @@ class Job:
         for file in self._files:
             self._read(file)  # the first step of each rank
 
-    def turn(self, steps: int, *, recorded: bool, settles: bool) -> Turn:
-        """Let the job train for some steps, after one that is not timed. May settle how long operators take."""
-        self._grant(steps, recorded=recorded, settles=settles)
+    def turn(self, steps: int, *, recorded: bool, looks: bool = False) -> Turn:
+        """Let the job train for some steps, after one that is not timed. May look for functions of commtrace."""
+        self._grant(steps, recorded=recorded, looks=looks)
         times = [self._read(file) for file in self._files]
         return Turn(
             wall=max(time.wall for time in times),
             processor=sum(time.processor for time in times),
-            communication=sum(time.communication for time in times),
-            calls=sum(time.calls for time in times),
-            padding=statistics.mean(time.padding for time in times),
         )
 
     def end(self) -> None:
         """End the job, and its log."""
-        self._grant(0, recorded=True, settles=False)
+        self._grant(0, recorded=True, looks=False)
         for process in self._processes:
             assert process.wait(LIMIT_S) == 0, process.args
 
-    def _grant(self, steps: int, *, recorded: bool, settles: bool) -> None:
+    def _grant(self, steps: int, *, recorded: bool, looks: bool) -> None:
         for file in self._files:
-            file.write(f"{json.dumps([steps, recorded, settles])}\n")
+            file.write(f"{json.dumps([steps, recorded, looks])}\n")
             file.flush()
 
     def _read(self, file: Any) -> in_turns.Times:
@@ -264,9 +286,10 @@ class Job:
 
 
 @contextmanager
-def running(program: str, ranks: int, log: Path, options: argparse.Namespace) -> Iterator[Job]:
-    """Start the ranks of a job as torchrun does, and end what is left of them."""
+def running(program: str, files: Sequence[Path], log: Path, options: argparse.Namespace) -> Iterator[Job]:
+    """Start the ranks of a job as torchrun does, each with its file for pieces, and end what is left of them."""
     port, processes, sockets = groups.free_port(), [], []
+    ranks = len(files)
     try:
         for rank in range(ranks):
             ours, theirs = socket.socketpair()
@@ -276,7 +299,7 @@ def running(program: str, ranks: int, log: Path, options: argparse.Namespace) ->
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "DS_ACCELERATOR": "cpu",
                 "PYTHONWARNINGS": "ignore", "COMMTRACE": log, "COMMTRACE_RECORDER": "native",
             }  # fmt: skip
-            arguments = [str(theirs.fileno()), str(int(options.padded)), *(options.script or [program])]
+            arguments = [str(theirs.fileno()), str(files[rank]), *(options.script or [program])]
             processes.append(
                 subprocess.Popen(
                     [sys.executable, Path(__file__).with_name("in_turns.py"), *arguments],

@@ -53,13 +53,13 @@ class Recording:
                 assert one.exchange(one.original, one.replacement), f"{one.owner}.{one.name} has been replaced"
         elif not on and not self._off:
             hook.remove_kernels()
-            replaced = _replacements()
+            replaced = replacements()
             # An attribute may be replaced by several hooks: the last one comes back first.
             while back := [one for one in replaced if one.exchange(one.replacement, one.original)]:
                 self._off += back
 
 
-def _replacements() -> list[Replacement]:
+def replacements() -> list[Replacement]:
     """Return what all hooks have replaced."""
     return [
         Replacement(patches, *undo.args)

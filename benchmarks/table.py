@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import results
-from measuring import A_CALL, PROCESSOR, Row
+from measuring import A_CALL, PIECES, PROCESSOR, Row
 
 ROOT = Path(__file__).parents[1]
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "explanation" / "benchmarks.md"
@@ -124,16 +124,19 @@ def scale(rows: Sequence[Row]) -> str:
 
 
 def step_cost(rows: Sequence[Row]) -> str:
-    """Return the tables of steps and of calls within them."""
-    of_calls = [row for row in rows if row.case.endswith(A_CALL)]
-    steps = steps_table([row for row in rows if not row.case.endswith(A_CALL)])
-    return f"{steps}\n\n{paragraph(f'{CALLS_IN_STEPS}:')}\n\n{calls_table(of_calls)}" if of_calls else steps
+    """Return the tables of steps, of the pieces of them where a recorder runs, and of calls."""
+    tables = [steps_table([row for row in rows if not row.case.endswith((PIECES, A_CALL))])]
+    for suffix, caption, table in ((PIECES, PIECES_OF_STEPS, pieces_table), (A_CALL, CALLS_IN_STEPS, calls_table)):
+        if any(row.case.endswith(suffix) for row in rows):
+            tables += [paragraph(f"{caption}:"), table(rows)]
+    return "\n\n".join(tables)
 
 
-CALLS_IN_STEPS = (
-    "What it adds to a call within such steps until that returns: processor time of torch's operator in the thread "
-    "that trains, beside what the report of the same run states"
+PIECES_OF_STEPS = (
+    "What it adds to the pieces of such steps in which code of commtrace runs, and to the step if nothing else becomes "
+    "longer: processor time of the thread that trains, medians of each piece"
 )
+CALLS_IN_STEPS = "Of it, what it adds to a call until that returns, beside what the report of the same run states"
 
 
 def alone(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
@@ -157,20 +160,42 @@ def steps_table(rows: Sequence[Row]) -> str:
     return markdown(header, list(lines.values()))
 
 
+def pieces_table(rows: Sequence[Row]) -> str:
+    """Return a table with a line for each training: what recording adds to the pieces of a step where it runs."""
+    values = alone(rows)
+    lines = []
+    for row in rows:
+        if row.ratio is None or not row.case.endswith(PIECES):
+            continue
+        case, step = row.case.removesuffix(PIECES), values[row.case, "the step"]
+        stated = values[row.case, "calls"] * values[f"{case}{A_CALL}", "as reported"] / 1e3
+        (added, low, high), control = added_by(row), row.control_difference or 0
+        share = f"{100 * added / step:+.2f} % ({100 * low / step:+.2f} to {100 * high / step:+.2f})"
+        cells = [f"{number(row.bare or 0)} ms", f"{added:+.2f} ms ({low:+.2f} to {high:+.2f})", f"{control:+.2f} ms"]
+        lines.append([case, *cells, f"{number(step)} ms", share, f"{100 * stated / added:.0f} %"])
+    header = ["", "pieces", "recording adds", "control", "step", "of the step", "in calls, as reported"]
+    return markdown(header, lines)
+
+
+def added_by(row: Row) -> tuple[float, float, float]:
+    """Return the difference of a row and its interval."""
+    if row.bare is None or row.difference is None or row.ratio_interval is None:
+        raise ValueError(f"{row.case}: no interval was measured")
+    low, high = ((bound - 1) * row.bare for bound in row.ratio_interval)
+    return row.difference, low, high
+
+
 def calls_table(rows: Sequence[Row]) -> str:
     """Return a table with a line for each training: what recording adds to a call, and what the report states of it."""
     values = alone(rows)
     lines = []
     for row in rows:
-        if row.ratio is None:
+        if row.ratio is None or not row.case.endswith(A_CALL):
             continue
-        if row.bare is None or row.difference is None or row.ratio_interval is None:
-            raise ValueError(f"{row.case}: no interval was measured")
-        stated = values[row.case, "as reported"]
-        low, high = (number((bound - 1) * row.bare) for bound in row.ratio_interval)
-        added, control = f"{number(row.difference)} ({low} to {high})", number(row.control_difference or 0)
-        share = f"{100 * stated / row.difference:.0f} %"
-        lines.append([row.case.removesuffix(A_CALL), number(row.bare), added, control, number(stated), share])
+        stated, (added, low, high) = values[row.case, "as reported"], added_by(row)
+        cells = [f"{number(added)} ({number(low)} to {number(high)})", number(row.control_difference or 0)]
+        share = f"{100 * stated / added:.0f} %"
+        lines.append([row.case.removesuffix(A_CALL), number(row.bare or 0), *cells, number(stated), share])
     header = ["", "a call, us", "recording adds, us", "control, us", "as reported, us", "of what it adds"]
     return markdown(header, lines)
 

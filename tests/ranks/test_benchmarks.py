@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import pickle
 import shutil
 import statistics
 import sys
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import mpi_launch
+import numpy as np
 import processes
 import pytest
 import results
 import table
-from measuring import A_CALL, PROCESSOR, Round, Row, compared, in_turn, interval_of, quartiles, rotated
+from measuring import A_CALL, PIECES, PROCESSOR, Round, Row, compared, in_turn, interval_of, quartiles, rotated
 from processes import ROOT
 
 from commtrace.hooks.native import libraries
@@ -117,23 +119,57 @@ def test_the_cost_of_a_step_stands_beside_its_control() -> None:
     lines = table.rendered({"step_cost": section(*rows)}).splitlines()
     assert f"| {case} | 99.0 ms | {cells} | {cells} | 12 | 4.50 us | 0.06 % |" in lines
     assert f"| {case} | 99.0 | 1.98 (-2.87 to 7.07) | 4.00 | 1.50 | 76 % |" in lines
+    of_pieces = f"{case}{PIECES}"
+    rows += [step_cost.row_of(of_pieces, name, "ms", turns), Row(of_pieces, f"{name}: the step", "ms", 198.0)]
+    rows += [Row(of_pieces, f"{name}: calls", "a step", 132.0)]  # 1.5 us each
+    lines = table.rendered({"step_cost": section(*rows)}).splitlines()
+    shares = "198 ms | +1.00 % (-1.45 to +3.57) | 10 % |"
+    assert f"| {case} | 99.0 ms | +1.98 ms (-2.87 to +7.07) | +4.00 ms | {shares}" in lines
+    assert f"| {case} | 99.0 | 1.98 (-2.87 to 7.07) | 4.00 | 1.50 | 76 % |" in lines
 
 
-def test_padding_is_taken_off_a_step() -> None:
+def pieces(*us_and_kinds: tuple[int, int]) -> Any:
+    """Return the pieces of a step of so many us and such kinds, with marks."""
+    return np.array([(1000 * us << 3) | kind for us, kind in us_and_kinds], np.int64)
+
+
+def test_only_the_pieces_of_a_step_where_a_recorder_runs_count(tmp_path: Path) -> None:
     pytest.importorskip("torch")
+    import operators
     import step_cost
+    from operators import MARKED, Kind
 
-    def turn(wall: float, padding: float) -> step_cost.Turn:
-        return step_cost.Turn(wall, 2 * wall, communication=3e-3, calls=30, padding=padding)
+    outside, computation, communication = Kind.OUTSIDE, Kind.COMPUTATION, Kind.COMMUNICATION
+    kinds = outside, computation, outside, communication, outside, computation, outside
 
-    # Two steps a turn, whose padding is 0.5 s in the median of the turns.
-    turns = {"bare": [turn(2.0, 0.4)], "again": [turn(2.1, 0.5)], "side": [turn(2.2, 0.7)]}
-    start = step_cost.Start.of(turns, steps=2, ranks=2, stated=(15.0, 4.5, 0.06))
-    steps = {"bare": 750, "again": 800, "side": 850}
-    assert {side: value for side, [value] in start.wall.items()} == pytest.approx(steps)
-    assert {side: value / 2 for side, [value] in start.processor.items()} == pytest.approx(steps)
-    assert {side: value for side, [value] in start.call.items()} == pytest.approx(dict.fromkeys(steps, 100))
-    assert start.padding == pytest.approx(100 * 0.25 / 0.75)
+    def step(hooked: int, call: int) -> Any:
+        slow = 1000 * call  # varies, and is not looked at
+        return pieces(*zip((7, slow, hooked, call, 5, slow, slow), kinds, strict=True))
+
+    marked = pieces((9, MARKED), *((9, kind) for kind in kinds[1:]))
+    also = pieces(*((9, kind) for kind in kinds[:2]), (9, MARKED), *((9, kind) for kind in kinds[3:]))
+    other = pieces((9, outside), (9, computation))
+    took = {"bare": (20, 50), "again": (21, 51), "side": (24, 58)}
+    order = [side for _ in range(4) for side in took]
+    turns = [[marked, also], *[[step(*took[side]), step(*took[side])] for side in order]]
+    file = tmp_path / "pieces"
+
+    def written(turns: Any) -> operators.Turns:
+        file.write_bytes(pickle.dumps([[one.tobytes() for one in turn] for turn in turns]))
+        return operators.read(file)
+
+    ranks = [written([*turns[:3], [other, *turns[3]], *turns[4:]]), written(turns)]
+    assert [len(turn) for turn in ranks[0]] == [2] * len(turns)
+    with pytest.raises(RuntimeError, match="of 6 steps, only 2 have the same operators"):
+        written([[other, other], turns[0], [pieces((9, kind)) for kind in kinds[1:3]]])
+
+    times = [step_cost.Turn(wall=0.2, processor=0.4)] * len(order)
+    start = step_cost.Start.of(order, times, 2, ranks, stated=(1.0, 4.5, 0.06))
+    assert start.wall == {side: pytest.approx([100.0] * 4) for side in took}
+    assert start.processor == {side: pytest.approx([200.0] * 4) for side in took}
+    of_pieces = {side: 1e-3 * (7 + hooked + call + 5) for side, (hooked, call) in took.items()}
+    assert start.pieces == {side: pytest.approx([ms, ms]) for side, ms in of_pieces.items()}
+    assert start.call == {side: pytest.approx([call, call]) for side, (_, call) in took.items()}
 
 
 def test_outliers_hardly_change_a_trimmed_mean() -> None:
@@ -179,8 +215,7 @@ EXPECTED = {
     "call_cost": COMMTRACE | {"CommDebugMode", "torch.profiler"},
     "mpi_cost": COMMTRACE | {f"commtrace, native, {prefix} call sites" for prefix in ("with", "without")},
     "step_cost": {
-        f"commtrace, native, with call sites{what}"
-        for what in ("", ": calls", ": as reported", ": padding", ": writing")
+        f"commtrace, native, with call sites{what}" for what in ("", ": calls", ": as reported", ": writing")
     },
     "step_instructions": {f"commtrace, {recorder}, with call sites" for recorder in ("python", "native")},
     "call_parts": {"call site, phase and step", "the process group", "payload"},
