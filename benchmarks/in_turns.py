@@ -66,10 +66,7 @@ class Turns:
     """Lets the steps of the program's first optimizer wait for their turns."""
 
     def __init__(self, descriptor: int, pieces: Path) -> None:
-        self._steps, self._pieces = (
-            operators.Steps(lambda: [one.replacement for one in switching.replacements()]),
-            pieces,
-        )
+        self._steps, self._pieces = operators.Steps(), pieces
         self._file: Any = socket.socket(fileno=descriptor).makefile("rw")
         self._recording = switching.Recording()
         self._first: object = None
@@ -104,7 +101,9 @@ class Turns:
             self._steps.write(self._pieces)
             os._exit(0)  # gloo's threads may still run
         self._recording.switch(on=recorded)
-        self._steps.look(on=looks)
+        self._steps.look_away()
+        if looks:
+            self._steps.look(one.replacement for one in switching.replacements())
         self._is_timed = False
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -59,25 +59,31 @@ def native() -> Any:
 class Steps:
     """Keeps the pieces of steps of this thread."""
 
-    def __init__(self, replacements: Callable[[], Iterable[object]]) -> None:
-        """Begin to cut steps. `replacements` returns what has been put in the place of functions of libraries."""
+    def __init__(self) -> None:
+        """Begin to cut steps."""
         native().begin()
-        self._replacements = replacements
         self._turns: list[list[bytes]] = []
 
-    def look(self, *, on: bool) -> None:
-        """Mark pieces in which a function of commtrace is called from now on, which makes them longer, or no longer."""
-        replacements = {id(getattr(one, "__func__", one)) for one in self._replacements()}
+    def look(self, replacements: Iterable[object]) -> None:
+        """Mark pieces in which a function of commtrace is called from now on, which makes them longer.
+
+        `replacements` are in the place of functions of libraries: those that are not in Python are found by them.
+        """
+        ids = {id(getattr(one, "__func__", one)) for one in replacements}
         mark = native().mark
 
         def profile(frame: FrameType, event: str, called: object) -> None:
             if event == "call":
                 if frame.f_globals.get("__name__", "").startswith("commtrace."):
                     mark()
-            elif event == "c_call" and id(called) in replacements:
+            elif event == "c_call" and id(called) in ids:
                 mark()
 
-        sys.setprofile(profile if on else None)
+        sys.setprofile(profile)
+
+    def look_away(self) -> None:
+        """Mark no more pieces."""
+        sys.setprofile(None)
 
     def turn_begins(self) -> None:
         """Keep the steps that follow as another turn."""
