@@ -3,8 +3,8 @@
 PROGRAM: a size and a scheme, such as "ordinary FSDP2", or a file in Python. After each step of its first optimizer in
 torch, a program looks whether its turn is over, and then writes to the socket, as JSON, what the turn took (`Times`),
 and waits for the next turn: the number of steps, whether they are recorded, and whether functions of commtrace are
-looked for in their pieces. No steps end it, and it writes the
-pieces of the steps of all turns (`operators`) to the file PIECES. Ranks are started as torchrun does.
+looked for in their pieces. No steps end it, and it writes the pieces of the steps of all turns (`operators`) to the
+file PIECES. Ranks are started as torchrun does.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from typing import Any, Final, NamedTuple
 import groups
 import in_turns
 import numpy as np
+import numpy.typing as npt
 import operators
 import results
 import training_steps
@@ -178,16 +179,15 @@ class Start(NamedTuple):
         selected = [operators.Selected.of(of[-len(order) - 1]) for of in pieces]
         calls = statistics.mean(int(of.calls.sum()) for of in selected)
         blocks = {side: np.array_split(of, max(2, len(of) // BLOCK)) for side, of in numbers.items()}
-        ms = {
-            side: [
-                np.mean([
-                    one.times([step for number in block for step in of[number - len(order)]])
-                    for one, of in zip(selected, pieces, strict=True)
-                ], axis=0)
-                for block in of_side
-            ]
-            for side, of_side in blocks.items()
-        }  # fmt: skip
+
+        def times(block: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            """Return the ms of `operators.Selected.times` in the steps of these turns, mean of the ranks."""
+            steps = ([step for number in block for step in of[number - len(order)]] for of in pieces)
+            of_ranks = np.array([one.times(of) for one, of in zip(selected, steps, strict=True)])
+            mean: npt.NDArray[Any] = of_ranks.mean(axis=0)
+            return mean
+
+        ms = {side: [times(block) for block in of_side] for side, of_side in blocks.items()}
         return cls(
             {side: [1e3 * turns[number].wall / steps for number in of] for side, of in numbers.items()},
             {side: [1e3 * turns[number].processor / steps for number in of] for side, of in numbers.items()},

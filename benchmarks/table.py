@@ -8,7 +8,7 @@ python benchmarks/table.py
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def step_cost(rows: Sequence[Row]) -> str:
     """Return the tables of steps, of the pieces of them where a recorder runs, and of calls."""
     tables = [steps_table([row for row in rows if not row.case.endswith((PIECES, A_CALL))])]
     for suffix, caption, table in ((PIECES, PIECES_OF_STEPS, pieces_table), (A_CALL, CALLS_IN_STEPS, calls_table)):
-        if any(row.case.endswith(suffix) for row in rows):
+        if any(compared_with(suffix, rows)):
             tables += [paragraph(f"{caption}:"), table(rows)]
     return "\n\n".join(tables)
 
@@ -142,6 +142,13 @@ CALLS_IN_STEPS = "Of it, what it adds to a call until that returns, beside what 
 def alone(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
     """Return the values that were not compared, by case and the end of their name."""
     return {(row.case, row.name.rpartition(": ")[2]): row.side for row in rows if row.ratio is None}
+
+
+def compared_with(suffix: str, rows: Sequence[Row]) -> Iterator[tuple[str, Row]]:
+    """Yield the rows that were compared and whose case has this end, with the case without it."""
+    for row in rows:
+        if row.ratio is not None and row.case.endswith(suffix):
+            yield row.case.removesuffix(suffix), row
 
 
 def steps_table(rows: Sequence[Row]) -> str:
@@ -164,10 +171,8 @@ def pieces_table(rows: Sequence[Row]) -> str:
     """Return a table with a line for each training: what recording adds to the pieces of a step where it runs."""
     values = alone(rows)
     lines = []
-    for row in rows:
-        if row.ratio is None or not row.case.endswith(PIECES):
-            continue
-        case, step = row.case.removesuffix(PIECES), values[row.case, "the step"]
+    for case, row in compared_with(PIECES, rows):
+        step = values[row.case, "the step"]
         stated = values[row.case, "calls"] * values[f"{case}{A_CALL}", "as reported"] / 1e3
         (added, low, high), control = added_by(row), row.control_difference or 0
         share = f"{100 * added / step:+.2f} % ({100 * low / step:+.2f} to {100 * high / step:+.2f})"
@@ -189,13 +194,11 @@ def calls_table(rows: Sequence[Row]) -> str:
     """Return a table with a line for each training: what recording adds to a call, and what the report states of it."""
     values = alone(rows)
     lines = []
-    for row in rows:
-        if row.ratio is None or not row.case.endswith(A_CALL):
-            continue
+    for case, row in compared_with(A_CALL, rows):
         stated, (added, low, high) = values[row.case, "as reported"], added_by(row)
         cells = [f"{number(added)} ({number(low)} to {number(high)})", number(row.control_difference or 0)]
         share = f"{100 * stated / added:.0f} %"
-        lines.append([row.case.removesuffix(A_CALL), number(row.bare or 0), *cells, number(stated), share])
+        lines.append([case, number(row.bare or 0), *cells, number(stated), share])
     header = ["", "a call, us", "recording adds, us", "control, us", "as reported, us", "of what it adds"]
     return markdown(header, lines)
 
