@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import groups
 import results
@@ -97,9 +98,31 @@ def through_mappings(options: argparse.Namespace) -> list[Row]:
 
 def with_purpose(all_reduce: Callable[[], object], options: argparse.Namespace) -> list[Row]:
     """Measure the cost of recording a purpose, and of it with the mark that a hook makes for a single call."""
-    marked = purposes.marking(Purpose.GRADIENTS)(all_reduce)
     rows = beside("all_reduce with a purpose, beside without", all_reduce, all_reduce, options, within_mark)
-    return rows + beside("all_reduce in a marked function, beside another", all_reduce, marked, options)
+    rows += in_a_marked_function("all_reduce in a marked function, beside another", all_reduce, options)
+    compute = training_steps.alone()
+    return rows + in_a_marked_function("a marked function after computation, beside another", int, options, compute)
+
+
+def in_a_marked_function(
+    case: str, call: Callable[[], object], options: argparse.Namespace, before: Callable[[], object] | None = None
+) -> list[Row]:
+    """Measure what it costs that a hook has wrapped a function, which marks its calls. `before` is not timed."""
+    current = SimpleNamespace(call=call)
+
+    @contextmanager
+    def wrapping(switch: sides.Switch) -> Iterator[None]:
+        with switch():
+            current.call = purposes.marking(Purpose.GRADIENTS)(call)  # as the recorder that has begun wraps it
+            try:
+                yield
+            finally:
+                current.call = call
+
+    def called() -> object:
+        return current.call()
+
+    return beside(case, called, called, options, wrapping, before)
 
 
 @contextmanager
@@ -115,11 +138,13 @@ def beside(
     other: Callable[[], object],
     options: argparse.Namespace,
     around: Callable[[sides.Switch], AbstractContextManager[object]] = lambda switch: switch(),
+    before: Callable[[], object] | None = None,
 ) -> list[Row]:
     """Return the cost of a call beside a plain one, both traced; what is `around` the switch is for that call only."""
-    amount = groups.Amount(options.fake_calls, options.pairs, options.settle, options.fake_calls)
+    calls = options.fake_calls if before is None else options.cold_calls
+    amount = groups.Amount(calls, options.pairs, options.settle, calls)
     return [
-        groups.Comparison(case, name, partial(around, switch), plain, other, base=switch).microseconds(amount)
+        groups.Comparison(case, name, partial(around, switch), plain, other, switch, before).microseconds(amount)
         for name, switch in sides.commtrace_sides().items()
         if options.only in name and "with call sites" in name
     ]

@@ -25,6 +25,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from commtrace.hooks import purposes
+
 Pieces: TypeAlias = npt.NDArray[np.int64]
 """The pieces of a step in their order, 8 ns + `MARKED` + kind."""
 
@@ -67,14 +69,17 @@ class Steps:
     def look(self, replacements: Iterable[object]) -> None:
         """Mark pieces in which a function of commtrace is called from now on, which makes them longer.
 
-        `replacements` are in the place of functions of libraries: those that are not in Python are found by them.
+        `replacements` are in the place of functions of libraries. Those that are not in Python are found by what they
+        replace, or by themselves if Python's profiler sees them.
         """
-        ids = {id(getattr(one, "__func__", one)) for one in replacements}
+        replaced = list(replacements)
+        ids = {id(getattr(one, "__func__", one)) for one in replaced}
+        codes = {purposes.code_of(one) for one in replaced}
         mark = native().mark
 
         def profile(frame: FrameType, event: str, called: object) -> None:
             if event == "call":
-                if frame.f_globals.get("__name__", "").startswith("commtrace."):
+                if frame.f_code in codes or frame.f_globals.get("__name__", "").startswith("commtrace."):
                     mark()
             elif event == "c_call" and id(called) in ids:
                 mark()

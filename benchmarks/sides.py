@@ -50,10 +50,10 @@ def recorders() -> list[str]:
 def without_purposes() -> None:
     """Let hooks mark no calls with their purposes, from the next start on."""
 
-    def unmarked(*_: object) -> Callable[[Any], Any]:
+    def unmarked(*_: object, **__: object) -> Callable[[Any], Any]:
         return lambda original: original
 
-    purposes.marking = purposes.marking_each = unmarked  # type: ignore[assignment]
+    purposes.marking = purposes.marking_each = purposes.marking_by = unmarked
     purposes.Marked = lambda *_: nullcontext()  # type: ignore[assignment, misc]
     MarkedSources.install = lambda _: None  # type: ignore[assignment, method-assign]
 

@@ -31,11 +31,11 @@ class Progress:
 
     def __init__(self) -> None:
         self.cells: Final = array("i", [0] * 6)
+        self._wrap: Callable[..., Callable[..., Any]] | None = None
         self.reset()
 
     def reset(self) -> None:
         """Reset to the state before the first step, without marks."""
-        self.marks: list[Phase] = []
         for cell, value in enumerate((-1, -1, _UNMARKED, 1, 0, 0)):
             self.cells[cell] = value
 
@@ -67,6 +67,11 @@ class Progress:
         """Whether the next activity begins a step."""
         return bool(self.cells[_FINISHED] and not self.cells[_BY_PROGRAM])
 
+    @property
+    def marked_phase(self) -> int:
+        """The phase that calls are marked with; -1: none."""
+        return self.cells[_MARK]
+
     def note_activity(self) -> None:
         """Note an event of a training step or an evaluation. Outside of both, it begins a step."""
         cells = self.cells  # not `between_steps`, which would be one more function, several times in a step
@@ -96,29 +101,36 @@ class Progress:
         """Return a wrapper that marks a function's calls with a phase, and, if not `in_micro_batch`, no micro-batch."""
 
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+            if self._wrap is not None:
+                return self._wrap(original, self.cells, int(phase), in_micro_batch)
+
             def replacement(*args: Any, **kwargs: Any) -> Any:
                 if not in_micro_batch:
                     self.cells[_MICRO_BATCH] = -1
-                self.mark(phase)
+                before = self.mark(phase)
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    self.unmark()
+                    self.unmark(before)
 
             return replacement
 
         return wrapper
 
-    def mark(self, phase: Phase) -> None:
-        """Mark calls with a phase until `unmark`. Within an evaluation, every phase is EVALUATION."""
-        self.marks.append(Phase.EVALUATION if Phase.EVALUATION in self.marks[-1:] else phase)
-        self.cells[_MARK] = self.marks[-1]
+    def wrap_with(self, wrap: Callable[..., Callable[..., Any]] | None) -> None:
+        """Let `wrap(original, cells, phase, in_micro_batch)` of a recorder do what a wrapper does from now on."""
+        self._wrap = wrap
 
-    def unmark(self) -> None:
-        """End the innermost mark. There may be none: tracing may have been stopped within it."""
-        if self.marks:
-            self.marks.pop()
-        self.cells[_MARK] = self.marks[-1] if self.marks else _UNMARKED
+    def mark(self, phase: Phase) -> int:
+        """Mark calls with a phase, and return what `unmark` needs. Within an evaluation, all phases are EVALUATION."""
+        before = self.cells[_MARK]
+        if before != _EVALUATION:
+            self.cells[_MARK] = phase
+        return before
+
+    def unmark(self, before: int) -> None:
+        """End the innermost mark: calls have again the one before it."""
+        self.cells[_MARK] = before
 
     def named_phase(self, name: str) -> _Mark:
         """Return a context manager that marks a phase by name. Forward, backward and optimizer count as activity.
@@ -138,14 +150,15 @@ class _Mark:
 
     def __init__(self, progress: Progress, phase: Phase, *, begins_step: bool) -> None:
         self._progress, self._phase, self._begins_step = progress, phase, begins_step
+        self._before = _UNMARKED
 
     def __enter__(self) -> None:
         if self._begins_step:
             self._progress.note_activity()
-        self._progress.mark(self._phase)
+        self._before = self._progress.mark(self._phase)
 
     def __exit__(self, *_: object) -> None:
-        self._progress.unmark()
+        self._progress.unmark(self._before)
 
 
 progress = Progress()

@@ -61,12 +61,9 @@ class CallContext:
             trained: "sent": the call sends what autograd has computed, in forward; "received": it receives into a
                 tensor that requires a gradient. Both belong to a step, also where no module runs.
         """
-        marks = progress.marks
-        task = _graph_task()
-        if task != _NO_TASK:
-            phase = marks[-1] if marks and marks[-1] in (_INIT, _EVALUATION) else _BACKWARD
-        else:
-            phase = int(marks[-1]) if marks else -1
+        phase, task = progress.marked_phase, _graph_task()
+        if task != _NO_TASK and phase not in (_INIT, _EVALUATION):
+            phase = _BACKWARD
         site = frame_flags = 0
         if phase < 0 or self._records_sites:
             site, frame_flags = self.sites.find(

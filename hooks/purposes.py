@@ -1,8 +1,9 @@
 """Purposes: why a library makes a call, kept per thread while the library is in one of its entry points.
 
-A hook wraps an entry point and marks the calls in it (`Marked`). Both recorders read the mark of the calling thread,
-and make it part of the call's row of the sites table (`CallSites.number`). Marks nest, and the innermost one counts. An
-entry point that serves many others (a tensor is redistributed) marks only where nothing else has (`unclaimed`).
+A hook wraps an entry point and marks the calls in it (`Marked`; wrappers: `marking` and others). Both recorders read
+the mark of the calling thread, and make it part of the call's row of the sites table (`CallSites.number`). Marks nest,
+and the innermost one counts. An entry point that serves many others (a tensor is redistributed) marks only where
+nothing else has (`unclaimed`).
 
 A function that runs often and seldom communicates is not wrapped: its code has a purpose (`mark_code`), which the
 recorders find among the frames that lead to a call, where nothing marks it (`CallSites.find`).
@@ -11,10 +12,11 @@ recorders find among the frames that lead to a call, where nothing marks it (`Ca
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable
-from types import CodeType
-from typing import Any, Final, Protocol
+from types import CodeType, FrameType
+from typing import Any, Final, NamedTuple, Protocol
 
 from commtrace.patching import Patches, Wrapper
 from commtrace.schema import Purpose
@@ -90,6 +92,27 @@ def of_code(code: CodeType) -> int:
     return _of_codes.get(id(code), (code, _UNMARKED))[1]
 
 
+class Marking(NamedTuple):
+    """How a wrapper marks the calls of a function."""
+
+    purpose: int = 0
+    """Number of their purpose."""
+    read: Callable[..., int] | None = None
+    """Returns it from the arguments of the call instead. 0 leaves the mark as it is."""
+    key: tuple[str | int, ...] | None = None
+    """What decides the result of `read`, besides whether autograd runs in this thread: names of attributes of the first
+    argument, and positions of others. Results are then kept with these values, which must be names, numbers or states,
+    and no parts of a model. A negative result is not kept: `~result` is the purpose of that call."""
+    of_caller: bool = False
+    """Whether `read` gets the first argument of the function that calls, in place of the arguments."""
+    unclaimed: bool = False
+    """Whether calls are marked only where nothing else has."""
+
+    def wrapper(self) -> Wrapper:
+        """Return the wrapper."""
+        return lambda original: _wrapped(original, *self)
+
+
 class Store(Protocol):
     """Where the marks of all threads are: here, or in a recorder that cannot read them here."""
 
@@ -98,6 +121,18 @@ class Store(Protocol):
 
     def exchange(self, purpose: int, /) -> int:
         """Set the calling thread's mark, and return the one before."""
+
+    def wrapped(
+        self,
+        original: Callable[..., Any],
+        purpose: int,
+        read: Callable[..., int] | None,
+        key: tuple[str | int, ...] | None,
+        of_caller: bool,
+        unclaimed: bool,
+        /,
+    ) -> Callable[..., Any]:
+        """Return a function that marks the calls of another one, as `Marking` says."""
 
 
 class ThreadLocalStore(threading.local):
@@ -114,17 +149,54 @@ class ThreadLocalStore(threading.local):
         before, self.purpose = self.purpose, purpose
         return before
 
+    def wrapped(
+        self,
+        original: Callable[..., Any],
+        purpose: int,
+        read: Callable[..., int] | None,
+        key: tuple[str | int, ...] | None,
+        of_caller: bool,
+        unclaimed: bool,
+        /,
+    ) -> Callable[..., Any]:
+        """Return a function that marks the calls of another one, as `Marking` says. It keeps no results of `read`."""
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            marked = purpose
+            if read is not None:
+                marked = read(*_own_argument(sys._getframe(1))) if of_caller else read(*args, **kwargs)
+                marked = ~marked if marked < 0 else marked
+            if not marked or (unclaimed and _current()):
+                return original(*args, **kwargs)
+            before = _exchange(marked)  # not `Marked`: this runs many times in a step
+            try:
+                return original(*args, **kwargs)
+            finally:
+                _exchange(before)
+
+        return replacement
+
+
+def _own_argument(frame: FrameType) -> tuple[Any, ...]:
+    """Return the first argument of the function that runs in a frame, if it has one."""
+    code = frame.f_code
+    return (frame.f_locals[code.co_varnames[0]],) if code.co_argcount else ()
+
 
 _here = ThreadLocalStore()
 _current: Callable[[], int] = _here.current
 _exchange: Callable[[int], int] = _here.exchange
+_wrapped: Callable[..., Callable[..., Any]] = _here.wrapped
 
 
 def keep_in(store: Store) -> None:
-    """Keep marks in a store from now on. The calling thread's mark goes with it, and those of others end."""
-    global _current, _exchange
+    """Keep marks in a store from now on. The calling thread's mark goes with it, and those of others end.
+
+    So do those of functions that an earlier store has wrapped, unless that is a store in Python.
+    """
+    global _current, _exchange, _wrapped
     purpose = current()
-    _current, _exchange = store.current, store.exchange
+    _current, _exchange, _wrapped = store.current, store.exchange, store.wrapped
     _exchange(purpose)
 
 
@@ -166,82 +238,32 @@ class Marked:
 
 def marking(purpose: Purpose) -> Wrapper:
     """Return a wrapper that marks the calls of a function."""
-    marked = number(purpose)
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            before = _exchange(marked)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                _exchange(before)
-
-        return replacement
-
-    return wrapper
-
-
-def marking_each(read: Callable[..., int]) -> Wrapper:
-    """Return a wrapper that marks the calls of a function with `read(arguments)`; 0 leaves the mark as it is.
-
-    This wrapper and the three others run many times in a step, so they do in place what `Marked` does.
-    """
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            try:
-                purpose = read(*args, **kwargs)
-            except Exception:
-                count_fault()
-                purpose = _UNMARKED
-            if not purpose:
-                return original(*args, **kwargs)
-            before = _exchange(purpose)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                _exchange(before)
-
-        return replacement
-
-    return wrapper
-
-
-def marking_by(attribute: str, numbers: NumbersBy) -> Wrapper:
-    """Return a wrapper that marks the calls of a method by an attribute of its object, with one function fewer."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            try:
-                purpose = numbers[getattr(self, attribute)]
-            except Exception:
-                count_fault()
-                return original(self, *args, **kwargs)
-            before = _exchange(purpose)
-            try:
-                return original(self, *args, **kwargs)
-            finally:
-                _exchange(before)
-
-        return replacement
-
-    return wrapper
+    return Marking(number(purpose)).wrapper()
 
 
 def marking_unclaimed(purpose: Purpose) -> Wrapper:
     """Return a wrapper that marks the calls of a function where nothing else does."""
-    marked = number(purpose)
+    return Marking(number(purpose), unclaimed=True).wrapper()
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            if _current():
-                return original(*args, **kwargs)
-            before = _exchange(marked)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                _exchange(before)
 
-        return replacement
+def marking_each(read: Callable[..., int]) -> Wrapper:
+    """Return a wrapper that marks the calls of a function with `read(arguments)`; 0 leaves the mark as it is."""
+    return Marking(read=_counting_faults(read)).wrapper()
 
-    return wrapper
+
+def marking_by(*key: str | int, read: Callable[..., int], of_caller: bool = False) -> Wrapper:
+    """Return a wrapper that marks the calls of a function with `read(arguments)`, which `key` decides (`Marking`)."""
+    return Marking(read=_counting_faults(read), key=key, of_caller=of_caller).wrapper()
+
+
+def _counting_faults(read: Callable[..., int]) -> Callable[..., int]:
+    """Return a function that counts errors, and then leaves the mark of this call as it is."""
+
+    def counting(*args: Any, **kwargs: Any) -> int:
+        try:
+            return read(*args, **kwargs)
+        except Exception:
+            count_fault()
+            return ~_UNMARKED
+
+    return counting

@@ -13,6 +13,7 @@ from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.schedule import BufferOpInstruction
 
 from commtrace.current_step import progress
 from commtrace.hooks import purposes
@@ -25,7 +26,7 @@ from commtrace.hooks.torch.dispatcher import Kernels
 from commtrace.hooks.torch.passes import Passes
 from commtrace.hooks.torch.recording_kernels import kernel_for
 from commtrace.job_row import PassRow
-from commtrace.patching import Patches, around
+from commtrace.patching import Patches, Wrapper, around
 from commtrace.schema import Phase, Purpose
 
 from . import engine_job, expert_layers, parameter_states, purpose_sources
@@ -52,15 +53,17 @@ _PHASES = {
     "OptimizerStep": Phase.OPTIMIZER,
 }
 
-_STAGE = "stage_id"
-"""Attribute of an engine: the number of its stage."""
+
+def _marking_by_stage(numbers: purposes.NumbersBy) -> Wrapper:
+    """Return a wrapper that marks the calls of an engine's method by the stage of the engine."""
+    return purposes.marking_by("stage_id", read=lambda engine, **_: numbers[engine.stage_id])
+
+
 _ACTIVATIONS = purposes.NumbersBy(Purpose.PIPELINE_ACTIVATIONS, "stage")
 _GRADIENTS = purposes.NumbersBy(Purpose.PIPELINE_GRADIENTS, "stage")
 _MARKS = {
-    "RecvActivation": purposes.marking_by(_STAGE, _ACTIVATIONS),
-    "SendActivation": purposes.marking_by(_STAGE, _ACTIVATIONS),
-    "RecvGrad": purposes.marking_by(_STAGE, _GRADIENTS),
-    "SendGrad": purposes.marking_by(_STAGE, _GRADIENTS),
+    **{f"{verb}Activation": _marking_by_stage(_ACTIVATIONS) for verb in ("Recv", "Send")},
+    **{f"{verb}Grad": _marking_by_stage(_GRADIENTS) for verb in ("Recv", "Send")},
     "ReduceTiedGrads": purposes.marking(Purpose.GRADIENTS),
 }
 """Instructions of a pipeline that communicate, and not only through methods that have a purpose themselves."""
@@ -149,11 +152,11 @@ def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
         progress.note_activity()
         if not isinstance(self, PipelineEngine):
             progress.micro_batch = self.micro_steps % self.gradient_accumulation_steps()
-    progress.mark(Phase.EVALUATION if evaluates else Phase.FORWARD)  # nor `marked`
+    before = progress.mark(Phase.EVALUATION if evaluates else Phase.FORWARD)  # nor `marked`
     try:
         result = original(self, *args, **kwargs)
     finally:
-        progress.unmark()
+        progress.unmark(before)
     if not (torch.is_grad_enabled() or isinstance(self, PipelineEngine)):
         with guard():
             _passes.add(self, PassRow(kind="evaluation" if evaluates else "interruption", times=1))
@@ -235,18 +238,19 @@ def _traced_instructions(instructions: Mapping[type, Callable[..., Any]]) -> dic
 def _traced_instruction(instruction: type, execute: Callable[..., Any]) -> Callable[..., Any]:
     """Return an instruction that sets phase and micro-batch, and marks messages with their purpose."""
     name = instruction.__name__
-    phase = _PHASES.get(name, Phase.OTHER)
     marked = _MARKS[name](execute) if name in _MARKS else execute
+    of_micro_batch = issubclass(instruction, BufferOpInstruction)
+    in_phase = progress.wrapper(_PHASES.get(name, Phase.OTHER), in_micro_batch=of_micro_batch)(marked)
+    if not of_micro_batch:
+        return in_phase
 
     def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
         buffer = kwargs.get("buffer_id")
         progress.micro_batch = _batches[-1].micro_batch(name, buffer) if _batches and buffer is not None else -1
         _executing.append(self)
-        progress.mark(phase)  # not `marked`: a step has many instructions
         try:
-            return marked(self, *args, **kwargs)
+            return in_phase(self, *args, **kwargs)
         finally:
-            progress.unmark()
             _executing.pop()
 
     return traced

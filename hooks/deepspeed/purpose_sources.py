@@ -118,7 +118,7 @@ def install() -> None:
     coordinator = imported(f"{_RUNTIME}.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
     if coordinator is not None:
         name = "_PartitionedParameterCoordinator__all_gather_params"
-        _patches.wrap(coordinator, name, purposes.marking_each(_purpose_of_gathering))
+        _patches.wrap(coordinator, name, purposes.marking_by(2, read=_purpose_of_gathering))
     partitioning = imported(f"{_RUNTIME}.zero.partition_parameters", "Init")
     if partitioning is not None:
         _patches.wrap(partitioning, "_all_gather", purposes.marking_each(_purpose_of_access))

@@ -82,7 +82,7 @@ def _backward_step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -
 
 
 def _in_micro_batch(number: int, phase: Phase, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if Phase.EVALUATION not in progress.marks:
+    if progress.marked_phase != Phase.EVALUATION:
         progress.micro_batch = number
     try:
         with progress.marked(phase):

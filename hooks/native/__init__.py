@@ -11,6 +11,7 @@ still numbers the rows of tables (`rows`) and keeps progress, jobs and roles; C+
     module.cpp             the functions that Python calls
     recording_kernels.h    the kernels: phase, peer, tag and number of a record; ends of calls shown by futures
     waits.h                waits and coalesced calls that Python makes
+    markers.h              functions of libraries whose calls a hook marks with a purpose or a phase
     recording.h            one recording: begin of records (dropped without a slot), groups, kinds, counters
     plan.h                 positions of an operator's arguments, and its payload
     callsites.h            call sites; frames.* read a thread's frames without the GIL

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from commtrace.current_step import progress
 from commtrace.errors import CommtraceError, warn
 from commtrace.hooks import purposes, recorder_setup
 from commtrace.hooks.recorder_setup import KernelBackend, count_fault
@@ -83,6 +84,8 @@ def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
         add_kernels(operators, functional)
     purposes.keep_in(_library.purposes)
     _patches.on_undo(purposes.keep_here)
+    progress.wrap_with(_library.in_phase)
+    _patches.on_undo(progress.wrap_with, None)
     _library.arm(_begin)
     _patches.on_undo(_library.disarm)
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "markers.h"
 #include "waits.h"
 
 namespace commtrace {
@@ -34,15 +35,20 @@ Recording* recording_for(uint32_t capacity) {
   return recording;
 }
 
-Recording* open_recording(const py::buffer& ring, size_t alive_at, size_t dropped_at, size_t records_at,
-                          uint32_t capacity, bool sites, bool device_times, const py::buffer& progress) {
-  // The cells' buffer is held for ever, which keeps the array from being resized. The ring's is not held, as that would
-  // keep the mapping from being closed; Python keeps it until the recording is closed.
+// The process's progress. The cells' buffer is held for ever, which keeps the array from being resized.
+Progress* progress_in(const py::buffer& progress) {
   static const auto* cells = new py::buffer_info(progress.request(true));
   if (cells->itemsize != 4 || cells->size * 4 != sizeof(Progress)) throw py::value_error("these are not progress cells");
+  return static_cast<Progress*>(cells->ptr);
+}
+
+Recording* open_recording(const py::buffer& ring, size_t alive_at, size_t dropped_at, size_t records_at,
+                          uint32_t capacity, bool sites, bool device_times, const py::buffer& progress) {
   Recording* recording = recording_for(capacity);
+  // The ring's buffer is not held, as that would keep the mapping from being closed; Python keeps it until the recording
+  // is closed.
   recording->open(static_cast<char*>(ring.request(true).ptr), alive_at, dropped_at, records_at, sites, device_times,
-                  static_cast<Progress*>(cells->ptr));
+                  progress_in(progress));
   return recording;
 }
 
@@ -214,5 +220,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_ purposes = m.def_submodule("purposes", "The store of purposes' marks.");
   for (PyMethodDef& function : store)
     purposes.attr(function.ml_name) = py::reinterpret_steal<py::object>(PyCFunction_New(&function, nullptr));
+  purposes.def("wrapped", &with_purpose);
+  m.def("in_phase", [](const py::object& original, const py::buffer& progress, int phase, bool in_micro_batch) {
+    return in_phase(original, progress_in(progress), phase, in_micro_batch);
+  });
   m.def("crossing", &crossing, py::call_guard<py::gil_scoped_release>());
 }

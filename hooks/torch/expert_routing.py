@@ -180,7 +180,7 @@ class ExpertRouting:
 
     def _layer(self, module: str) -> _Layer | None:
         """Return a layer of the current step; None if the pass belongs to an evaluation, or to the set-up."""
-        if progress.between_steps or progress.marks[-1:] in ([Phase.EVALUATION], [Phase.INIT]):
+        if progress.between_steps or progress.marked_phase in (Phase.EVALUATION, Phase.INIT):
             return None
         if not self._last.rows:
             self._last.rows.append(_Routing())

@@ -33,12 +33,13 @@ STATES: Final = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 _PARAMETER_GROUPS: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _MODULE: Final = "_module_fqn"
-"""Attribute of a group: the name of its module, or None."""
+_STATE: Final = "_training_state"
+"""Attributes of a group: the name of its module, or None; what it does."""
 _FORWARD: Final = purposes.NumbersBy(Purpose.PARAMETERS_FORWARD, "module")
 _RECOMPUTATION: Final = purposes.NumbersBy(Purpose.PARAMETERS_RECOMPUTATION, "module")
 _BACKWARD: Final = purposes.NumbersBy(Purpose.PARAMETERS_BACKWARD, "module")
 _GRADIENTS: Final = purposes.NumbersBy(Purpose.GRADIENTS, "module")
-_GATHERED_FOR: Final = {"FORWARD": _FORWARD, "PRE_BACKWARD": _BACKWARD}
+_GATHERED_FOR: Final[dict[str, purposes.NumbersBy]] = {"FORWARD": _FORWARD, "PRE_BACKWARD": _BACKWARD}
 """Name of a group's training state -> why it gathers. In others, the program or a pipeline has called `unshard`."""
 
 _SETTINGS: Final = "reduce_grads", "all_reduce_grads", "reshard_after_backward"
@@ -64,16 +65,19 @@ def install() -> None:
     # No import statement: the package is still being imported.
     state = sys.modules[STATES].FSDPState
     _patches.wrap(state, "_init_shared_state", _note_new_root)
-    _patches.wrap(state, "_register_pre_backward_hook", _end_forward)
+    # The first one runs once in each forward, the second one, of older versions, in those of all units.
+    if not _patches.wrap(state, "_force_complete_incomplete_states", _end_forward):
+        _patches.wrap(state, "_register_pre_backward_hook", _end_forward)
     _patches.wrap(state, "_root_post_backward_final_callback", _end_backward)
     module = sys.modules.get(_PARAMETER_GROUPS)
     group = getattr(module, "FSDPParamGroup", None)
     if group is not None:
         _patches.wrap(group, "lazy_init", _note_last_group)
-        _patches.wrap(group, "post_backward", purposes.marking_by(_MODULE, _GRADIENTS))
-        _patches.wrap(group, "_to_sharded", _note_resharding)
-        # Not `unshard`, which calls it: that runs several times for each unit and step, and gathers in one of two.
-        _patches.wrap(module, "foreach_all_gather", purposes.marking_each(_purpose_of_gathering))
+        _patches.wrap(group, "post_backward", purposes.marking_by(_MODULE, read=_purpose_of_reduction))
+        _patches.wrap(group, "_to_sharded", purposes.marking_by(_STATE, read=_note_resharding))
+        # Called by `unshard`, which runs several times for each unit and step, and gathers in one of two.
+        gathering = purposes.marking_by(_STATE, _MODULE, read=_purpose_of_gathering, of_caller=True)
+        _patches.wrap(module, "foreach_all_gather", gathering)
     _patches.include(_roots, _passes)
     _patches.on_undo(_new_roots.clear)
     _patches.on_undo(_rows.clear)
@@ -114,13 +118,13 @@ def _add_root(root: Any) -> None:
             _note_unit(group, "unsharded")
 
 
-# The next ones run in each step, two of them several times for each unit: `around` would add a function to each.
+# The next ones run in each step: `around` would add a function to each.
 
 
 def _end_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note the end of each unit's forward."""
+    """Note the end of a forward: of the root, or of a unit that the program calls itself."""
 
-    def register_pre_backward_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def end_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A forward within a backward pass recomputes activations.
         if self._state_ctx.iter_forward_root is self and torch._C._current_graph_task_id() < 0:
             try:
@@ -129,7 +133,7 @@ def _end_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 count_fault()
         return original(self, *args, **kwargs)
 
-    return register_pre_backward_hook
+    return end_forward
 
 
 def _note_forward(state: Any) -> None:
@@ -140,19 +144,6 @@ def _note_forward(state: Any) -> None:
         _forwards[root] = _forwards.get(root, 0) + 1
     else:
         _passes.add(_root(state), PassRow(kind="evaluation", times=1))
-
-
-def _note_resharding(original: Callable[..., None]) -> Callable[..., None]:
-    """Note that parameters are resharded outside of a pass: for a state dict, or by the program."""
-
-    def to_sharded(self: Any) -> None:
-        if self._training_state._name_ == "IDLE":  # seldom, while each unit is resharded in every pass
-            with guard():
-                if not self.is_sharded:
-                    _note_unit(self, "resharded")
-        original(self)
-
-    return to_sharded
 
 
 def _end_backward(original: Callable[..., None]) -> Callable[..., None]:
@@ -169,7 +160,7 @@ def _end_backward(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _note_backward(state: Any) -> None:
-    if progress.marks[-1:] != [Phase.INIT]:
+    if progress.marked_phase != Phase.INIT:
         progress.note_activity()  # passes without a call, as after an evaluation that left parameters gathered
     root = _root(state)
     if _forwards.pop(root, 0) == 1:
@@ -188,12 +179,14 @@ def _note_unit(group: Any, kind: str) -> None:
             _passes.add(root, PassRow(kind=kind, times=1, modules=[number]))
 
 
-def _purpose_of_gathering(*_: Any, **__: Any) -> int:
-    # Not an argument: `unshard` calls the function that `marking_each` replaces.
-    group = sys._getframe(2).f_locals["self"]
+def _purpose_of_reduction(group: Any, *_: Any) -> int:
+    return _GRADIENTS[group._module_fqn]
+
+
+def _purpose_of_gathering(group: Any) -> int:
     numbers = _GATHERED_FOR.get(group._training_state._name_)
     if numbers is None:
-        return purposes.number(_purpose_outside_of_passes(group), module=group._module_fqn or "")
+        return ~purposes.number(_purpose_outside_of_passes(group), module=group._module_fqn or "")
     if numbers is _FORWARD and torch._C._current_graph_task_id() >= 0:
         numbers = _RECOMPUTATION
     return numbers[group._module_fqn]
@@ -205,6 +198,15 @@ def _purpose_outside_of_passes(group: Any) -> Purpose:
         return Purpose.PARAMETERS_STAGE
     _note_unit(group, "unsharded")
     return Purpose.PARAMETERS_ON_REQUEST
+
+
+def _note_resharding(group: Any) -> int:
+    """Note that parameters are resharded outside of a pass: for a state dict, or by the program. Marks nothing."""
+    if group._training_state._name_ != "IDLE":
+        return 0
+    if not group.is_sharded:
+        _note_unit(group, "resharded")
+    return ~0
 
 
 def _root(state: Any) -> Any:

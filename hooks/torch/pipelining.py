@@ -143,7 +143,6 @@ class _MarkedMessage(dist.P2POp):
         if _batches:
             purpose, phase, progress.micro_batch = self.commtrace_mark
             purposes.mark(purpose)
-            progress.unmark()
             progress.mark(phase)
         return self.__dict__["tensor"]
 
@@ -176,7 +175,8 @@ def _marking_messages(purpose: Purpose, phase: Phase) -> Wrapper:
 @around
 def _send_batch(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     _batches.append(None)
-    before, micro_batch = progress.marks[-1] if progress.marks else progress.default_phase(), progress.micro_batch
+    marked, micro_batch = progress.marked_phase, progress.micro_batch
+    before = progress.default_phase() if marked < 0 else Phase(marked)
     try:
         # Each message replaces the marks, which are restored here.
         with purposes.Marked(purposes.current()), progress.marked(before):

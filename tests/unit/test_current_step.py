@@ -46,23 +46,23 @@ def test_an_evaluation_begins_no_step_whatever_runs_within() -> None:
     with progress.named_phase("evaluation"):
         for name in ("forward", "backward"):
             with progress.named_phase(name):
-                assert progress.marks[-1] == progress.cells[2] == Phase.EVALUATION
+                assert progress.marked_phase == Phase.EVALUATION
         assert (progress.step, progress.between_steps) == (-1, True)
     progress.note_activity()
     with progress.named_phase("evaluation"):  # with a validation model, within a step
         pass
-    assert (progress.step, progress.between_steps, progress.marks) == (0, False, [])
+    assert (progress.step, progress.between_steps, progress.marked_phase) == (0, False, -1)
 
 
 def test_phases_nest_and_end_with_an_exception() -> None:
     progress = Progress()
     with progress.named_phase("forward"):
         with progress.marked(Phase.INIT):
-            assert progress.marks == [Phase.FORWARD, Phase.INIT]
+            assert progress.marked_phase == Phase.INIT
         with pytest.raises(KeyError), progress.named_phase("optimizer"):
             raise KeyError
-        assert progress.marks == [Phase.FORWARD]
-    assert progress.marks == []
+        assert progress.marked_phase == Phase.FORWARD
+    assert progress.marked_phase == -1
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_stopped_within_a_phase() -> None:
     progress = Progress()
     with progress.named_phase("forward"), progress.marked(Phase.INIT):
         progress.reset()
-    assert progress.marks == []
+    assert progress.marked_phase == -1
 
 
 @pytest.mark.parametrize("name", ["forwards", "", 5])

@@ -14,7 +14,8 @@ from commtrace.schema import Phase
 
 TRAINING = """
 def communicate(what):
-    calls.append((what, progress.step, progress.marks[-1] if progress.marks else progress.default_phase()))
+    phase = Phase(progress.marked_phase) if progress.marked_phase >= 0 else progress.default_phase()
+    calls.append((what, progress.step, phase))
 
 def forward_step(model):
     communicate("broadcast_data")

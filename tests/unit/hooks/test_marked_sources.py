@@ -33,7 +33,7 @@ class Trainer:
 
     @staticmethod
     def evaluate() -> tuple[str, bool, str]:
-        return seen(), progress.marks == [Phase.EVALUATION], barrier()
+        return seen(), progress.marked_phase == Phase.EVALUATION, barrier()
 
     def batches(self) -> Iterator[str]:
         yield seen()
@@ -70,7 +70,7 @@ def test_calls_have_the_purposes_of_the_table(library: ModuleType) -> None:
     assert library.barrier() == Purpose.BARRIER.value
     with purposes.Marked(purposes.number(Purpose.METRICS)):
         assert library.barrier() == Purpose.METRICS.value
-    assert (seen(), progress.marks) == ("", [])
+    assert (seen(), progress.marked_phase) == ("", -1)
 
     sources.uninstall()
     assert {**vars(library.Trainer)} == before

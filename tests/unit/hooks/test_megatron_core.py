@@ -104,7 +104,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     marked: list[tuple[str, str | None]] = []
 
     def communicate(what: str) -> None:
-        phase = progress.marks[-1] if progress.marks else progress.default_phase()
+        phase = Phase(progress.marked_phase) if progress.marked_phase >= 0 else progress.default_phase()
         calls.append((what, progress.step, phase, progress.micro_batch))
         marked.append((what, purposes.facts(purposes.current()).get("name")))
 

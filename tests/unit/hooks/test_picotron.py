@@ -22,7 +22,9 @@ GRADIENTS = (Purpose.PIPELINE_GRADIENTS.value, Phase.BACKWARD)
 
 def now() -> tuple[Any, Any]:
     """Return the purpose and the phase that a call would have."""
-    return purposes.facts(purposes.current()).get("name"), progress.marks[-1] if progress.marks else None
+    return purposes.facts(purposes.current()).get("name"), Phase(
+        progress.marked_phase
+    ) if progress.marked_phase >= 0 else None
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
@@ -61,18 +60,3 @@ def test_numbers_by_module_are_those_of_purpose_and_module() -> None:
     assert purposes.facts(numbers["layers.1"]) == {"name": Purpose.GRADIENTS.value, "module": "layers.1"}
     assert numbers[None] == purposes.number(Purpose.GRADIENTS, module="")
     assert purposes.facts(purposes.NumbersBy(Purpose.GRADIENTS, "stage")[0])["stage"] == 0
-
-
-def test_a_method_is_marked_by_an_attribute_of_its_object() -> None:
-    seen = []
-
-    def reduce(unit: object, times: int) -> int:
-        seen.append(purposes.facts(purposes.current()))
-        return times
-
-    marked = purposes.marking_by("name", purposes.NumbersBy(Purpose.GRADIENTS, "module"))(reduce)
-    assert marked(SimpleNamespace(name="layers.0"), 3) == 3
-    with purposes.Marked(purposes.number(Purpose.DATA)):
-        assert marked(SimpleNamespace(), times=4) == 4  # in another version, which has no such attribute
-    assert seen == [{"name": Purpose.GRADIENTS.value, "module": "layers.0"}, {"name": Purpose.DATA.value}]
-    assert purposes.current() == 0

@@ -178,7 +178,7 @@ class Group:
         from commtrace.hooks import purposes
         from commtrace.hooks.torch import fsdp2
 
-        return int(purposes.marking_each(fsdp2._purpose_of_gathering)(purposes.current)())
+        return int(purposes.marking_by(read=fsdp2._purpose_of_gathering, of_caller=True)(purposes.current)())
 
 
 def test_a_hook_that_fails_is_not_felt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,218 @@
+// Functions of libraries whose calls of communication a hook marks: with a purpose, or with a phase. A wrapper in Python
+// takes 10 to 50 us in a training step, because its code and data have left the caches; this one touches a few lines.
+#pragma once
+
+#include <Python.h>
+#include <structmember.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <optional>
+#include <utility>
+
+#include "recording.h"
+
+namespace commtrace {
+
+// A callable in the place of `original`. Like a function, it binds to objects, and has attributes.
+struct Marker {
+  PyObject_HEAD
+  vectorcallfunc call;
+  PyObject *original, *attributes, *weak_references;
+
+  // Its purpose, 0 for none; or what `read` returns of the arguments, which is kept for the same `key`.
+  uint32_t purpose;
+  PyObject *read, *key;  // key: a tuple of names of attributes of the first argument, and of positions of others; or null
+  bool of_caller;        // `read` gets the first argument of the function that calls
+  bool unclaimed;        // only where nothing else has marked the calls
+  NumberTable* purposes;
+  PyObject* kept;  // what is part of a key of `purposes`: addresses must not be reused
+
+  Progress* progress;
+  int32_t phase;  // kUnmarked: none
+  bool in_micro_batch;
+};
+
+// A purpose, or `~purpose` if it is of one call only; none if Python raised.
+using Read = std::optional<int64_t>;
+
+static Read read_purpose(const Marker& marker, PyObject* const* args, size_t count, PyObject* names) {
+  PyObject* result = PyObject_Vectorcall(marker.read, args, count, names);
+  if (result == nullptr) return std::nullopt;  // no error of `read`, which counts its own: an interrupt
+  const int64_t purpose = PyLong_AsLongLong(result);
+  Py_DECREF(result);
+  return PyErr_Occurred() ? Read{} : purpose;
+}
+
+// Returns part `i` of the key, a new reference; null if this call does not have it, or if Python raised.
+static PyObject* part_of_key(const Marker& marker, Py_ssize_t i, PyObject* const* args, size_t count) {
+  PyObject* part = PyTuple_GET_ITEM(marker.key, i);
+  const size_t at = PyLong_Check(part) ? PyLong_AsSize_t(part) : 0;
+  if (at >= count) return nullptr;
+  if (PyLong_Check(part)) return Py_NewRef(args[at]);
+  PyObject* value = PyObject_GetAttr(args[0], part);
+  if (value == nullptr && PyErr_ExceptionMatches(PyExc_AttributeError)) PyErr_Clear();
+  return value;
+}
+
+// The purpose of a call by the parts of `key`, and by whether autograd runs in this thread.
+static Read purpose_by_key(Marker& marker, PyObject* const* args, size_t count, PyObject* names) {
+  uint64_t number = torch::autograd::get_current_graph_task_id() == -1 ? 1 : 2;
+  c10::SmallVector<py::object, 4> values;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(marker.key); i++) {
+    values.push_back(py::reinterpret_steal<py::object>(part_of_key(marker, i, args, count)));
+    if (!values.back()) return PyErr_Occurred() ? Read{} : read_purpose(marker, args, count, names);
+    number = (number ^ reinterpret_cast<uintptr_t>(values.back().ptr())) * 0x9E3779B97F4A7C15ULL;
+  }
+  number += number == 0;  // keys are never 0
+  if (const uint32_t* known = marker.purposes->find(number)) return *known;
+  const Read purpose = read_purpose(marker, args, count, names);
+  if (!purpose || *purpose < 0) return purpose;
+  if (PyList_GET_SIZE(marker.kept) > 1 << 16) {  // a program that makes objects all the time
+    marker.purposes->clear();
+    PyList_SetSlice(marker.kept, 0, PyList_GET_SIZE(marker.kept), nullptr);
+  }
+  for (const py::object& value : values) PyList_Append(marker.kept, value.ptr());
+  marker.purposes->add(number, static_cast<uint32_t>(*purpose));
+  return purpose;
+}
+
+static Read purpose_of(Marker& marker, PyObject* const* args, size_t count, PyObject* names) {
+  if (marker.read == nullptr) return marker.purpose;
+  py::object own;
+  PyObject* first = nullptr;
+  if (marker.of_caller) {
+    Frame frame;
+    own = py::reinterpret_steal<py::object>(innermost(frame) ? first_argument(frame) : nullptr);
+    finished(frame);
+    first = own.ptr();
+    args = &first, count = first != nullptr, names = nullptr;
+  }
+  return marker.key == nullptr ? read_purpose(marker, args, count, names) : purpose_by_key(marker, args, count, names);
+}
+
+static PyObject* call_marked(PyObject* self, PyObject* const* args, size_t count, PyObject* names) {
+  auto& marker = *reinterpret_cast<Marker*>(self);
+  const Read read = purpose_of(marker, args, PyVectorcall_NARGS(count), names);
+  if (!read) return nullptr;
+  const auto purpose = static_cast<uint32_t>(*read < 0 ? ~*read : *read);
+  PyObject* const original = Py_NewRef(marker.original);  // the call may end the hook
+  const bool marks = purpose != kNoPurpose && !(marker.unclaimed && Thread::current().purpose != kNoPurpose);
+  const uint32_t purpose_before = marks ? std::exchange(Thread::current().purpose, purpose) : kNoPurpose;
+  Progress* const progress = marker.phase == kUnmarked ? nullptr : marker.progress;
+  int32_t phase_before = kUnmarked;
+  if (progress != nullptr) {
+    if (!marker.in_micro_batch) progress->micro_batch = -1;
+    phase_before = progress->mark;
+    if (phase_before != kEvaluation) progress->mark = marker.phase;  // as Progress.mark in Python
+  }
+  PyObject* result = PyObject_Vectorcall(original, args, count, names);
+  if (progress != nullptr) progress->mark = phase_before;
+  if (marks) Thread::current().purpose = purpose_before;
+  Py_DECREF(original);
+  return result;
+}
+
+// ---- the type ----------------------------------------------------------------------------------------------------------
+
+static PyObject* bind_marker(PyObject* self, PyObject* object, PyObject*) {
+  return object == nullptr || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
+}
+
+static int traverse_marker(PyObject* self, visitproc visit, void* arg) {
+  auto& marker = *reinterpret_cast<Marker*>(self);
+  Py_VISIT(Py_TYPE(self));
+  for (PyObject* object : {marker.original, marker.attributes, marker.read, marker.key, marker.kept}) Py_VISIT(object);
+  return 0;
+}
+
+static int clear_marker(PyObject* self) {
+  auto& marker = *reinterpret_cast<Marker*>(self);
+  Py_CLEAR(marker.attributes);
+  Py_CLEAR(marker.read);
+  if (marker.purposes != nullptr) marker.purposes->clear();
+  Py_CLEAR(marker.kept);
+  return 0;
+}
+
+static void delete_marker(PyObject* self) {
+  auto& marker = *reinterpret_cast<Marker*>(self);
+  PyObject_GC_UnTrack(self);
+  if (marker.weak_references != nullptr) PyObject_ClearWeakRefs(self);
+  clear_marker(self);
+  Py_CLEAR(marker.original);
+  Py_CLEAR(marker.key);
+  delete marker.purposes;
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// Pickled and copied as a function is, by its name.
+static PyObject* name_of_marker(PyObject* self, PyObject*) { return PyObject_GetAttrString(self, "__qualname__"); }
+
+static PyTypeObject* marker_type() {
+  static PyMemberDef members[] = {
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(Marker, call), READONLY, nullptr},
+      {"__dictoffset__", T_PYSSIZET, offsetof(Marker, attributes), READONLY, nullptr},
+      {"__weaklistoffset__", T_PYSSIZET, offsetof(Marker, weak_references), READONLY, nullptr},
+      {nullptr, 0, 0, 0, nullptr}};
+  static PyGetSetDef accessors[] = {
+      {"__dict__", &PyObject_GenericGetDict, &PyObject_GenericSetDict, nullptr, nullptr},
+      {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  static PyMethodDef functions[] = {{"__reduce__", &name_of_marker, METH_NOARGS, nullptr},
+                                    {nullptr, nullptr, 0, nullptr}};
+  static PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(&PyVectorcall_Call)},
+                                {Py_tp_descr_get, reinterpret_cast<void*>(&bind_marker)},
+                                {Py_tp_traverse, reinterpret_cast<void*>(&traverse_marker)},
+                                {Py_tp_clear, reinterpret_cast<void*>(&clear_marker)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(&delete_marker)},
+                                {Py_tp_members, members},
+                                {Py_tp_getset, accessors},
+                                {Py_tp_methods, functions},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"commtrace_native.Marker", sizeof(Marker), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_METHOD_DESCRIPTOR |
+                                 Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                             slots};
+  static PyObject* type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw py::error_already_set();
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+static Marker* make_marker(const py::object& original) {
+  auto* marker = reinterpret_cast<Marker*>(PyType_GenericAlloc(marker_type(), 0));  // all zero, and tracked
+  if (marker == nullptr) throw py::error_already_set();
+  marker->call = &call_marked;
+  marker->original = Py_NewRef(original.ptr());
+  marker->phase = kUnmarked;
+  marker->in_micro_batch = true;
+  return marker;
+}
+
+static PyObject* reference_to(const py::object& object) { return object.is_none() ? nullptr : Py_NewRef(object.ptr()); }
+
+// Same as ThreadLocalStore.wrapped in Python.
+static py::object with_purpose(const py::object& original, uint32_t purpose, const py::object& read, const py::object& key,
+                               bool of_caller, bool unclaimed) {
+  Marker* marker = make_marker(original);
+  const auto made = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(marker));
+  marker->purpose = purpose;
+  marker->read = reference_to(read);
+  marker->key = reference_to(key.is_none() ? key : py::object(py::tuple(key)));
+  marker->of_caller = of_caller;
+  marker->unclaimed = unclaimed;
+  marker->purposes = new NumberTable;
+  marker->kept = py::list().release().ptr();
+  return made;
+}
+
+// Same as Progress.wrapper in Python.
+static py::object in_phase(const py::object& original, Progress* progress, int phase, bool in_micro_batch) {
+  Marker* marker = make_marker(original);
+  marker->progress = progress;
+  marker->phase = phase;
+  marker->in_micro_batch = in_micro_batch;
+  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(marker));
+}
+
+}  // namespace commtrace
