@@ -5,6 +5,7 @@ Installed, module by module, when one of MODULES is imported.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -77,13 +78,28 @@ def uninstall() -> None:
 
 def _wrap(patches: Patches, home: Any, name: str, purpose: Purpose) -> None:
     original = vars(home).get(name)
-    if purpose is Purpose.LOSS:  # outside of modules, it would be in no phase
-        patches.wrap(home, name, progress.wrapper(Phase.FORWARD))
+    if original is None:
+        return
     marking = purposes.marking_unclaimed if purpose is Purpose.BARRIER else purposes.marking
-    if patches.wrap(home, name, marking(purpose)):
-        replacement = vars(home)[name]
-        _rebind(original, replacement)
-        patches.on_undo(_rebind, replacement, original)  # also where it was bound since: the package is still imported
+    marked = marking(purpose)(original)
+    if purpose is Purpose.LOSS:  # outside of modules, it would be in no phase
+        marked = progress.wrapper(Phase.FORWARD)(marked)
+    patches.replace(home, name, lambda _: _unless_compiling(original, marked))
+    replacement = vars(home)[name]
+    _rebind(original, replacement)
+    patches.on_undo(_rebind, replacement, original)  # also where it was bound since: the package is still imported
+
+
+def _unless_compiling(original: Callable[..., Any], marked: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that torch.compile sees through, with `fullgraph=True`, too: it would reject `Patches.wrap`."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        import torch  # may still be importing the modules above when they are hooked
+
+        return original(*args, **kwargs) if torch.compiler.is_compiling() else marked(*args, **kwargs)
+
+    return replacement
 
 
 @around
