@@ -30,9 +30,23 @@ class Kernels:
         """Register `kernel(keyset, *args)` for this operator, before torch's kernels."""
         if namespace not in self._libraries:
             self._libraries[namespace] = torch._C._dispatch_library("IMPL", namespace, "", __file__, 0)
+        _keep_uncompiled(kernel)
         self._libraries[namespace].impl(operator, "BackendSelect", kernel, True)
 
     def remove(self) -> None:
         """Unregister all kernels. Only where no other thread communicates."""
         while self._libraries:
             self._libraries.popitem()[1].reset()
+
+
+def _keep_uncompiled(kernel: Callable[..., Any]) -> None:
+    """Keep torch.compile from compiling a kernel, and what it calls: it would, where a compiled function communicates.
+
+    Sizes are then symbols, and the call would have no record. Older versions of torch cannot be told.
+    """
+    try:
+        frames: Any = torch._C._dynamo.eval_frame
+        skips = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(kernel.__code__, skips)
+    except AttributeError:
+        return

@@ -10,6 +10,7 @@ import pytest
 from hook_programs.runs import FOLDER, launch, logs
 from recorders import KEPT, WAITED, end
 
+import commtrace
 from commtrace.schema import Clock, State
 
 pytest.importorskip("torch")
@@ -51,3 +52,29 @@ def test_a_process_that_never_communicates_leaves_nothing(recorder: str, tmp_pat
     code = "import torch.distributed; torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()"
     assert processes.python(code, COMMTRACE=tmp_path / "log", COMMTRACE_RECORDER=recorder).status == 0
     assert not (tmp_path / "log").exists()
+
+
+COMPILED = """
+import sys, torch, torch.distributed as dist
+from torch._dynamo.utils import counters
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+model = torch.compile(torch.nn.parallel.DistributedDataParallel(layers), backend="aot_eager")
+for _ in range(3):
+    model(torch.ones(4, 8)).sum().backward()
+print(sorted(place for place in counters["graph_break"] if "commtrace" in place))
+dist.destroy_process_group()
+"""
+
+
+def test_a_compiled_model_has_all_records(recorder: str, tmp_path: Path) -> None:
+    """Where a compiled model communicates between its graphs, torch must not compile hooks: sizes would be symbols."""
+    code = f"import sys; sys.argv[1:] = [{str(tmp_path / 'store')!r}]{COMPILED}"
+    result = processes.python(code, COMMTRACE=tmp_path / "log", COMMTRACE_RECORDER=recorder)
+    assert result.status == 0, result.err[-4000:]
+    assert result.out.splitlines()[-1] == "[]"
+    (process,) = commtrace.open(tmp_path / "log").processes
+    stats = process.tables.stats or {}
+    assert (stats["hook_errors"], stats["unrecorded"]) == (0, 0), stats["first_error"]
+    variants = [call.variant for (log,) in [logs(tmp_path / "log", recorder)] for call in log.calls]
+    assert variants.count("broadcast_") >= 3  # buffers, before each forward pass
