@@ -93,6 +93,10 @@ class Progress:
         """Return the phase of calls without a mark."""
         return Phase.INIT if self.step < 0 else Phase.OTHER
 
+    def present_phase(self) -> Phase:
+        """Return the phase of calls: the one that they are marked with, or the default."""
+        return Phase(self.marked_phase) if self.marked_phase >= 0 else self.default_phase()
+
     def marked(self, phase: Phase) -> _Mark:
         """Return a context manager that marks the calls in a `with` block with a phase."""
         return _Mark(self, phase, begins_step=False)

@@ -110,7 +110,7 @@ class Marking(NamedTuple):
 
     def wrapper(self) -> Wrapper:
         """Return the wrapper."""
-        return lambda original: _wrapped(original, *self)
+        return lambda original: _wrapped(original, self)
 
 
 class Store(Protocol):
@@ -122,16 +122,7 @@ class Store(Protocol):
     def exchange(self, purpose: int, /) -> int:
         """Set the calling thread's mark, and return the one before."""
 
-    def wrapped(
-        self,
-        original: Callable[..., Any],
-        purpose: int,
-        read: Callable[..., int] | None,
-        key: tuple[str | int, ...] | None,
-        of_caller: bool,
-        unclaimed: bool,
-        /,
-    ) -> Callable[..., Any]:
+    def wrapped(self, original: Callable[..., Any], marking: Marking, /) -> Callable[..., Any]:
         """Return a function that marks the calls of another one, as `Marking` says."""
 
 
@@ -149,17 +140,9 @@ class ThreadLocalStore(threading.local):
         before, self.purpose = self.purpose, purpose
         return before
 
-    def wrapped(
-        self,
-        original: Callable[..., Any],
-        purpose: int,
-        read: Callable[..., int] | None,
-        key: tuple[str | int, ...] | None,
-        of_caller: bool,
-        unclaimed: bool,
-        /,
-    ) -> Callable[..., Any]:
+    def wrapped(self, original: Callable[..., Any], marking: Marking, /) -> Callable[..., Any]:
         """Return a function that marks the calls of another one, as `Marking` says. It keeps no results of `read`."""
+        purpose, read, _, of_caller, unclaimed = marking
 
         def replacement(*args: Any, **kwargs: Any) -> Any:
             marked = purpose

@@ -191,16 +191,15 @@ static Marker* make_marker(const py::object& original) {
 
 static PyObject* reference_to(const py::object& object) { return object.is_none() ? nullptr : Py_NewRef(object.ptr()); }
 
-// Same as ThreadLocalStore.wrapped in Python.
-static py::object with_purpose(const py::object& original, uint32_t purpose, const py::object& read, const py::object& key,
-                               bool of_caller, bool unclaimed) {
+// Same as ThreadLocalStore.wrapped in Python. `marking`: a Marking of hooks/purposes.py.
+static py::object with_purpose(const py::object& original, const py::tuple& marking) {
   Marker* marker = make_marker(original);
   const auto made = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(marker));
-  marker->purpose = purpose;
-  marker->read = reference_to(read);
-  marker->key = reference_to(key.is_none() ? key : py::object(py::tuple(key)));
-  marker->of_caller = of_caller;
-  marker->unclaimed = unclaimed;
+  marker->purpose = marking[0].cast<uint32_t>();
+  marker->read = reference_to(marking[1]);
+  marker->key = reference_to(marking[2]);
+  marker->of_caller = marking[3].cast<bool>();
+  marker->unclaimed = marking[4].cast<bool>();
   marker->purposes = new NumberTable;
   marker->kept = py::list().release().ptr();
   return made;

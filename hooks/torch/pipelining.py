@@ -175,8 +175,7 @@ def _marking_messages(purpose: Purpose, phase: Phase) -> Wrapper:
 @around
 def _send_batch(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     _batches.append(None)
-    marked, micro_batch = progress.marked_phase, progress.micro_batch
-    before = progress.default_phase() if marked < 0 else Phase(marked)
+    before, micro_batch = progress.present_phase(), progress.micro_batch
     try:
         # Each message replaces the marks, which are restored here.
         with purposes.Marked(purposes.current()), progress.marked(before):

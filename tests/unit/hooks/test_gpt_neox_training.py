@@ -14,8 +14,7 @@ from commtrace.schema import Phase
 
 TRAINING = """
 def communicate(what):
-    phase = Phase(progress.marked_phase) if progress.marked_phase >= 0 else progress.default_phase()
-    calls.append((what, progress.step, phase))
+    calls.append((what, progress.step, progress.present_phase()))
 
 def forward_step(model):
     communicate("broadcast_data")

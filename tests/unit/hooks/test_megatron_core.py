@@ -104,8 +104,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     marked: list[tuple[str, str | None]] = []
 
     def communicate(what: str) -> None:
-        phase = Phase(progress.marked_phase) if progress.marked_phase >= 0 else progress.default_phase()
-        calls.append((what, progress.step, phase, progress.micro_batch))
+        calls.append((what, progress.step, progress.present_phase(), progress.micro_batch))
         marked.append((what, purposes.facts(purposes.current()).get("name")))
 
     def batch_isend_irecv(p2p_op_list: list[str]) -> None:

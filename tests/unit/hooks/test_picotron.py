@@ -22,9 +22,8 @@ GRADIENTS = (Purpose.PIPELINE_GRADIENTS.value, Phase.BACKWARD)
 
 def now() -> tuple[Any, Any]:
     """Return the purpose and the phase that a call would have."""
-    return purposes.facts(purposes.current()).get("name"), Phase(
-        progress.marked_phase
-    ) if progress.marked_phase >= 0 else None
+    phase = Phase(progress.marked_phase) if progress.marked_phase >= 0 else None
+    return purposes.facts(purposes.current()).get("name"), phase
 
 
 @pytest.fixture
