@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from enum import IntEnum
 from typing import Any, Final
 
 from commtrace.errors import CommtraceError
@@ -17,9 +18,20 @@ from commtrace.patching import Wrapper
 from commtrace.schema import Phase
 
 # Positions in `Progress.cells`, the same as in struct Progress of hooks/native/progress.h.
-_STEP, _MICRO_BATCH, _MARK, _FINISHED, _BY_PROGRAM, _REDUCES_GRADIENTS = range(6)
+_STEP, _MICRO_BATCH, _MARK, _FINISHED, _BY_PROGRAM, _REDUCES_GRADIENTS, _BATCH = range(7)
 _UNMARKED: Final = -1
 _EVALUATION: Final = int(Phase.EVALUATION)
+
+
+class MicroBatch(IntEnum):
+    """The micro-batch that the calls of a wrapped function have."""
+
+    KEPT = 0
+    """The present one."""
+    NONE = 1
+    """None is known: -1."""
+    COUNTED = 2
+    """The number of the function's earlier calls in this batch (`Progress.begin_batch`); -1 outside of a batch."""
 
 
 class Progress:
@@ -30,13 +42,14 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.cells: Final = array("i", [0] * 6)
+        self.cells: Final = array("i", [0] * 7)
+        self._batches = 0
         self._wrap: Callable[..., Callable[..., Any]] | None = None
         self.reset()
 
     def reset(self) -> None:
         """Reset to the state before the first step, without marks."""
-        for cell, value in enumerate((-1, -1, _UNMARKED, 1, 0, 0)):
+        for cell, value in enumerate((-1, -1, _UNMARKED, 1, 0, 0, 0)):
             self.cells[cell] = value
 
     @property
@@ -89,6 +102,15 @@ class Progress:
         self.cells[_STEP] += 1
         self.micro_batch = -1
 
+    def begin_batch(self) -> None:
+        """Begin a batch of micro-batches: functions with `MicroBatch.COUNTED` count them from 0."""
+        self._batches += 1
+        self.cells[_BATCH] = self._batches
+
+    def end_batch(self) -> None:
+        """End the batch."""
+        self.cells[_BATCH] = 0
+
     def default_phase(self) -> Phase:
         """Return the phase of calls without a mark."""
         return Phase.INIT if self.step < 0 else Phase.OTHER
@@ -101,16 +123,20 @@ class Progress:
         """Return a context manager that marks the calls in a `with` block with a phase."""
         return _Mark(self, phase, begins_step=False)
 
-    def wrapper(self, phase: Phase, *, in_micro_batch: bool = True) -> Wrapper:
-        """Return a wrapper that marks a function's calls with a phase, and, if not `in_micro_batch`, no micro-batch."""
+    def wrapper(self, phase: Phase, micro_batch: MicroBatch = MicroBatch.KEPT) -> Wrapper:
+        """Return a wrapper that marks a function's calls with a phase and a micro-batch."""
 
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
             if self._wrap is not None:
-                return self._wrap(original, self.cells, int(phase), in_micro_batch)
+                return self._wrap(original, self.cells, int(phase), int(micro_batch))
+            batch = number = 0
 
             def replacement(*args: Any, **kwargs: Any) -> Any:
-                if not in_micro_batch:
-                    self.cells[_MICRO_BATCH] = -1
+                nonlocal batch, number
+                if micro_batch is not MicroBatch.KEPT:
+                    present = self.cells[_BATCH] if micro_batch is MicroBatch.COUNTED else 0
+                    batch, number = present, number + 1 if batch == present else 0
+                    self.cells[_MICRO_BATCH] = number if present else -1
                 before = self.mark(phase)
                 try:
                     return original(*args, **kwargs)
@@ -122,7 +148,7 @@ class Progress:
         return wrapper
 
     def wrap_with(self, wrap: Callable[..., Callable[..., Any]] | None) -> None:
-        """Let `wrap(original, cells, phase, in_micro_batch)` of a recorder do what a wrapper does from now on."""
+        """Let `wrap(original, cells, phase, micro_batch)` of a recorder do what a wrapper does from now on."""
         self._wrap = wrap
 
     def mark(self, phase: Phase) -> int:

@@ -104,7 +104,7 @@ class Marking(NamedTuple):
     argument, and positions of others. Results are then kept with these values, which must be names, numbers or states,
     and no parts of a model. A negative result is not kept: `~result` is the purpose of that call."""
     of_caller: bool = False
-    """Whether `read` gets the first argument of the function that calls, in place of the arguments."""
+    """Whether `read` gets, before the arguments, the first argument of the function that calls; None if it has none."""
     unclaimed: bool = False
     """Whether calls are marked only where nothing else has."""
 
@@ -147,7 +147,8 @@ class ThreadLocalStore(threading.local):
         def replacement(*args: Any, **kwargs: Any) -> Any:
             marked = purpose
             if read is not None:
-                marked = read(*_own_argument(sys._getframe(1))) if of_caller else read(*args, **kwargs)
+                caller = (_own_argument(sys._getframe(1)),) if of_caller else ()
+                marked = read(*caller, *args, **kwargs)
                 marked = ~marked if marked < 0 else marked
             if not marked or (unclaimed and _current()):
                 return original(*args, **kwargs)
@@ -160,10 +161,10 @@ class ThreadLocalStore(threading.local):
         return replacement
 
 
-def _own_argument(frame: FrameType) -> tuple[Any, ...]:
-    """Return the first argument of the function that runs in a frame, if it has one."""
+def _own_argument(frame: FrameType) -> Any:
+    """Return the first argument of the function that runs in a frame; None if it has none."""
     code = frame.f_code
-    return (frame.f_locals[code.co_varnames[0]],) if code.co_argcount else ()
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
 _here = ThreadLocalStore()
@@ -229,9 +230,9 @@ def marking_unclaimed(purpose: Purpose) -> Wrapper:
     return Marking(number(purpose), unclaimed=True).wrapper()
 
 
-def marking_each(read: Callable[..., int]) -> Wrapper:
+def marking_each(read: Callable[..., int], *, of_caller: bool = False) -> Wrapper:
     """Return a wrapper that marks the calls of a function with `read(arguments)`; 0 leaves the mark as it is."""
-    return Marking(read=_counting_faults(read)).wrapper()
+    return Marking(read=_counting_faults(read), of_caller=of_caller).wrapper()
 
 
 def marking_by(*key: str | int, read: Callable[..., int], of_caller: bool = False) -> Wrapper:

@@ -13,9 +13,9 @@ from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.schedule import BufferOpInstruction
+from deepspeed.runtime.pipe.schedule import BufferOpInstruction, DataParallelSchedule, TrainSchedule
 
-from commtrace.current_step import progress
+from commtrace.current_step import MicroBatch, progress
 from commtrace.hooks import purposes
 from commtrace.hooks.marked_sources import imported
 from commtrace.hooks.recorder_setup import count_fault, guard
@@ -37,8 +37,8 @@ _patches = Patches()
 _kernels = Kernels()
 _engines = Jobs(engine_job.describe, roles, message_roles)
 _passes = Passes(_engines)
-_batches: list[_Buffers] = []
-"""The batch that a pipeline trains on; none in an evaluation."""
+_IN_ORDER = TrainSchedule.steps, DataParallelSchedule.steps
+"""Schedules that execute each kind of instruction on the micro-batches in their order, each once."""
 
 _PHASES = {
     "LoadMicroBatch": Phase.FORWARD,
@@ -79,8 +79,6 @@ _OPTIMIZERS = (
 _SET_UP = purposes.number(Purpose.PIPELINE_SET_UP)
 _stepping: list[Any] = []
 """The engine, or the optimizer, that takes a step."""
-_executing: list[Any] = []
-"""The engine whose pipeline executes an instruction."""
 
 
 @_patches.installer
@@ -91,21 +89,21 @@ def install() -> None:
     _patches.wrap(DeepSpeedEngine, "_broadcast_model", engine_job.note_partitioned)
     _patches.wrap(DeepSpeedEngine, "forward", _forward)
     _patches.wrap(DeepSpeedEngine, "backward", progress.wrapper(Phase.BACKWARD))
-    _patches.wrap(DeepSpeedEngine, "step", progress.wrapper(Phase.OPTIMIZER, in_micro_batch=False))
+    _patches.wrap(DeepSpeedEngine, "step", progress.wrapper(Phase.OPTIMIZER, MicroBatch.NONE))
     _patches.wrap(DeepSpeedEngine, "_take_model_step", _model_step)
     for module, name in _OPTIMIZERS:
         optimizer = imported(f"deepspeed.runtime.{module}", name)
         if optimizer is not None:
             _patches.wrap(optimizer, "step", _optimizer_step)
-    _patches.wrap(PipelineEngine, "train_batch", _train_batch)
-    _patches.wrap(PipelineEngine, "eval_batch", progress.wrapper(Phase.EVALUATION, in_micro_batch=False))
+    _patches.wrap(PipelineEngine, "_exec_schedule", _exec_schedule)
+    _patches.wrap(PipelineEngine, "eval_batch", progress.wrapper(Phase.EVALUATION, MicroBatch.NONE))
     _patches.wrap(PipelineModule, "_synchronize_tied_weights", note_dtypes)
     _patches.wrap(TorchBackend, "__init__", _backend_init)
     # The engine looks up its instructions in this table, not on the class.
     _patches.replace(PipelineEngine, "_INSTRUCTION_MAP", _traced_instructions)
     partitioned = imported("deepspeed.runtime.utils", "PartitionedTensor")
     if partitioned is not None:
-        _patches.wrap(partitioned, "full", purposes.marking_each(_purpose_of_partitions))
+        _patches.wrap(partitioned, "full", purposes.marking_each(_purpose_of_partitions, of_caller=True))
     _patches.include(_engines, _passes, purpose_sources, parameter_states, expert_layers)
     _patches.on_undo(torch_training.steps.reset)
 
@@ -202,33 +200,16 @@ def _optimizer_step(original: Callable[..., Any], self: Any, /, *args: Any, **kw
 
 
 @around
-def _train_batch(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _exec_schedule(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Number the micro-batches of instructions. They name only a buffer; in other schedules, none is known."""
     progress.note_activity()
-    _batches.append(_Buffers())
+    schedule = args[0] if args else kwargs.get("pipe_schedule")
+    if getattr(type(schedule), "steps", None) in _IN_ORDER:
+        progress.begin_batch()
     try:
         return original(self, *args, **kwargs)
     finally:
-        _batches.pop()
-
-
-class _Buffers:
-    """The micro-batch in each pipeline buffer of a stage: instructions name only the buffer."""
-
-    def __init__(self) -> None:
-        self._micro_batches: dict[int, int] = {}
-        self._filled: set[int] = set()
-        self._next = 0
-
-    def micro_batch(self, instruction: str, buffer: int) -> int:
-        """Return the micro-batch of an instruction on a buffer, which it may fill with the next one."""
-        filling = instruction in ("LoadMicroBatch", "RecvActivation")
-        if filling and buffer not in self._filled:
-            self._filled.add(buffer)  # the first of the two instructions that may fill it
-            self._micro_batches[buffer] = self._next
-            self._next += 1
-        if instruction == "ForwardPass":
-            self._filled.discard(buffer)
-        return self._micro_batches.get(buffer, -1)
+        progress.end_batch()
 
 
 def _traced_instructions(instructions: Mapping[type, Callable[..., Any]]) -> dict[type, Callable[..., Any]]:
@@ -239,28 +220,15 @@ def _traced_instruction(instruction: type, execute: Callable[..., Any]) -> Calla
     """Return an instruction that sets phase and micro-batch, and marks messages with their purpose."""
     name = instruction.__name__
     marked = _MARKS[name](execute) if name in _MARKS else execute
-    of_micro_batch = issubclass(instruction, BufferOpInstruction)
-    in_phase = progress.wrapper(_PHASES.get(name, Phase.OTHER), in_micro_batch=of_micro_batch)(marked)
-    if not of_micro_batch:
-        return in_phase
-
-    def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        buffer = kwargs.get("buffer_id")
-        progress.micro_batch = _batches[-1].micro_batch(name, buffer) if _batches and buffer is not None else -1
-        _executing.append(self)
-        try:
-            return in_phase(self, *args, **kwargs)
-        finally:
-            _executing.pop()
-
-    return traced
+    micro_batch = MicroBatch.COUNTED if issubclass(instruction, BufferOpInstruction) else MicroBatch.NONE
+    return progress.wrapper(_PHASES.get(name, Phase.OTHER), micro_batch)(marked)
 
 
-def _purpose_of_partitions(tensor: Any, *_: Any, **__: Any) -> int:
+def _purpose_of_partitions(engine: Any, tensor: Any, *_: Any, **__: Any) -> int:
     """Return the purpose of gathering what tensor-parallel ranks received in parts from another stage."""
-    if not _executing:
+    if not isinstance(engine, PipelineEngine):
         return 0
-    engine, own = _executing[-1], tensor.local_data.untyped_storage()._cdata
+    own = tensor.local_data.untyped_storage()._cdata
     received = engine.grad_layer if isinstance(engine.grad_layer, tuple | list) else ()
     is_gradient = any(part is not None and part.untyped_storage()._cdata == own for part in received)
     return (_GRADIENTS if is_gradient else _ACTIVATIONS)[engine.stage_id]

@@ -13,6 +13,9 @@
 
 namespace commtrace {
 
+// Same as commtrace.current_step.MicroBatch.
+enum class MicroBatch : int32_t { kKept, kNone, kCounted };
+
 // A callable in the place of `original`. Like a function, it binds to objects, and has attributes.
 struct Marker {
   PyObject_HEAD
@@ -22,14 +25,24 @@ struct Marker {
   // Its purpose, 0 for none; or what `read` returns of the arguments, which is kept for the same `key`.
   uint32_t purpose;
   PyObject *read, *key;  // key: a tuple of names of attributes of the first argument, and of positions of others; or null
-  bool of_caller;        // `read` gets the first argument of the function that calls
+  bool of_caller;        // `read` gets, first, the first argument of the function that calls
   bool unclaimed;        // only where nothing else has marked the calls
   NumberTable* purposes;
   PyObject* kept;  // what is part of a key of `purposes`: addresses must not be reused
 
   Progress* progress;
   int32_t phase;  // kUnmarked: none
-  bool in_micro_batch;
+  MicroBatch micro_batch;
+  int32_t batch, number;  // of the latest call that was counted
+
+  // The micro-batch of a call, as Progress.wrapper in Python.
+  int32_t next_micro_batch() {
+    const int32_t present = micro_batch == MicroBatch::kCounted ? progress->get(progress->batch) : 0;
+    if (present == 0) return -1;
+    number = present == batch ? number + 1 : 0;
+    batch = present;
+    return number;
+  }
 };
 
 // A purpose, or `~purpose` if it is of one call only; none if Python raised.
@@ -78,14 +91,16 @@ static Read purpose_by_key(Marker& marker, PyObject* const* args, size_t count, 
 
 static Read purpose_of(Marker& marker, PyObject* const* args, size_t count, PyObject* names) {
   if (marker.read == nullptr) return marker.purpose;
-  py::object own;
-  PyObject* first = nullptr;
+  py::object first = py::none();
+  c10::SmallVector<PyObject*, 8> all;
   if (marker.of_caller) {
     Frame frame;
-    own = py::reinterpret_steal<py::object>(innermost(frame) ? first_argument(frame) : nullptr);
+    PyObject* const own = innermost(frame) ? first_argument(frame) : nullptr;
     finished(frame);
-    first = own.ptr();
-    args = &first, count = first != nullptr, names = nullptr;
+    if (own != nullptr) first = py::reinterpret_steal<py::object>(own);
+    all.push_back(first.ptr());
+    all.append(args, args + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
+    args = all.data(), count++;
   }
   return marker.key == nullptr ? read_purpose(marker, args, count, names) : purpose_by_key(marker, args, count, names);
 }
@@ -101,7 +116,7 @@ static PyObject* call_marked(PyObject* self, PyObject* const* args, size_t count
   Progress* const progress = marker.phase == kUnmarked ? nullptr : marker.progress;
   int32_t phase_before = kUnmarked;
   if (progress != nullptr) {
-    if (!marker.in_micro_batch) progress->micro_batch = -1;
+    if (marker.micro_batch != MicroBatch::kKept) progress->micro_batch = marker.next_micro_batch();
     phase_before = progress->mark;
     if (phase_before != kEvaluation) progress->mark = marker.phase;  // as Progress.mark in Python
   }
@@ -185,7 +200,6 @@ static Marker* make_marker(const py::object& original) {
   marker->call = &call_marked;
   marker->original = Py_NewRef(original.ptr());
   marker->phase = kUnmarked;
-  marker->in_micro_batch = true;
   return marker;
 }
 
@@ -206,11 +220,11 @@ static py::object with_purpose(const py::object& original, const py::tuple& mark
 }
 
 // Same as Progress.wrapper in Python.
-static py::object in_phase(const py::object& original, Progress* progress, int phase, bool in_micro_batch) {
+static py::object in_phase(const py::object& original, Progress* progress, int phase, int micro_batch) {
   Marker* marker = make_marker(original);
   marker->progress = progress;
   marker->phase = phase;
-  marker->in_micro_batch = in_micro_batch;
+  marker->micro_batch = static_cast<MicroBatch>(micro_batch);
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(marker));
 }
 

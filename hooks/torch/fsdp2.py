@@ -183,7 +183,7 @@ def _purpose_of_reduction(group: Any, *_: Any) -> int:
     return _GRADIENTS[group._module_fqn]
 
 
-def _purpose_of_gathering(group: Any) -> int:
+def _purpose_of_gathering(group: Any, *_: Any, **__: Any) -> int:
     numbers = _GATHERED_FOR.get(group._training_state._name_)
     if numbers is None:
         return ~purposes.number(_purpose_outside_of_passes(group), module=group._module_fqn or "")

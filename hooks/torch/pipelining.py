@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from commtrace.current_step import progress
+from commtrace.current_step import MicroBatch, progress
 from commtrace.hooks import purposes
 from commtrace.hooks.recorder_setup import count_fault, guard
 from commtrace.patching import Patches, Wrapper, around
@@ -61,7 +61,7 @@ def install() -> None:
     stage = getattr(stages, "_PipelineStageBase", None)
     if stage is not None:
         _patches.wrap(stage, "__init__", _init_stage)
-        _patches.wrap(stage, "perform_reduce_grad", progress.wrapper(Phase.BACKWARD, in_micro_batch=False))
+        _patches.wrap(stage, "perform_reduce_grad", progress.wrapper(Phase.BACKWARD, MicroBatch.NONE))
         for name, phase in _PASSES.items():
             _patches.wrap(stage, name, _marking_pass(phase))
         for name, (purpose, phase) in _MESSAGES.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from commtrace.current_step import Progress
+from commtrace.current_step import MicroBatch, Progress
 from commtrace.hooks import purposes
 from commtrace.hooks.native import libraries
 from commtrace.recording.counters import Counters
@@ -73,7 +73,7 @@ def test_marks_nest_and_end_with_an_exception(kind: str, progress: Progress) -> 
         assert (purposes.current(), progress.marked_phase, progress.micro_batch) == (DATA, Phase.OPTIMIZER, -1)
         raise ValueError("broken")
 
-    optimizer = progress.wrapper(Phase.OPTIMIZER, in_micro_batch=False)
+    optimizer = progress.wrapper(Phase.OPTIMIZER, MicroBatch.NONE)
     forward = progress.wrapper(Phase.FORWARD)(optimizer(purposes.marking(Purpose.DATA)(raises)))
     progress.micro_batch = 3
     with purposes.Marked(LOSS):
@@ -82,6 +82,19 @@ def test_marks_nest_and_end_with_an_exception(kind: str, progress: Progress) -> 
         assert (purposes.current(), progress.marked_phase) == (LOSS, -1)
     with progress.marked(Phase.EVALUATION):  # each phase within is an evaluation
         assert progress.wrapper(Phase.FORWARD)(lambda: progress.marked_phase)() == Phase.EVALUATION
+
+
+def test_micro_batches_are_counted_in_each_batch(kind: str, progress: Progress) -> None:
+    forward, backward = (
+        progress.wrapper(phase, MicroBatch.COUNTED)(lambda: progress.micro_batch)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    assert [forward(), forward()] == [-1, -1]
+    for _ in range(2):
+        progress.begin_batch()
+        assert [forward(), forward(), backward(), forward(), backward()] == [0, 1, 0, 2, 1]
+        progress.end_batch()
+        assert forward() == -1
 
 
 def test_arguments_and_results_pass(kind: str) -> None:
@@ -138,10 +151,29 @@ def test_a_purpose_by_a_key_differs_in_a_backward_pass(kind: str) -> None:
 def test_a_purpose_by_the_object_that_calls(kind: str) -> None:
     units = Unit("forward"), Unit("backward")
     read = {"forward": DATA, "backward": LOSS}
-    gather = purposes.marking_by("state", read=lambda unit: read[unit.state], of_caller=True)(
+    gather = purposes.marking_by("state", read=lambda unit, _: read[unit.state], of_caller=True)(
         lambda _: purposes.current()
     )
     assert [unit.gather_with(gather) for unit in (*units, *units)] == [DATA, LOSS] * 2
+
+
+def test_the_object_that_calls_comes_before_the_arguments(kind: str) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def read(*args: Any, **kwargs: Any) -> int:
+        seen.append((args, kwargs))
+        return DATA
+
+    gather = purposes.marking_each(read, of_caller=True)(lambda *_, **__: purposes.current())
+    unit = Unit()
+    assert unit.gather_with(gather) == DATA
+    assert unit.gather_with(lambda own: gather(1, own, name=2)) == DATA
+    assert (lambda: gather(size=3))() == DATA
+    assert seen == [
+        ((unit, "not the unit"), {}),
+        (("not the unit", 1, "not the unit"), {"name": 2}),
+        ((None,), {"size": 3}),
+    ]
 
 
 def test_an_error_is_counted_and_leaves_the_mark(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
