@@ -12,6 +12,8 @@ Times are of the thread's processor: neither what other threads take on its core
 
 from __future__ import annotations
 
+import gc
+import inspect
 import pickle
 import sys
 from collections import Counter
@@ -19,13 +21,11 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from commtrace.hooks import purposes
 
 Pieces: TypeAlias = npt.NDArray[np.int64]
 """The pieces of a step in their order, 8 ns + `MARKED` + kind."""
@@ -74,7 +74,7 @@ class Steps:
         """
         replaced = list(replacements)
         ids = {id(getattr(one, "__func__", one)) for one in replaced}
-        codes = {purposes.code_of(one) for one in replaced}
+        codes = {_own_code(one) for one in replaced}
         mark = native().mark
 
         def profile(frame: FrameType, event: str, called: object) -> None:
@@ -103,6 +103,19 @@ class Steps:
     def write(self, path: Path) -> None:
         """Write all turns to a file, for `read`."""
         path.write_bytes(pickle.dumps(self._turns))
+
+
+def _own_code(function: Any) -> CodeType | None:
+    """Return the code of a function, within wrappers, too; None if it is not in Python.
+
+    A decorator's wrappers share their code, and some do not name what they wrap: that is then in their closure.
+    """
+    function = inspect.unwrap(function)
+    code: CodeType | None = getattr(function, "__code__", None)
+    if sum(map(inspect.isfunction, gc.get_referrers(code))) < 2:
+        return code
+    within = (cell.cell_contents for cell in function.__closure__ or ())
+    return next((_own_code(one) for one in within if inspect.isfunction(one)), code)
 
 
 def read(path: Path) -> Turns:

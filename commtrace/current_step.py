@@ -11,14 +11,14 @@ from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from commtrace.errors import CommtraceError
 from commtrace.patching import Wrapper
 from commtrace.schema import Phase
 
 # Positions in `Progress.cells`, the same as in struct Progress of hooks/native/progress.h.
-_STEP, _MICRO_BATCH, _MARK, _FINISHED, _BY_PROGRAM, _REDUCES_GRADIENTS, _BATCH = range(7)
+_STEP, _MICRO_BATCH, _MARK, _FINISHED, _BY_PROGRAM, _REDUCES_GRADIENTS, _BATCH, _FINISHING = range(8)
 _UNMARKED: Final = -1
 _EVALUATION: Final = int(Phase.EVALUATION)
 
@@ -34,6 +34,18 @@ class MicroBatch(IntEnum):
     """The number of the function's earlier calls in this batch (`Progress.begin_batch`); -1 outside of a batch."""
 
 
+class StepPart(NamedTuple):
+    """What a wrapper does around the calls of a function that is part of a training step."""
+
+    phase: int = _UNMARKED
+    """The phase that they are marked with; -1: none."""
+    micro_batch: MicroBatch = MicroBatch.KEPT
+    begins_step: bool = False
+    """Whether it is an activity (`Progress.note_activity`)."""
+    finishes_step: bool = False
+    """Whether the step has finished when it returns, unless another such function has called it."""
+
+
 class Progress:
     """Step, micro-batch and phase of one process.
 
@@ -42,14 +54,15 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.cells: Final = array("i", [0] * 7)
+        self.cells: Final = array("i", [0] * 8)
+        self.first_step_listeners: Final[list[Callable[[], None]]] = []
         self._batches = 0
         self._wrap: Callable[..., Callable[..., Any]] | None = None
         self.reset()
 
     def reset(self) -> None:
         """Reset to the state before the first step, without marks."""
-        for cell, value in enumerate((-1, -1, _UNMARKED, 1, 0, 0, 0)):
+        for cell, value in enumerate((-1, -1, _UNMARKED, 1, 0, 0, 0, 0)):
             self.cells[cell] = value
 
     @property
@@ -95,6 +108,12 @@ class Progress:
     def finish_step(self) -> None:
         """Note that the optimizer has finished; the next activity begins a new step."""
         self.cells[_FINISHED] = 1
+        if self.cells[_STEP] == 0:
+            self._end_first_step()
+
+    def _end_first_step(self) -> None:
+        for listener in self.first_step_listeners:
+            listener()
 
     def begin_step(self) -> None:
         """Begin a step that the program marks. From now on only such marks begin steps."""
@@ -123,32 +142,50 @@ class Progress:
         """Return a context manager that marks the calls in a `with` block with a phase."""
         return _Mark(self, phase, begins_step=False)
 
-    def wrapper(self, phase: Phase, micro_batch: MicroBatch = MicroBatch.KEPT) -> Wrapper:
-        """Return a wrapper that marks a function's calls with a phase and a micro-batch."""
+    def wrapper(
+        self,
+        phase: Phase | None = None,
+        micro_batch: MicroBatch = MicroBatch.KEPT,
+        *,
+        begins_step: bool = False,
+        finishes_step: bool = False,
+    ) -> Wrapper:
+        """Return a wrapper of a function that is part of a training step (`StepPart`)."""
+        part = StepPart(_UNMARKED if phase is None else int(phase), micro_batch, begins_step, finishes_step)
 
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
             if self._wrap is not None:
-                return self._wrap(original, self.cells, int(phase), int(micro_batch))
-            batch = number = 0
-
-            def replacement(*args: Any, **kwargs: Any) -> Any:
-                nonlocal batch, number
-                if micro_batch is not MicroBatch.KEPT:
-                    present = self.cells[_BATCH] if micro_batch is MicroBatch.COUNTED else 0
-                    batch, number = present, number + 1 if batch == present else 0
-                    self.cells[_MICRO_BATCH] = number if present else -1
-                before = self.mark(phase)
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    self.unmark(before)
-
-            return replacement
+                return self._wrap(original, self.cells, part, self._end_first_step)
+            return self._wrapped(original, part)
 
         return wrapper
 
+    def _wrapped(self, original: Callable[..., Any], part: StepPart) -> Callable[..., Any]:
+        cells, batch, number = self.cells, 0, 0
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            nonlocal batch, number
+            if part.begins_step:
+                self.note_activity()
+            if part.micro_batch is not MicroBatch.KEPT:
+                present = cells[_BATCH] if part.micro_batch is MicroBatch.COUNTED else 0
+                batch, number = present, number + 1 if batch == present else 0
+                cells[_MICRO_BATCH] = number if present else -1
+            before, finishing = cells[_MARK], cells[_FINISHING]
+            if part.phase != _UNMARKED:
+                self.mark(Phase(part.phase))
+            cells[_FINISHING] = finishing or part.finishes_step
+            try:
+                return original(*args, **kwargs)
+            finally:
+                cells[_MARK], cells[_FINISHING] = before, finishing
+                if part.finishes_step and not finishing:
+                    self.finish_step()
+
+        return replacement
+
     def wrap_with(self, wrap: Callable[..., Callable[..., Any]] | None) -> None:
-        """Let `wrap(original, cells, phase, micro_batch)` of a recorder do what a wrapper does from now on."""
+        """Let `wrap(original, cells, part, end_first_step)` of a recorder do what a wrapper does from now on."""
         self._wrap = wrap
 
     def mark(self, phase: Phase) -> int:

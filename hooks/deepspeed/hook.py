@@ -6,7 +6,7 @@ Communication is recorded at torch's operators, except the all_reduce through sh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from deepspeed.comm.torch import TorchBackend
@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.schedule import BufferOpInstruction, DataParallelSch
 from commtrace.current_step import MicroBatch, progress
 from commtrace.hooks import purposes
 from commtrace.hooks.marked_sources import imported
-from commtrace.hooks.recorder_setup import count_fault, guard
+from commtrace.hooks.recorder_setup import guard
 from commtrace.hooks.torch import training as torch_training
 from commtrace.hooks.torch.c10d_operators import shared_memory_all_reduce
 from commtrace.hooks.torch.captured_jobs import Jobs
@@ -75,10 +75,10 @@ _OPTIMIZERS = (
     ("fp16.fused_optimizer", "FP16_Optimizer"),
     ("fp16.unfused_optimizer", "FP16_UnfusedOptimizer"),
 )
-"""Optimizers that an engine makes around the program's own."""
+"""Optimizers that an engine makes around the program's own. A program may call their `step` itself, as Lightning Fabric
+does."""
+_STEP: Final = {"begins_step": True, "finishes_step": True}
 _SET_UP = purposes.number(Purpose.PIPELINE_SET_UP)
-_stepping: list[Any] = []
-"""The engine, or the optimizer, that takes a step."""
 
 
 @_patches.installer
@@ -90,11 +90,12 @@ def install() -> None:
     _patches.wrap(DeepSpeedEngine, "forward", _forward)
     _patches.wrap(DeepSpeedEngine, "backward", progress.wrapper(Phase.BACKWARD))
     _patches.wrap(DeepSpeedEngine, "step", progress.wrapper(Phase.OPTIMIZER, MicroBatch.NONE))
-    _patches.wrap(DeepSpeedEngine, "_take_model_step", _model_step)
+    _patches.wrap(DeepSpeedEngine, "_take_model_step", progress.wrapper(None, MicroBatch.NONE, **_STEP))
     for module, name in _OPTIMIZERS:
         optimizer = imported(f"deepspeed.runtime.{module}", name)
         if optimizer is not None:
-            _patches.wrap(optimizer, "step", _optimizer_step)
+            _patches.wrap(optimizer, "step", progress.wrapper(Phase.OPTIMIZER, MicroBatch.NONE, **_STEP))
+    _patches.wrap(PipelineEngine, "train_batch", progress.wrapper(begins_step=True))
     _patches.wrap(PipelineEngine, "_exec_schedule", _exec_schedule)
     _patches.wrap(PipelineEngine, "eval_batch", progress.wrapper(Phase.EVALUATION, MicroBatch.NONE))
     _patches.wrap(PipelineModule, "_synchronize_tied_weights", note_dtypes)
@@ -105,6 +106,7 @@ def install() -> None:
     if partitioned is not None:
         _patches.wrap(partitioned, "full", purposes.marking_each(_purpose_of_partitions, of_caller=True))
     _patches.include(_engines, _passes, purpose_sources, parameter_states, expert_layers)
+    _patches.append(progress.first_step_listeners, _engines.write_now)  # that step may have made groups (MoE)
     _patches.on_undo(torch_training.steps.reset)
 
 
@@ -129,6 +131,7 @@ def _init_of(engine: type) -> Callable[..., Any]:
             torch_training.steps.engine_marks_steps = True
             engine_job.arguments[self] = kwargs.get("args", args[0] if args else None)
             _engines.add(self)
+            parameter_states.add(self)
 
     return init
 
@@ -136,31 +139,44 @@ def _init_of(engine: type) -> Callable[..., Any]:
 # ---- training: steps, micro-batches, phases --------------------------------------------------------------------------
 
 
-@around
-def _forward(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
-    evaluates = not (torch.is_grad_enabled() or self.module.training) and progress.between_steps
-    beginning = None
-    try:  # not `guard`: fewer functions in a step
-        beginning = parameter_states.pass_begins(self)
-        if beginning is not None and beginning.gathered is not None:
-            _note_gathered(self, beginning.gathered)
-    except Exception:
-        count_fault()
-    if torch.is_grad_enabled():
-        progress.note_activity()
-        if not isinstance(self, PipelineEngine):
+def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a pass: `around` would add a function to each, and what follows the native call of `train`, cold code."""
+    train = progress.wrapper(Phase.FORWARD, begins_step=True)(original)
+    evaluate = _pass_without_gradients(original)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trains = torch.is_grad_enabled()
+        if trains and not isinstance(self, PipelineEngine):
             progress.micro_batch = self.micro_steps % self.gradient_accumulation_steps()
-    before = progress.mark(Phase.EVALUATION if evaluates else Phase.FORWARD)  # nor `marked`
-    try:
+        run = train if trains else evaluate
+        if id(self) in parameter_states.to_note:
+            return _noted_pass(run, self, *args, **kwargs)
+        return run(self, *args, **kwargs)
+
+    return forward
+
+
+@around
+def _pass_without_gradients(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    evaluates = progress.between_steps and not self.module.training
+    with progress.marked(Phase.EVALUATION if evaluates else Phase.FORWARD):
         result = original(self, *args, **kwargs)
-    finally:
-        progress.unmark(before)
-    if not (torch.is_grad_enabled() or isinstance(self, PipelineEngine)):
+    if not isinstance(self, PipelineEngine):
         with guard():
             _passes.add(self, PassRow(kind="evaluation" if evaluates else "interruption", times=1))
-    if beginning is not None and beginning.is_first and torch.is_grad_enabled():
+    return result
+
+
+def _noted_pass(run: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> Any:
+    is_first = False
+    with guard():
+        is_first, gathered = parameter_states.pass_begins(engine)
+        if gathered is not None:
+            _note_gathered(engine, gathered)
+    result = run(engine, *args, **kwargs)
+    if is_first and torch.is_grad_enabled():
         with guard():
-            _note_modules(self)
+            _note_modules(engine)
     return result
 
 
@@ -176,40 +192,19 @@ def _note_modules(engine: Any) -> None:
             _passes.add(engine, entry)
 
 
-@around
-def _model_step(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
-    progress.note_activity()
-    progress.micro_batch = -1
-    _stepping.append(self)
-    try:
-        return original(self, *args, **kwargs)
-    finally:
-        _stepping.remove(self)
-        progress.finish_step()
-        if progress.step == 0:
-            _engines.write_now()  # the first step may have made groups (MoE)
-
-
-@around
-def _optimizer_step(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Record a step of an engine's optimizer that the program takes itself, as Lightning Fabric does."""
-    if _stepping:
-        return original(self, *args, **kwargs)
-    with progress.marked(Phase.OPTIMIZER):
-        return _model_step(original)(self, *args, **kwargs)
-
-
-@around
-def _exec_schedule(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _exec_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     """Number the micro-batches of instructions. They name only a buffer; in other schedules, none is known."""
-    progress.note_activity()
-    schedule = args[0] if args else kwargs.get("pipe_schedule")
-    if getattr(type(schedule), "steps", None) in _IN_ORDER:
-        progress.begin_batch()
-    try:
-        return original(self, *args, **kwargs)
-    finally:
-        progress.end_batch()
+
+    def exec_schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        schedule = args[0] if args else kwargs.get("pipe_schedule")
+        if getattr(type(schedule), "steps", None) in _IN_ORDER:
+            progress.begin_batch()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            progress.end_batch()
+
+    return exec_schedule
 
 
 def _traced_instructions(instructions: Mapping[type, Callable[..., Any]]) -> dict[type, Callable[..., Any]]:

@@ -21,9 +21,9 @@ _ORDER: Final = "_PartitionedParameterCoordinator__submodule_order"
 """Attribute of the coordinator: modules in the order in which they ran, while it records them."""
 
 _patches = Patches()
-_seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Engine -> number of changes at its last pass."""
-_changes = 0
+to_note: dict[int, bool] = {}
+"""id of each engine for whose next pass `pass_begins` is to be called -> whether that is its first one."""
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @_patches.installer
@@ -35,7 +35,8 @@ def install() -> None:
     gathered = imported(f"{_ZERO}.partition_parameters", "GatheredParameters")
     if gathered is not None:
         _patches.wrap(gathered, "__exit__", _changing)
-    _patches.on_undo(_seen.clear)
+    _patches.on_undo(_engines.clear)
+    _patches.on_undo(to_note.clear)
 
 
 uninstall = _patches.undo
@@ -43,8 +44,8 @@ uninstall = _patches.undo
 
 @around
 def _changing(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
-    global _changes
-    _changes += 1
+    for engine in _engines:
+        to_note.setdefault(id(engine), False)
     return original(self, *args, **kwargs)
 
 
@@ -56,12 +57,15 @@ class Beginning(NamedTuple):
     """The parameters that are gathered, if something else than passes decided it."""
 
 
-def pass_begins(engine: Any) -> Beginning | None:
-    """Return what is to be noted as a pass of an engine begins; None, as in nearly all passes: nothing."""
-    seen = _seen.get(engine)
-    if seen == _changes:
-        return None
-    _seen[engine], is_first = _changes, seen is None
+def add(engine: Any) -> None:
+    """Add an engine that has been built."""
+    _engines.add(engine)
+    to_note[id(engine)] = True
+
+
+def pass_begins(engine: Any) -> Beginning:
+    """Return what is to be noted as a pass of an engine begins that is in `to_note`."""
+    is_first = to_note.pop(id(engine))
     return Beginning(is_first, _gathered(engine, is_first) if int(engine.zero_optimization_stage()) == 3 else None)
 
 

@@ -6,11 +6,9 @@ Without a pipeline, DeepSpeed's engine is called after the batch is broadcast, a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 from commtrace.current_step import progress
-from commtrace.patching import Patches, around
+from commtrace.patching import Patches
 from commtrace.schema import Phase
 
 from . import gpt_neox_purposes
@@ -18,17 +16,11 @@ from . import gpt_neox_purposes
 _patches = Patches()
 
 
-@around
-def _train_step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    progress.note_activity()
-    return original(*args, **kwargs)
-
-
 @_patches.installer
 def install() -> None:
     """Hook the functions of `megatron.training` in GPT-NeoX. Megatron-LM's module does not have them."""
     module = sys.modules["megatron.training"]
-    if _patches.wrap(module, "train_step", _train_step):
+    if _patches.wrap(module, "train_step", progress.wrapper(begins_step=True)):
         _patches.wrap(module, "forward_step", progress.wrapper(Phase.FORWARD))
         _patches.wrap(module, "evaluate", progress.wrapper(Phase.EVALUATION))
         _patches.include(gpt_neox_purposes)

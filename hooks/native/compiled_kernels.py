@@ -84,7 +84,7 @@ def install(operators: Sequence[Operator], functional: Sequence[str]) -> None:
         add_kernels(operators, functional)
     purposes.keep_in(_library.purposes)
     _patches.on_undo(purposes.keep_here)
-    progress.wrap_with(_library.in_phase)
+    progress.wrap_with(_library.as_part)
     _patches.on_undo(progress.wrap_with, None)
     _library.arm(_begin)
     _patches.on_undo(_library.disarm)

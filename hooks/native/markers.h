@@ -30,10 +30,13 @@ struct Marker {
   NumberTable* purposes;
   PyObject* kept;  // what is part of a key of `purposes`: addresses must not be reused
 
+  // What part of a training step it is; null if it is none.
   Progress* progress;
   int32_t phase;  // kUnmarked: none
   MicroBatch micro_batch;
   int32_t batch, number;  // of the latest call that was counted
+  bool begins_step, finishes_step;
+  PyObject* end_first_step;  // called when a step has finished that is the first one
 
   // The micro-batch of a call, as Progress.wrapper in Python.
   int32_t next_micro_batch() {
@@ -42,6 +45,39 @@ struct Marker {
     number = present == batch ? number + 1 : 0;
     batch = present;
     return number;
+  }
+
+  // What a part of a step changes before a call, and restores after it.
+  struct Before {
+    int32_t mark, finishing;
+  };
+
+  Before begin_part() {
+    if (begins_step && progress->mark != kEvaluation) progress->note_activity();
+    if (micro_batch != MicroBatch::kKept) progress->micro_batch = next_micro_batch();
+    const Before before{progress->mark, progress->finishing};
+    if (phase != kUnmarked && before.mark != kEvaluation) progress->mark = phase;  // as Progress.mark in Python
+    progress->finishing |= finishes_step;
+    return before;
+  }
+
+  // Returns the result of the call, or null if Python raised.
+  PyObject* end_part(const Before& before, PyObject* result) {
+    progress->mark = before.mark;
+    progress->finishing = before.finishing;
+    if (!finishes_step || before.finishing) return result;
+    progress->finished = 1;
+    return progress->step == 0 ? after_first_step(result) : result;
+  }
+
+  PyObject* after_first_step(PyObject* result) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);  // the call's own error
+    PyObject* none = PyObject_CallNoArgs(end_first_step);
+    Py_XDECREF(none);
+    if (none == nullptr) Py_CLEAR(result);
+    if (none != nullptr || type != nullptr) PyErr_Restore(type, value, trace);
+    return result;
   }
 };
 
@@ -113,15 +149,9 @@ static PyObject* call_marked(PyObject* self, PyObject* const* args, size_t count
   PyObject* const original = Py_NewRef(marker.original);  // the call may end the hook
   const bool marks = purpose != kNoPurpose && !(marker.unclaimed && Thread::current().purpose != kNoPurpose);
   const uint32_t purpose_before = marks ? std::exchange(Thread::current().purpose, purpose) : kNoPurpose;
-  Progress* const progress = marker.phase == kUnmarked ? nullptr : marker.progress;
-  int32_t phase_before = kUnmarked;
-  if (progress != nullptr) {
-    if (marker.micro_batch != MicroBatch::kKept) progress->micro_batch = marker.next_micro_batch();
-    phase_before = progress->mark;
-    if (phase_before != kEvaluation) progress->mark = marker.phase;  // as Progress.mark in Python
-  }
+  const auto part = marker.progress == nullptr ? std::nullopt : std::optional(marker.begin_part());
   PyObject* result = PyObject_Vectorcall(original, args, count, names);
-  if (progress != nullptr) progress->mark = phase_before;
+  if (part) result = marker.end_part(*part, result);
   if (marks) Thread::current().purpose = purpose_before;
   Py_DECREF(original);
   return result;
@@ -136,7 +166,9 @@ static PyObject* bind_marker(PyObject* self, PyObject* object, PyObject*) {
 static int traverse_marker(PyObject* self, visitproc visit, void* arg) {
   auto& marker = *reinterpret_cast<Marker*>(self);
   Py_VISIT(Py_TYPE(self));
-  for (PyObject* object : {marker.original, marker.attributes, marker.read, marker.key, marker.kept}) Py_VISIT(object);
+  for (PyObject* object : {marker.original, marker.attributes, marker.read, marker.key, marker.kept,
+                           marker.end_first_step})
+    Py_VISIT(object);
   return 0;
 }
 
@@ -154,8 +186,7 @@ static void delete_marker(PyObject* self) {
   PyObject_GC_UnTrack(self);
   if (marker.weak_references != nullptr) PyObject_ClearWeakRefs(self);
   clear_marker(self);
-  Py_CLEAR(marker.original);
-  Py_CLEAR(marker.key);
+  for (PyObject** object : {&marker.original, &marker.key, &marker.end_first_step}) Py_CLEAR(*object);
   delete marker.purposes;
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
@@ -199,7 +230,6 @@ static Marker* make_marker(const py::object& original) {
   if (marker == nullptr) throw py::error_already_set();
   marker->call = &call_marked;
   marker->original = Py_NewRef(original.ptr());
-  marker->phase = kUnmarked;
   return marker;
 }
 
@@ -219,12 +249,16 @@ static py::object with_purpose(const py::object& original, const py::tuple& mark
   return made;
 }
 
-// Same as Progress.wrapper in Python.
-static py::object in_phase(const py::object& original, Progress* progress, int phase, int micro_batch) {
+// Same as Progress._wrapped in Python. `part`: a StepPart of commtrace/current_step.py.
+static py::object as_part(const py::object& original, Progress* progress, const py::tuple& part,
+                          const py::object& end_first_step) {
   Marker* marker = make_marker(original);
   marker->progress = progress;
-  marker->phase = phase;
-  marker->micro_batch = static_cast<MicroBatch>(micro_batch);
+  marker->phase = part[0].cast<int32_t>();
+  marker->micro_batch = static_cast<MicroBatch>(part[1].cast<int>());
+  marker->begins_step = part[2].cast<bool>();
+  marker->finishes_step = part[3].cast<bool>();
+  marker->end_first_step = Py_NewRef(end_first_step.ptr());
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(marker));
 }
 

@@ -221,8 +221,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   for (PyMethodDef& function : store)
     purposes.attr(function.ml_name) = py::reinterpret_steal<py::object>(PyCFunction_New(&function, nullptr));
   purposes.def("wrapped", &with_purpose);
-  m.def("in_phase", [](const py::object& original, const py::buffer& progress, int phase, int micro_batch) {
-    return in_phase(original, progress_in(progress), phase, micro_batch);
+  m.def("as_part", [](const py::object& original, const py::buffer& progress, const py::tuple& part,
+                      const py::object& end_first_step) {
+    return as_part(original, progress_in(progress), part, end_first_step);
   });
   m.def("crossing", &crossing, py::call_guard<py::gil_scoped_release>());
 }

@@ -7,7 +7,7 @@ namespace commtrace {
 
 // Same order as `Progress.cells` of commtrace/current_step.py.
 struct Progress {
-  int32_t step, micro_batch, mark, finished, by_program, reduces_gradients, batch;
+  int32_t step, micro_batch, mark, finished, by_program, reduces_gradients, batch, finishing;
 
   int32_t get(const int32_t& cell) const { return __atomic_load_n(&cell, __ATOMIC_RELAXED); }
 

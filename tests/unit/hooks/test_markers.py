@@ -40,7 +40,7 @@ def progress(kind: str) -> Iterator[Progress]:
     """Return progress whose wrappers are of this kind."""
     from commtrace.current_step import progress
 
-    progress.wrap_with(libraries.TORCH.load().in_phase if kind == "native" else None)
+    progress.wrap_with(libraries.TORCH.load().as_part if kind == "native" else None)
     yield progress
     progress.wrap_with(None)
     progress.reset()
@@ -95,6 +95,44 @@ def test_micro_batches_are_counted_in_each_batch(kind: str, progress: Progress) 
         assert [forward(), forward(), backward(), forward(), backward()] == [0, 1, 0, 2, 1]
         progress.end_batch()
         assert forward() == -1
+
+
+def test_parts_begin_and_finish_steps(kind: str, progress: Progress) -> None:
+    ended: list[int] = []
+
+    def states() -> tuple[int, bool, int]:
+        return progress.step, progress.between_steps, progress.marked_phase
+
+    train = progress.wrapper(begins_step=True)(states)
+    inner = progress.wrapper(Phase.OPTIMIZER, begins_step=True, finishes_step=True)(states)
+    outer = progress.wrapper(begins_step=True, finishes_step=True)(lambda: (inner(), states()))
+    progress.first_step_listeners.append(lambda: ended.append(progress.step))
+    try:
+        with progress.marked(Phase.EVALUATION):
+            assert train() == (-1, True, Phase.EVALUATION)
+        assert train() == train() == (0, False, -1)
+        assert outer() == ((0, False, Phase.OPTIMIZER), (0, False, -1))
+        assert states() == (0, True, -1)
+        assert inner() == (1, False, Phase.OPTIMIZER)
+        assert progress.between_steps
+    finally:
+        progress.first_step_listeners.clear()
+    assert ended == [0]
+
+
+def test_an_error_of_the_first_step_is_raised(kind: str, progress: Progress) -> None:
+    def fails() -> None:
+        raise ValueError("of the step")
+
+    seen: list[int] = []
+    progress.first_step_listeners.append(lambda: seen.append(progress.step))
+    try:
+        with pytest.raises(ValueError, match="of the step"):
+            progress.wrapper(begins_step=True, finishes_step=True)(fails)()
+    finally:
+        progress.first_step_listeners.clear()
+    assert seen == [0]
+    assert progress.between_steps
 
 
 def test_arguments_and_results_pass(kind: str) -> None:
