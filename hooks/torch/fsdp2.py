@@ -27,7 +27,7 @@ from commtrace.schema import Phase, Purpose
 from . import pipelining
 from .captured_jobs import Jobs
 from .fsdp_job import describe, groups_below, groups_of, roles
-from .passes import Passes
+from .passes import ModelPasses, Passes
 
 STATES: Final = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
@@ -50,13 +50,45 @@ _patches = Patches()
 _rows: weakref.WeakKeyDictionary[Any, JobRow] = weakref.WeakKeyDictionary()
 _roots = Jobs(lambda root: _rows[root], roles)
 _passes = Passes(_roots)
+_by_context: dict[int, _Root] = {}
+"""Root by the id of the context that all states below it share."""
 # Root of a unit, and the unit's number in the job.
-_units: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], int]] = weakref.WeakKeyDictionary()
+_units: weakref.WeakKeyDictionary[Any, tuple[_Root, int]] = weakref.WeakKeyDictionary()
 # The group that a root initializes last, and the root. Then it is described: before its first unit is gathered, which
 # replaces parameters.
-_new_roots: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-# Forward passes of a root since its last backward.
-_forwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_new_roots: weakref.WeakKeyDictionary[Any, _Root] = weakref.WeakKeyDictionary()
+
+
+class _Root:
+    """A root, and what it has run since its last backward pass."""
+
+    def __init__(self, module: Any, context: Any) -> None:
+        """Keep neither the module nor the context of its states in memory."""
+        self.forwards = 0
+        self._context = key = id(context)
+        self._module = weakref.ref(module, lambda _: _by_context.pop(key, None))
+        self._passes: ModelPasses | None = None
+
+    def describe(self) -> None:
+        """Add the job, and number the units."""
+        module = self._module()
+        if module is None:
+            return
+        _rows[module] = describe(module)
+        _roots.add(module)
+        _by_context[self._context] = self
+        for number, group in enumerate(groups_below(module)):
+            _units[group] = self, number
+            if group.is_unsharded:  # by the program, before the first pass
+                _note_unit(group, "unsharded")
+
+    def add(self, entry: PassRow) -> None:
+        """Add a pass to the current step, or what the program does with units."""
+        if self._passes is not None and self._passes.repeat(entry):
+            return
+        module = self._module()
+        if module is not None:
+            self._passes = _passes.add(module, entry)
 
 
 @_patches.installer
@@ -81,7 +113,7 @@ def install() -> None:
     _patches.include(_roots, _passes)
     _patches.on_undo(_new_roots.clear)
     _patches.on_undo(_rows.clear)
-    _patches.on_undo(_forwards.clear)
+    _patches.on_undo(_by_context.clear)
     _patches.on_undo(_units.clear)
 
 
@@ -95,7 +127,7 @@ def _note_new_root(original: Callable[..., None], self: Any, /) -> None:
     with guard():
         groups = _groups(self._state_ctx.all_states)
         if groups:
-            _new_roots[groups[-1]] = weakref.ref(self._modules[0])
+            _new_roots[groups[-1]] = _Root(self._modules[0], self._state_ctx)
 
 
 @around
@@ -103,19 +135,9 @@ def _note_last_group(original: Callable[..., None], self: Any, /) -> None:
     """Add the root whose last group is initialized."""
     original(self)
     with guard():
-        reference = _new_roots.pop(self, None)
-        root = reference() if reference is not None else None
+        root = _new_roots.pop(self, None)
         if root is not None:
-            _add_root(root)
-
-
-def _add_root(root: Any) -> None:
-    _rows[root] = describe(root)
-    _roots.add(root)
-    for number, group in enumerate(groups_below(root)):
-        _units[group] = weakref.ref(root), number
-        if group.is_unsharded:  # by the program, before the first pass
-            _note_unit(group, "unsharded")
+            root.describe()
 
 
 # The next ones run in each step: `around` would add a function to each.
@@ -125,25 +147,20 @@ def _end_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Note the end of a forward: of the root, or of a unit that the program calls itself."""
 
     def end_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A forward within a backward pass recomputes activations.
-        if self._state_ctx.iter_forward_root is self and torch._C._current_graph_task_id() < 0:
-            try:
-                _note_forward(self)
-            except Exception:
-                count_fault()
+        try:
+            context = self._state_ctx
+            # A forward within a backward pass recomputes activations.
+            if context.iter_forward_root is self and torch._C._current_graph_task_id() < 0:
+                root = _by_context.get(id(context))
+                if root is not None and self._is_root and torch.is_grad_enabled():
+                    root.forwards += 1
+                elif root is not None:
+                    root.add(PassRow(kind="evaluation" if self._is_root else "part", times=1))
+        except Exception:
+            count_fault()
         return original(self, *args, **kwargs)
 
     return end_forward
-
-
-def _note_forward(state: Any) -> None:
-    if not state._is_root:
-        _passes.add(_root(state), PassRow(kind="part", times=1))
-    elif torch.is_grad_enabled():
-        root = _root(state)
-        _forwards[root] = _forwards.get(root, 0) + 1
-    else:
-        _passes.add(_root(state), PassRow(kind="evaluation", times=1))
 
 
 def _end_backward(original: Callable[..., None]) -> Callable[..., None]:
@@ -152,31 +169,27 @@ def _end_backward(original: Callable[..., None]) -> Callable[..., None]:
     def root_post_backward_final_callback(self: Any) -> None:
         original(self)
         try:
-            _note_backward(self)
+            if progress.marked_phase != Phase.INIT:
+                progress.note_activity()  # passes without a call, as after an evaluation that left parameters gathered
+            context = self._state_ctx
+            root = _by_context.get(id(context))
+            if root is not None:
+                forwards, root.forwards = root.forwards, 0
+                if forwards == 1:
+                    root.add(_training_pass(_settings(context.all_states), bool(context.is_last_backward)))
+                else:
+                    root.add(PassRow(kind="backward", times=1))
         except Exception:
             count_fault()
 
     return root_post_backward_final_callback
 
 
-def _note_backward(state: Any) -> None:
-    if progress.marked_phase != Phase.INIT:
-        progress.note_activity()  # passes without a call, as after an evaluation that left parameters gathered
-    root = _root(state)
-    if _forwards.pop(root, 0) == 1:
-        context = state._state_ctx
-        _passes.add(root, _training_pass(_settings(context.all_states), bool(context.is_last_backward)))
-    else:
-        _passes.add(root, PassRow(kind="backward", times=1))
-
-
 def _note_unit(group: Any, kind: str) -> None:
     """Note what the program does with a unit outside of a pass, unless its root has had no pass."""
     if group in _units:
-        reference, number = _units[group]
-        root = reference()
-        if root is not None:
-            _passes.add(root, PassRow(kind=kind, times=1, modules=[number]))
+        root, number = _units[group]
+        root.add(PassRow(kind=kind, times=1, modules=[number]))
 
 
 def _purpose_of_reduction(group: Any, *_: Any) -> int:
@@ -207,14 +220,6 @@ def _note_resharding(group: Any) -> int:
     if not group.is_sharded:
         _note_unit(group, "resharded")
     return ~0
-
-
-def _root(state: Any) -> Any:
-    """Return the root module of a state."""
-    for other in state._state_ctx.all_states:
-        if other._is_root:
-            return other._modules[0]
-    raise LookupError("an FSDPState without a root")
 
 
 def _groups(states: Sequence[Any]) -> list[Any]:

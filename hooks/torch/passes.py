@@ -11,6 +11,7 @@ import weakref
 from copy import copy
 from typing import Any
 
+from commtrace.current_step import progress
 from commtrace.job_row import PassesRow, PassRow
 
 from . import tracer as torch_tracer
@@ -25,7 +26,7 @@ class Passes:
     def __init__(self, jobs: Jobs) -> None:
         """Write the passes of models that are in `jobs`."""
         self._jobs = jobs
-        self._by_model: weakref.WeakKeyDictionary[Any, _ModelPasses] = weakref.WeakKeyDictionary()
+        self._by_model: weakref.WeakKeyDictionary[Any, ModelPasses] = weakref.WeakKeyDictionary()
         self._last = RowsWrittenAtEnd()
 
     def install(self) -> None:
@@ -37,25 +38,27 @@ class Passes:
         self._last.uninstall()
         self._by_model.clear()
 
-    def add(self, model: Any, entry: PassRow) -> None:
+    def add(self, model: Any, entry: PassRow) -> ModelPasses | None:
         """Add a single pass to the current step, the step of its calls. The row may be added again: it is not changed.
 
-        A model that was built before tracing began has no job, and its passes are not known.
+        Returns:
+            The model's passes; None if it was built before tracing began: it has no job, and its passes are not known.
         """
         passes = self._by_model.get(model)
         if passes is None:
             if model not in self._jobs:
-                return
-            passes = self._by_model[model] = _ModelPasses()
+                return None
+            passes = self._by_model[model] = ModelPasses()
             self._last.rows.append(passes)
         passes.add(entry)
         if passes.job is None:
             tracer = torch_tracer.current()
             if tracer is not None:
                 passes.job = self._jobs.row(model, tracer)
+        return passes
 
 
-class _ModelPasses(StepRows):
+class ModelPasses(StepRows):
     """Passes of one model in the current step."""
 
     limit = 10_000
@@ -78,6 +81,17 @@ class _ModelPasses(StepRows):
             self._passes[-1].modules = [*last.modules, *entry.modules]
         else:
             self._passes.append(entry)
+
+    def repeat(self, entry: PassRow) -> bool:
+        """Add a pass if it begins a step, and was all of the two before. Return whether it was.
+
+        `add` would do the same, in most steps of most trainings, with more functions.
+        """
+        step, passes, last = progress.step, self._passes, self._last
+        if step != self._step + 1 or not (len(passes) == len(last) == 1 and passes[0] is last[0] is entry):
+            return False
+        self._step = step
+        return True
 
     def facts(self) -> list[Any]:
         """Return the passes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,13 +23,13 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     tables = SimpleNamespace(new=lambda table, row: written.append((row["step"], row["passes"])))
     tracer = SimpleNamespace(recorder=SimpleNamespace(tables=tables))
     monkeypatch.setattr(torch_tracer, "current", lambda: tracer)
-    monkeypatch.setattr(passes._ModelPasses, "limit", 4)
+    monkeypatch.setattr(passes.ModelPasses, "limit", 4)
     return written
 
 
 def run(steps: dict[int, int]) -> None:
     """Evaluate this many times in each step, and end the log."""
-    model = passes._ModelPasses()
+    model = passes.ModelPasses()
     model.job = 1
     try:
         for step, times in steps.items():
@@ -81,7 +82,7 @@ def test_a_setting_that_differs_among_units_is_not_known() -> None:
 
 def test_a_row_that_is_added_in_each_step(rows: list[Any]) -> None:
     """One object is added again and again, as FSDP2's hook does."""
-    model, row = passes._ModelPasses(), PassRow(kind="training", times=1)
+    model, row = passes.ModelPasses(), PassRow(kind="training", times=1)
     model.job = 1
     try:
         for step, times in enumerate([1, 1, 3, 3, 1]):
@@ -94,3 +95,32 @@ def test_a_row_that_is_added_in_each_step(rows: list[Any]) -> None:
     assert row.times == 1
     times_by_step = {step: [entry["times"] for entry in written] for step, written in rows[:3]}
     assert times_by_step == {0: [1], 2: [3], 4: [1]}
+
+
+def test_repeated_passes_write_the_rows_that_added_ones_do(rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes.ModelPasses, "limit", 100)
+    training, evaluation = PassRow(kind="training", times=1), PassRow(kind="evaluation", times=1)
+    of_a_step = [], [training], [training, training], [evaluation], [training, evaluation]
+    repeated = 0
+
+    def written(steps: tuple[list[PassRow], ...], *, repeats: bool) -> list[Any]:
+        nonlocal repeated
+        rows.clear()
+        model = passes.ModelPasses()
+        model.job = 1
+        for step, entries in enumerate(steps):
+            progress.cells[0] = step
+            for entry in entries:
+                if repeats and model.repeat(entry):
+                    repeated += 1
+                else:
+                    model.add(entry)
+        model.end(torch_tracer.current())  # type: ignore[arg-type]
+        return rows.copy()
+
+    try:
+        for steps in itertools.product(of_a_step, repeat=5):
+            assert written(steps, repeats=True) == written(steps, repeats=False)
+    finally:
+        progress.reset()
+    assert repeated
