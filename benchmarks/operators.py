@@ -111,7 +111,9 @@ def _own_code(function: Any) -> CodeType | None:
     A decorator's wrappers share their code, and some do not name what they wrap: that is then in their closure.
     """
     function = inspect.unwrap(function)
-    code: CodeType | None = getattr(function, "__code__", None)
+    if not inspect.isfunction(function):
+        return None
+    code = function.__code__
     if sum(map(inspect.isfunction, gc.get_referrers(code))) < 2:
         return code
     within = (cell.cell_contents for cell in function.__closure__ or ())
