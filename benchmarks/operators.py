@@ -110,7 +110,7 @@ def _own_code(function: Any) -> CodeType | None:
 
     A decorator's wrappers share their code, and some do not name what they wrap: that is then in their closure.
     """
-    function = inspect.unwrap(function)
+    function = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(function):
         return None
     code = function.__code__

@@ -100,7 +100,7 @@ def test_a_row_that_is_added_in_each_step(rows: list[Any]) -> None:
 def test_repeated_passes_write_the_rows_that_added_ones_do(rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes.ModelPasses, "limit", 100)
     training, evaluation = PassRow(kind="training", times=1), PassRow(kind="evaluation", times=1)
-    of_a_step = [], [training], [training, training], [evaluation], [training, evaluation]
+    of_a_step: list[list[PassRow]] = [[], [training], [training, training], [evaluation], [training, evaluation]]
     repeated = 0
 
     def written(steps: tuple[list[PassRow], ...], *, repeats: bool) -> list[Any]:
