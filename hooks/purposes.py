@@ -71,15 +71,15 @@ BARRIER: Final = number(Purpose.BARRIER)
 """Purpose of a barrier if a library calls it for no other reason. A program's barrier is its own."""
 
 
-_of_codes: dict[int, tuple[CodeType, int]] = {}
+codes: dict[int, tuple[CodeType, int]] = {}
 """Purposes of functions by the id of their code, which is kept so that the id stays valid: hashing a code reads it."""
 
 
 def mark_code(patches: Patches, code: CodeType | None, purpose: int) -> None:
     """Give the functions with this code a purpose until the patches are undone. None: another version has no such."""
     if code is not None:
-        _of_codes[id(code)] = code, purpose
-        patches.on_undo(_of_codes.pop, id(code), None)
+        codes[id(code)] = code, purpose
+        patches.on_undo(codes.pop, id(code), None)
 
 
 def code_of(function: Any) -> CodeType | None:
@@ -89,7 +89,7 @@ def code_of(function: Any) -> CodeType | None:
 
 def of_code(code: CodeType) -> int:
     """Return the purpose of the calls of functions with this code; 0: they have none."""
-    return _of_codes.get(id(code), (code, _UNMARKED))[1]
+    return codes.get(id(code), (code, _UNMARKED))[1]
 
 
 class Marking(NamedTuple):

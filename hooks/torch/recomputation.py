@@ -10,11 +10,14 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, Final
 
 import torch
+import torch.autograd.graph
 
 from commtrace.hooks import purposes
 from commtrace.patching import Patches
 
 MODULE: Final = "torch.utils.checkpoint"
+ENGINE: Final = purposes.code_of(torch.autograd.graph._engine_run_backward)
+"""Code of the function in which autograd runs, if it runs in the thread that called it."""
 
 _patches = Patches()
 
@@ -43,9 +46,8 @@ def recomputing() -> bool:
     if torch._C._current_graph_task_id() < 0:
         return False
     frame: FrameType | None = sys._getframe()
-    backward = purposes.code_of(torch.autograd.graph._engine_run_backward)
-    while frame is not None and frame.f_code is not backward:
-        if purposes.of_code(frame.f_code) == purposes.RECOMPUTED:
+    while frame is not None and frame.f_code is not ENGINE:
+        if id(frame.f_code) in purposes.codes and purposes.of_code(frame.f_code) == purposes.RECOMPUTED:
             return True
         frame = frame.f_back
     return False

@@ -16,7 +16,7 @@ import torch
 from torch.nn import Module
 
 from commtrace.hooks import purposes
-from commtrace.hooks.torch.recomputation import recomputing
+from commtrace.hooks.torch.recomputation import ENGINE, recomputing
 from commtrace.patching import Patches
 from commtrace.schema import Purpose
 
@@ -27,6 +27,8 @@ _WRAPPING: Final = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig
 
 _patches = Patches()
 _names: weakref.WeakKeyDictionary[Module, str] = weakref.WeakKeyDictionary()
+_numbers: dict[tuple[Any, ...], int] = {}
+"""Number of a purpose by its name, the name of the module, and the placements."""
 
 
 @_patches.installer
@@ -41,24 +43,30 @@ def install() -> None:
     if tracker is not None:
         _patches.wrap(tracker, "__init__", purposes.marking(Purpose.RANDOM_STATE))
     _patches.on_undo(_names.clear)
+    _patches.on_undo(_numbers.clear)
 
 
 uninstall = _patches.undo
 
 
 def _purpose(_: Any, current_spec: Any, target_spec: Any, *__: Any, **___: Any) -> int:
-    if not purposes.unclaimed() or current_spec.placements == target_spec.placements:
+    before, after = current_spec.placements, target_spec.placements
+    if before == after or not purposes.unclaimed():
         return 0
     caller = _Caller()
-    if recomputing():
+    if caller.recomputes:
         purpose = Purpose.ACTIVATIONS_RECOMPUTED
-    elif torch._C._current_graph_task_id() >= 0:
+    elif caller.in_backward:
         purpose = Purpose.ACTIVATION_GRADIENTS
     else:
         purpose = Purpose.ACTIVATIONS if caller.module else Purpose.OPTIMIZER if caller.optimizer else Purpose.TENSORS
-    facts = {"module": caller.module} if caller.module else {}
-    placements = {"from": _text(current_spec.placements), "to": _text(target_spec.placements)}
-    return purposes.number(purpose, **facts, **placements)
+    key = purpose._value_, caller.module, before, after
+    known = _numbers.get(key)
+    if known is None:
+        facts = {"module": caller.module} if caller.module else {}
+        known = purposes.number(purpose, **facts, **{"from": _text(before), "to": _text(after)})
+        _numbers[key] = known
+    return known
 
 
 def calling_module() -> str:
@@ -67,15 +75,19 @@ def calling_module() -> str:
 
 
 class _Caller:
-    """What the frames above a redistribution show.
+    """What the frames above a redistribution show. A tensor-parallel layer has several: this calls few functions.
 
     Attributes:
         module: Name of the innermost module in whose forward pass the tensor was, or is, redistributed; "": none.
         optimizer: Whether an optimizer steps.
+        in_backward: Whether autograd runs in this thread.
+        recomputes: Whether it repeats a forward pass.
     """
 
     def __init__(self) -> None:
-        self.module, self.optimizer = "", False
+        name, self.optimizer = None, False
+        self.in_backward = torch._C._current_graph_task_id() >= 0
+        self.recomputes = self.in_backward and recomputing()
         inner: Module | None = None
         root: Module | None = None
         saved: list[Any] = []  # contexts of autograd functions between the redistribution and the module
@@ -84,29 +96,37 @@ class _Caller:
             code = frame.f_code
             if code is _CALL:
                 root = frame.f_locals["self"]
-                inner = inner or root
-            elif inner is None and code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
+                if inner is None:
+                    inner, name = root, _names.get(root)
+                if name is not None:
+                    break
+            elif inner is None and code.co_name in _PASSES and code.co_varnames[:1] == ("ctx",):
                 saved.append(frame.f_locals["ctx"])
+            elif code is ENGINE:
+                break  # as in a thread of autograd, which has no other frames
             elif code.co_name == "wrapper" and code.co_filename.endswith("torch/optim/optimizer.py"):
                 self.optimizer = True
             frame = frame.f_back
         if inner is not None and root is not None:
-            self.module = _name(inner, root)
-            for ctx in saved:
-                ctx.commtrace_module = self.module  # of its backward
-        else:
-            self.module = next((ctx.commtrace_module for ctx in saved if hasattr(ctx, "commtrace_module")), "")
+            name = name or _name(inner, root)
+        for ctx in saved:
+            if inner is None:
+                name = name or getattr(ctx, "commtrace_module", None)
+            else:
+                ctx.commtrace_module = name  # of its backward
+        self.module = name or ""
 
 
+_PASSES: Final = frozenset(("forward", "backward"))
 _CALL: Final = Module._call_impl.__code__
 
 
 def _name(module: Module, root: Module) -> str:
-    """Return the name of a module in its model; the name of its class for the model itself."""
-    if module not in _names:
-        for name, part in root.named_modules():
-            _names.setdefault(part, ".".join(step for step in name.split(".") if step not in _WRAPPING))
-    return _names.get(module) or type(module).__name__
+    """Return the name of a module in its model; the name of its class for the model itself. It is kept in `_names`."""
+    for name, part in root.named_modules():
+        own = ".".join(step for step in name.split(".") if step not in _WRAPPING)
+        _names.setdefault(part, own or type(part).__name__)
+    return _names.setdefault(module, type(module).__name__)
 
 
 def _text(placements: Iterable[Any]) -> str:
