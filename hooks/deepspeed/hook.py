@@ -38,7 +38,7 @@ _kernels = Kernels()
 _engines = Jobs(engine_job.describe, roles, message_roles)
 _passes = Passes(_engines)
 _IN_ORDER = TrainSchedule.steps, DataParallelSchedule.steps
-"""Schedules that execute each kind of instruction on the micro-batches in their order, each once."""
+"""`steps` of schedules that execute each kind of instruction on the micro-batches in their order, each once."""
 
 _PHASES = {
     "LoadMicroBatch": Phase.FORWARD,
@@ -140,7 +140,7 @@ def _init_of(engine: type) -> Callable[..., Any]:
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a pass: `around` would add a function to each, and what follows the native call of `train`, cold code."""
+    """Wrap a pass. In training, nothing follows the call of `train`, and `around` adds no function: both would cost."""
     train = progress.wrapper(Phase.FORWARD, begins_step=True)(original)
     evaluate = _pass_without_gradients(original)
 
