@@ -35,6 +35,7 @@ BLOCKING: Final = 32  # sends or receives a message and waits for it
 BACKWARD: Final = 64  # runs autograd
 SHARED: Final = 128  # makes calls for many lines of the program: its caller is part of the site
 DISPATCH: Final = 256  # handles a call that torch's C++ code has made: a dispatch mode, or a kernel of ours
+CONTEXT: Final = 512  # a pass of an autograd function: its first argument is the context
 PURPOSE_SHIFT: Final = 16  # above it: the purpose of the function's calls, if it has one (`purposes.of_code`)
 
 _OUTERMOST: Final = FORWARD | OPTIMIZER  # no walk goes beyond
@@ -245,7 +246,16 @@ def in_training(modules: Iterable[object]) -> bool:
     return False
 
 
+def is_autograd_function(code: CodeType) -> bool:
+    """Return whether code is the forward or backward pass of an autograd function; its first argument is then `ctx`."""
+    return code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",)
+
+
 def _classify(code: CodeType) -> int:
+    return _of_library(code) | (CONTEXT if is_autograd_function(code) else 0)
+
+
+def _of_library(code: CodeType) -> int:
     file = code.co_filename.replace("\\", "/")
     if file.endswith(_SHARED_FILES) and code.co_name != "backward":
         return SHARED

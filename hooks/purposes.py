@@ -92,6 +92,15 @@ def of_code(code: CodeType) -> int:
     return codes.get(id(code), (code, _UNMARKED))[1]
 
 
+KeyPart = str | int | tuple[int | str, ...]
+"""What decides a purpose: an attribute of a function's first argument, by its name; another argument, by its position;
+or, as (position, name, ...), a tuple that is an attribute of an argument. Its items are told apart by their types, and
+by those of their attributes that are named here."""
+
+FORWARD_PURPOSE: Final = "commtrace_forward"
+"""Attribute of contexts of autograd functions: the number of the purpose that `read` returned in their forward pass."""
+
+
 class Marking(NamedTuple):
     """How a wrapper marks the calls of a function."""
 
@@ -99,14 +108,17 @@ class Marking(NamedTuple):
     """Number of their purpose."""
     read: Callable[..., int] | None = None
     """Returns it from the arguments of the call instead. 0 leaves the mark as it is."""
-    key: tuple[str | int, ...] | None = None
-    """What decides the result of `read`, besides whether autograd runs in this thread: names of attributes of the first
-    argument, and positions of others. Results are then kept with these values, which must be names, numbers or states,
-    and no parts of a model. A negative result is not kept: `~result` is the purpose of that call."""
+    key: tuple[KeyPart, ...] | None = None
+    """What decides the result of `read`, besides whether autograd runs in this thread. Results are then kept with these
+    values, which must be names, numbers or states, and no parts of a model. A negative result is not kept: `~result` is
+    the purpose of that call."""
     of_caller: bool = False
     """Whether `read` gets, before the arguments, the first argument of the function that calls; None if it has none."""
     unclaimed: bool = False
-    """Whether calls are marked only where nothing else has."""
+    """Whether calls are marked only where nothing else has. `read` is then called only there."""
+    in_module: bool = False
+    """Whether the frames above decide the result of `read`, too: the innermost module that is being called, whether an
+    optimizer steps or a forward pass is repeated; outside of modules, the `FORWARD_PURPOSE` of autograd functions."""
 
     def wrapper(self) -> Wrapper:
         """Return the wrapper."""
@@ -142,15 +154,17 @@ class ThreadLocalStore(threading.local):
 
     def wrapped(self, original: Callable[..., Any], marking: Marking, /) -> Callable[..., Any]:
         """Return a function that marks the calls of another one, as `Marking` says. It keeps no results of `read`."""
-        purpose, read, _, of_caller, unclaimed = marking
+        purpose, read, of_caller, unclaimed = marking.purpose, marking.read, marking.of_caller, marking.unclaimed
 
         def replacement(*args: Any, **kwargs: Any) -> Any:
+            if unclaimed and _current():
+                return original(*args, **kwargs)
             marked = purpose
             if read is not None:
                 caller = (_own_argument(sys._getframe(1)),) if of_caller else ()
                 marked = read(*caller, *args, **kwargs)
                 marked = ~marked if marked < 0 else marked
-            if not marked or (unclaimed and _current()):
+            if not marked:
                 return original(*args, **kwargs)
             before = _exchange(marked)  # not `Marked`: this runs many times in a step
             try:
@@ -235,9 +249,17 @@ def marking_each(read: Callable[..., int], *, of_caller: bool = False) -> Wrappe
     return Marking(read=_counting_faults(read), of_caller=of_caller).wrapper()
 
 
-def marking_by(*key: str | int, read: Callable[..., int], of_caller: bool = False) -> Wrapper:
+def marking_by(*key: KeyPart, read: Callable[..., int], of_caller: bool = False) -> Wrapper:
     """Return a wrapper that marks the calls of a function with `read(arguments)`, which `key` decides (`Marking`)."""
     return Marking(read=_counting_faults(read), key=key, of_caller=of_caller).wrapper()
+
+
+def marking_in_modules(*key: KeyPart, read: Callable[..., int]) -> Wrapper:
+    """Return a wrapper that marks a function's calls where nothing else does, by `key` and by the frames above.
+
+    `read` notes the purpose of a module in the contexts of autograd functions within it (`FORWARD_PURPOSE`).
+    """
+    return Marking(read=_counting_faults(read), key=key, unclaimed=True, in_module=True).wrapper()
 
 
 def _counting_faults(read: Callable[..., int]) -> Callable[..., int]:

@@ -147,15 +147,17 @@ class SiteCache {
     return result;
   }
 
-  // Calls `visit(frame, properties)` for each frame of the thread, the innermost first.
+  // Calls `visit(frame, properties)` for each frame of the thread, the innermost first, until it returns false. Returns
+  // whether all properties are known.
   template <typename Kind, typename Visit>
-  void each_frame(Kind kind, Visit visit) {
-    CallSite ignored;
+  bool each_frame(Kind kind, Visit visit) {
+    CallSite walk;
     Frame frame;
     int depth = 0;
-    for (bool more = innermost(frame); more; more = outer(frame))
-      visit(frame, static_cast<uint16_t>(kind_of(frame, depth++, kind, ignored)));
+    bool more = innermost(frame);
+    while (more && visit(frame, kind_of(frame, depth++, kind, walk))) more = outer(frame);
     finished(frame);
+    return !walk.failed;
   }
 
  private:

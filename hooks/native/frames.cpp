@@ -125,9 +125,13 @@ void finished(Frame& frame) {
 }
 
 PyObject* first_argument(const Frame& frame) {
-  PyObject* locals = PyObject_GetAttrString(static_cast<PyObject*>(frame.frame), "f_locals");
-  PyObject* value = locals == nullptr ? nullptr : PyMapping_GetItemString(locals, "self");
-  Py_XDECREF(locals);
+  auto* f = static_cast<PyFrameObject*>(frame.frame);
+  PyCodeObject* code = PyFrame_GetCode(f);
+  PyObject* locals = code->co_argcount == 0 ? nullptr : PyObject_GetAttrString(reinterpret_cast<PyObject*>(f), "f_locals");
+  PyObject* names = locals == nullptr ? nullptr : PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_varnames");
+  PyObject* value = names == nullptr ? nullptr : PyObject_GetItem(locals, PyTuple_GET_ITEM(names, 0));
+  PyObject* const owned[] = {names, locals, reinterpret_cast<PyObject*>(code)};
+  for (PyObject* object : owned) Py_XDECREF(object);
   PyErr_Clear();
   return value;
 }

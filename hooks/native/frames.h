@@ -11,7 +11,7 @@ namespace commtrace {
 // Properties of frames, the bits of hooks/call_site.py.
 enum Seen : uint16_t {
   kWrapper = 1, kObject = 2, kForward = 4, kOptimizer = 8, kHandle = 16, kBlocking = 32, kBackward = 64, kShared = 128,
-  kDispatch = 256
+  kDispatch = 256, kContext = 512
 };
 
 // Above these bits: the purpose of a function's calls, if it has one.
@@ -32,7 +32,7 @@ bool innermost(Frame& frame);
 bool outer(Frame& frame);
 void finished(Frame& frame);  // releases the reference that `frame` holds if the GIL is needed
 
-// The first argument, `self`, of the method that the frame runs: a new reference, or null. Needs the GIL.
+// The first argument of the function that the frame runs, such as `self`: a new reference, or null. Needs the GIL.
 PyObject* first_argument(const Frame& frame);
 
 // Whether the functions above return the calling thread's frames as Python's public functions do. Needs the GIL. They do

@@ -24,9 +24,10 @@ struct Marker {
 
   // Its purpose, 0 for none; or what `read` returns of the arguments, which is kept for the same `key`.
   uint32_t purpose;
-  PyObject *read, *key;  // key: a tuple of names of attributes of the first argument, and of positions of others; or null
+  PyObject *read, *key;  // key: a tuple of KeyPart, or null
   bool of_caller;        // `read` gets, first, the first argument of the function that calls
   bool unclaimed;        // only where nothing else has marked the calls
+  bool in_module;        // the frames above decide, too: `Caller`
   NumberTable* purposes;
   PyObject* kept;  // what is part of a key of `purposes`: addresses must not be reused
 
@@ -92,36 +93,136 @@ static Read read_purpose(const Marker& marker, PyObject* const* args, size_t cou
   return PyErr_Occurred() ? Read{} : purpose;
 }
 
-// Returns part `i` of the key, a new reference; null if this call does not have it, or if Python raised.
-static PyObject* part_of_key(const Marker& marker, Py_ssize_t i, PyObject* const* args, size_t count) {
-  PyObject* part = PyTuple_GET_ITEM(marker.key, i);
-  const size_t at = PyLong_Check(part) ? PyLong_AsSize_t(part) : 0;
-  if (at >= count) return nullptr;
-  if (PyLong_Check(part)) return Py_NewRef(args[at]);
-  PyObject* value = PyObject_GetAttr(args[0], part);
-  if (value == nullptr && PyErr_ExceptionMatches(PyExc_AttributeError)) PyErr_Clear();
-  return value;
+// What decides the purpose of a call, as a number.
+class Key {
+ public:
+  void add(uint64_t value) { number_ = (number_ ^ value) * 0x9E3779B97F4A7C15ULL; }
+
+  // Adds an object by its identity. It is kept with the purpose, as its address must not be reused.
+  void add(py::object object) {
+    add(uint64_t{reinterpret_cast<uintptr_t>(object.ptr())});
+    objects_.push_back(std::move(object));
+  }
+
+  uint64_t number() const { return number_ + (number_ == 0); }  // keys are never 0
+  const auto& objects() const { return objects_; }
+
+ private:
+  uint64_t number_ = 0;
+  c10::SmallVector<py::object, 8> objects_;
+};
+
+// Returns an attribute of an object; null if it has none, or if reading it failed: `read` then sees for itself.
+static py::object attribute_of(PyObject* object, PyObject* name) {
+  PyObject* value = nullptr;
+#if PY_VERSION_HEX >= 0x030D0000
+  const int found = PyObject_GetOptionalAttr(object, name, &value);
+#else
+  const int found = _PyObject_LookupAttr(object, name, &value);
+#endif
+  if (found < 0 && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+  return py::reinterpret_steal<py::object>(value);
 }
 
-// The purpose of a call by the parts of `key`, and by whether autograd runs in this thread.
+// Adds the items of a tuple by their types and the attributes that `part` names. Returns whether the call has them.
+static bool add_items(Key& key, PyObject* part, const py::object& items) {
+  if (!items || !PyTuple_Check(items.ptr())) return false;
+  key.add(static_cast<uint64_t>(PyTuple_GET_SIZE(items.ptr())));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.ptr()); i++) {
+    PyObject* item = PyTuple_GET_ITEM(items.ptr(), i);
+    key.add(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(item))));
+    for (Py_ssize_t name = 2; name < PyTuple_GET_SIZE(part); name++) {
+      py::object value = attribute_of(item, PyTuple_GET_ITEM(part, name));
+      if (!value) key.add(uint64_t{0});
+      else if (PyLong_CheckExact(value.ptr())) key.add(uint64_t{PyLong_AsUnsignedLongMask(value.ptr())} + 1);
+      else key.add(std::move(value));
+    }
+  }
+  return true;
+}
+
+// Adds a part of the key. Returns whether the call has it.
+static bool add_part(Key& key, PyObject* part, PyObject* const* args, size_t count) {
+  const bool of_items = PyTuple_Check(part);
+  PyObject* const position = of_items ? PyTuple_GET_ITEM(part, 0) : part;
+  const size_t at = PyLong_Check(position) ? PyLong_AsSize_t(position) : 0;
+  if (at >= count) return false;
+  if (of_items) return add_items(key, part, attribute_of(args[at], PyTuple_GET_ITEM(part, 1)));
+  py::object value = PyLong_Check(part) ? py::reinterpret_borrow<py::object>(args[at]) : attribute_of(args[0], part);
+  if (!value) return false;
+  key.add(std::move(value));
+  return true;
+}
+
+// FORWARD_PURPOSE of hooks/purposes.py.
+static PyObject* forward_purpose() {
+  static PyObject* name = PyUnicode_InternFromString("commtrace_forward");
+  return name;
+}
+
+// The part of the key that the frames above decide. No module is kept alive: see `keep`.
+static void add_caller(Key& key, const Caller& caller) {
+  key.add(uint64_t{caller.repeats} << 1 | uint64_t{caller.optimizes});
+  key.add(uint64_t{reinterpret_cast<uintptr_t>(caller.module.ptr())});
+  if (caller.module) return;
+  for (const py::object& context : caller.contexts) {
+    const py::object forward = attribute_of(context.ptr(), forward_purpose());
+    if (forward && PyLong_CheckExact(forward.ptr())) return key.add(uint64_t{PyLong_AsUnsignedLongMask(forward.ptr())});
+  }
+}
+
+static void forget(Marker& marker) {
+  marker.purposes->clear();
+  if (marker.kept != nullptr) PyList_SetSlice(marker.kept, 0, PyList_GET_SIZE(marker.kept), nullptr);
+}
+
+// Called when a module is gone, whose address may be reused.
+static PyObject* forget_modules(PyObject* marker, PyObject*) {
+  forget(*reinterpret_cast<Marker*>(marker));
+  Py_RETURN_NONE;
+}
+
+// Keeps a purpose, unless its module cannot be observed.
+static void keep(Marker& marker, const Key& key, const py::object& module, uint32_t purpose) {
+  static PyMethodDef forgets{"forget", &forget_modules, METH_O, nullptr};
+  if (PyList_GET_SIZE(marker.kept) > 1 << 16) forget(marker);  // a program that makes objects all the time
+  if (module) {
+    const auto forgetting =
+        py::reinterpret_steal<py::object>(PyCFunction_New(&forgets, reinterpret_cast<PyObject*>(&marker)));
+    const auto weak = py::reinterpret_steal<py::object>(PyWeakref_NewRef(module.ptr(), forgetting.ptr()));
+    if (!weak) return PyErr_Clear();
+    PyList_Append(marker.kept, weak.ptr());
+  }
+  for (const py::object& object : key.objects()) PyList_Append(marker.kept, object.ptr());
+  marker.purposes->add(key.number(), purpose);
+}
+
+// The purpose of a call by `key`, by whether autograd runs in this thread, and by the caller if `in_module`.
 static Read purpose_by_key(Marker& marker, PyObject* const* args, size_t count, PyObject* names) {
-  uint64_t number = torch::autograd::get_current_graph_task_id() == -1 ? 1 : 2;
-  c10::SmallVector<py::object, 4> values;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(marker.key); i++) {
-    values.push_back(py::reinterpret_steal<py::object>(part_of_key(marker, i, args, count)));
-    if (!values.back()) return PyErr_Occurred() ? Read{} : read_purpose(marker, args, count, names);
-    number = (number ^ reinterpret_cast<uintptr_t>(values.back().ptr())) * 0x9E3779B97F4A7C15ULL;
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  Key key;
+  key.add(uint64_t{in_backward} + 1);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(marker.key); i++)
+    if (!add_part(key, PyTuple_GET_ITEM(marker.key, i), args, count))
+      return PyErr_Occurred() ? Read{} : read_purpose(marker, args, count, names);
+  Caller caller;
+  if (marker.in_module) {
+    Recording* const recording = current.load(std::memory_order_acquire);
+    if (recording != nullptr) caller = recording->callsites.caller(Thread::current().sites, in_backward);
+    if (!caller.known) return read_purpose(marker, args, count, names);
+    add_caller(key, caller);
   }
-  number += number == 0;  // keys are never 0
-  if (const uint32_t* known = marker.purposes->find(number)) return *known;
+  if (const uint32_t* known = marker.purposes->find(key.number())) {
+    const uint32_t purpose = *known;
+    if (caller.module && purpose != kNoPurpose && !caller.contexts.empty()) {
+      const auto number = py::reinterpret_steal<py::object>(PyLong_FromUnsignedLong(purpose));
+      for (const py::object& context : caller.contexts)
+        if (PyObject_SetAttr(context.ptr(), forward_purpose(), number.ptr()) < 0) PyErr_Clear();
+    }
+    return purpose;
+  }
   const Read purpose = read_purpose(marker, args, count, names);
-  if (!purpose || *purpose < 0) return purpose;
-  if (PyList_GET_SIZE(marker.kept) > 1 << 16) {  // a program that makes objects all the time
-    marker.purposes->clear();
-    PyList_SetSlice(marker.kept, 0, PyList_GET_SIZE(marker.kept), nullptr);
-  }
-  for (const py::object& value : values) PyList_Append(marker.kept, value.ptr());
-  marker.purposes->add(number, static_cast<uint32_t>(*purpose));
+  if (purpose && *purpose >= 0) keep(marker, key, caller.module, static_cast<uint32_t>(*purpose));
   return purpose;
 }
 
@@ -143,11 +244,12 @@ static Read purpose_of(Marker& marker, PyObject* const* args, size_t count, PyOb
 
 static PyObject* call_marked(PyObject* self, PyObject* const* args, size_t count, PyObject* names) {
   auto& marker = *reinterpret_cast<Marker*>(self);
-  const Read read = purpose_of(marker, args, PyVectorcall_NARGS(count), names);
+  const bool claimed = marker.unclaimed && Thread::current().purpose != kNoPurpose;
+  const Read read = claimed ? kNoPurpose : purpose_of(marker, args, PyVectorcall_NARGS(count), names);
   if (!read) return nullptr;
   const auto purpose = static_cast<uint32_t>(*read < 0 ? ~*read : *read);
   PyObject* const original = Py_NewRef(marker.original);  // the call may end the hook
-  const bool marks = purpose != kNoPurpose && !(marker.unclaimed && Thread::current().purpose != kNoPurpose);
+  const bool marks = purpose != kNoPurpose;
   const uint32_t purpose_before = marks ? std::exchange(Thread::current().purpose, purpose) : kNoPurpose;
   const auto part = marker.progress == nullptr ? std::nullopt : std::optional(marker.begin_part());
   PyObject* result = PyObject_Vectorcall(original, args, count, names);
@@ -244,6 +346,7 @@ static py::object with_purpose(const py::object& original, const py::tuple& mark
   marker->key = reference_to(marking[2]);
   marker->of_caller = marking[3].cast<bool>();
   marker->unclaimed = marking[4].cast<bool>();
+  marker->in_module = marking[5].cast<bool>();
   marker->purposes = new NumberTable;
   marker->kept = py::list().release().ptr();
   return made;

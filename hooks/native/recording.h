@@ -40,6 +40,15 @@ struct ThreadSites {
   }
 };
 
+// What the frames of a call in a model show.
+struct Caller {
+  py::object module;                         // the innermost one that is being called; null: none
+  c10::SmallVector<py::object, 2> contexts;  // of autograd functions within it
+  bool repeats = false;                      // a forward pass is repeated in a backward pass
+  bool optimizes = false;                    // an optimizer steps
+  bool known = false;                        // all frames could be looked up
+};
+
 // Call sites of one recording.
 class CallSites {
  public:
@@ -58,12 +67,31 @@ class CallSites {
   py::list modules(ThreadSites*& cache) {
     py::list called;
     renewed(cache).each_frame([&](int depth) { return classify(depth, *cache); },
-                              [&](const Frame& frame, uint16_t seen) {
-                                if (!(seen & kForward)) return;
+                              [&](const Frame& frame, uint32_t properties) {
+                                if (!(properties & kForward)) return true;
                                 const auto module = py::reinterpret_steal<py::object>(first_argument(frame));
                                 if (module) called.append(module);
+                                return true;
                               });
     return called;
+  }
+
+  // Same as _Caller of hooks/torch/redistribution.py. Needs the GIL.
+  Caller caller(ThreadSites*& cache, bool in_backward) {
+    Caller found;
+    found.known = renewed(cache).each_frame(
+        [&](int depth) { return classify(depth, *cache); },
+        [&](const Frame& frame, uint32_t properties) {
+          if (!found.module && properties & (kForward | kContext)) {
+            auto argument = py::reinterpret_steal<py::object>(first_argument(frame));
+            if (properties & kForward) found.module = std::move(argument);
+            else if (argument) found.contexts.push_back(std::move(argument));
+          }
+          found.repeats |= in_backward && properties >> kPurposeShift == kRecomputed;
+          found.optimizes |= (properties & kOptimizer) != 0;
+          return in_backward ? !(properties & kBackward) : !found.module;
+        });
+    return found;
   }
 
   // Invalidates the caches of all threads: row numbers have changed, or code objects are no longer kept alive.

@@ -16,6 +16,7 @@ import torch
 from torch.nn import Module
 
 from commtrace.hooks import purposes
+from commtrace.hooks.call_site import is_autograd_function
 from commtrace.hooks.torch.recomputation import ENGINE, recomputing
 from commtrace.patching import Patches
 from commtrace.schema import Purpose
@@ -37,7 +38,7 @@ def install() -> None:
     # No import statement: the package is still being imported.
     modules = [sys.modules[name] for name in _CALLERS if name in sys.modules]
     for module in modules:
-        _patches.wrap(module, "redistribute_local_tensor", purposes.marking_each(_purpose))
+        _patches.wrap(module, "redistribute_local_tensor", _MARKING)
         _patches.wrap(module, "distribute_tensor", purposes.marking(Purpose.PARAMETERS_AT_START))
     tracker = getattr(sys.modules.get(f"{_PACKAGE}._random"), "OffsetBasedRNGTracker", None)
     if tracker is not None:
@@ -51,7 +52,7 @@ uninstall = _patches.undo
 
 def _purpose(_: Any, current_spec: Any, target_spec: Any, *__: Any, **___: Any) -> int:
     before, after = current_spec.placements, target_spec.placements
-    if before == after or not purposes.unclaimed():
+    if before == after:
         return 0
     caller = _Caller()
     if caller.recomputes:
@@ -66,7 +67,14 @@ def _purpose(_: Any, current_spec: Any, target_spec: Any, *__: Any, **___: Any) 
         facts = {"module": caller.module} if caller.module else {}
         known = purposes.number(purpose, **facts, **{"from": _text(before), "to": _text(after)})
         _numbers[key] = known
+    if caller.in_module:
+        for ctx in caller.contexts:
+            setattr(ctx, purposes.FORWARD_PURPOSE, known)
     return known
+
+
+_PLACEMENTS: Final = "placements", "dim", "split_factor"
+_MARKING: Final = purposes.marking_in_modules((1, *_PLACEMENTS), (2, *_PLACEMENTS), read=_purpose)
 
 
 def calling_module() -> str:
@@ -75,10 +83,12 @@ def calling_module() -> str:
 
 
 class _Caller:
-    """What the frames above a redistribution show. A tensor-parallel layer has several: this calls few functions.
+    """What the frames above a redistribution show, as hooks/native/markers.h reads them.
 
     Attributes:
         module: Name of the innermost module in whose forward pass the tensor was, or is, redistributed; "": none.
+        in_module: Whether it is.
+        contexts: Contexts of autograd functions between the redistribution and the module.
         optimizer: Whether an optimizer steps.
         in_backward: Whether autograd runs in this thread.
         recomputes: Whether it repeats a forward pass.
@@ -90,7 +100,7 @@ class _Caller:
         self.recomputes = self.in_backward and recomputing()
         inner: Module | None = None
         root: Module | None = None
-        saved: list[Any] = []  # contexts of autograd functions between the redistribution and the module
+        self.contexts: list[Any] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
@@ -100,8 +110,8 @@ class _Caller:
                     inner, name = root, _names.get(root)
                 if name is not None:
                     break
-            elif inner is None and code.co_name in _PASSES and code.co_varnames[:1] == ("ctx",):
-                saved.append(frame.f_locals["ctx"])
+            elif inner is None and is_autograd_function(code):
+                self.contexts.append(frame.f_locals["ctx"])
             elif code is ENGINE:
                 break  # as in a thread of autograd, which has no other frames
             elif code.co_name == "wrapper" and code.co_filename.endswith("torch/optim/optimizer.py"):
@@ -109,15 +119,12 @@ class _Caller:
             frame = frame.f_back
         if inner is not None and root is not None:
             name = name or _name(inner, root)
-        for ctx in saved:
-            if inner is None:
-                name = name or getattr(ctx, "commtrace_module", None)
-            else:
-                ctx.commtrace_module = name  # of its backward
+        self.in_module = inner is not None
+        for ctx in self.contexts if inner is None else ():
+            name = name or purposes.facts(getattr(ctx, purposes.FORWARD_PURPOSE, 0)).get("module")
         self.module = name or ""
 
 
-_PASSES: Final = frozenset(("forward", "backward"))
 _CALL: Final = Module._call_impl.__code__
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import sys
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental._attention import _templated_ring_attention
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -117,6 +120,26 @@ def tensors() -> None:
 @section
 def tensors_recomputed() -> None:
     train(tensor_parallel(reentrant=True))
+
+
+class Transposed(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+        result: torch.Tensor = rows.redistribute(placements=[Shard(1)]).to_local()
+        return result
+
+
+@section
+def tensors_repeated() -> None:
+    """Repeated steps of three models, of which each is where the one before it was, and calls of no module."""
+    for number in range(3):
+        model = torch.nn.Sequential(OrderedDict({f"first{number}": Transposed(), f"last{number}": Transposed()}))
+        for _ in range(3):
+            model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+        del model
+        gc.collect()
+    for _ in range(2):
+        Transposed().forward(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
 
 
 @section

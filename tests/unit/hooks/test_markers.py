@@ -173,6 +173,40 @@ def test_purposes_by_a_key(kind: str) -> None:
     assert len(reads) == (8 if kind == "native" else 9)
 
 
+class Shard:
+    """A placement, which is made anew for each call."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+
+class Strided(Shard):
+    """A placement that a property tells apart."""
+
+    factor = property(lambda self: 2 * self.dim)
+
+
+def test_purposes_by_the_items_of_a_tuple(kind: str) -> None:
+    reads: list[str] = []
+
+    def read(_: Unit, spec: Any) -> int:
+        reads.append(",".join(f"{type(place).__name__}{place.dim}" for place in spec.placements))
+        return purposes.number(Purpose.DATA, places=reads[-1])
+
+    marked = purposes.marking_by((1, "placements", "dim", "factor"), read=read)(Unit.gather)
+    unit = Unit()
+    shards = [(Shard, 0), (Shard, 1)]
+    layouts: Any = [*shards, (Strided, 1)], [*shards, (Shard, 1)], shards, []
+    for layout in 2 * layouts:
+        marked(unit, SimpleNamespace(placements=tuple(place(dim) for place, dim in layout)))
+    expected = ["Shard0,Shard1,Strided1", "Shard0,Shard1,Shard1", "Shard0,Shard1", ""]
+    assert [purposes.facts(number)["places"] for number in unit.seen] == 2 * expected
+    assert reads == (expected if kind == "native" else 2 * expected)
+    marked(unit, SimpleNamespace(placements=[Shard(3)]))  # no tuple: nothing is kept
+    marked(unit, SimpleNamespace(placements=[Shard(3)]))
+    assert reads[-2:] == ["Shard3", "Shard3"]
+
+
 def test_a_purpose_by_a_key_differs_in_a_backward_pass(kind: str) -> None:
     torch = pytest.importorskip("torch")
     marked = purposes.marking_by("state", read=lambda _: LOSS if torch._C._current_graph_task_id() >= 0 else DATA)

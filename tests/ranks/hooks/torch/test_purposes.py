@@ -124,6 +124,27 @@ def test_recomputed_activations_are_no_checkpoint(rank: int, ran: list[Ran]) -> 
     )
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_redistributions_that_are_repeated(rank: int, ran: list[Ran]) -> None:
+    """With the names of their own model's modules in both passes, and without where there are none."""
+    forward, backward = (
+        (ALL_GATHER, purpose, {"from": before, "to": after})
+        for purpose, before, after in (
+            (Purpose.ACTIVATIONS, "S(0)", "S(1)"),
+            (Purpose.ACTIVATION_GRADIENTS, "S(1)", "S(0)"),
+        )
+    )
+    expected = []
+    for model in range(3):
+        first, last = f"first{model}", f"last{model}"
+        expected += 3 * [
+            (op, purpose, {"module": module, **facts})
+            for module, (op, purpose, facts) in ((first, forward), (last, forward), (last, backward), (first, backward))
+        ]
+    expected += 2 * [(ALL_GATHER, Purpose.TENSORS, forward[2]), backward]
+    assert calls(ran[rank], "tensors_repeated") == named(*expected)
+
+
 def message(op: str, purpose: Purpose, stage: int, micro_batch: int) -> Expected:
     return op, purpose, {"stage": stage, "micro_batch": micro_batch}
 
