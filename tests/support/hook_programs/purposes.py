@@ -123,19 +123,28 @@ def tensors_recomputed() -> None:
 
 
 class Transposed(torch.nn.Module):
+    # Few objects are as large as this, so that its memory is soon used for another.
+    __slots__ = tuple(f"unused{number}" for number in range(29))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
-        result: torch.Tensor = rows.redistribute(placements=[Shard(1)]).to_local()
-        return result
+        columns: torch.Tensor = rows.redistribute(placements=[Shard(1)]).to_local()
+        return columns.reshape(x.shape)
 
 
 @section
 def tensors_repeated() -> None:
-    """Repeated steps of three models, of which each is where the one before it was, and calls of no module."""
+    """Repeated steps of three models, of which each has modules where the last one's were; calls of no module."""
+    former: set[int] = set()
     for number in range(3):
-        model = torch.nn.Sequential(OrderedDict({f"first{number}": Transposed(), f"last{number}": Transposed()}))
+        model = torch.nn.Sequential(
+            OrderedDict((f"transposed{number}_{position}", Transposed()) for position in range(16))
+        )
+        addresses = set(map(id, model))
+        assert not former or former & addresses, "no module is where one was"
         for _ in range(3):
             model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+        former = addresses
         del model
         gc.collect()
     for _ in range(2):

@@ -136,11 +136,9 @@ def test_redistributions_that_are_repeated(rank: int, ran: list[Ran]) -> None:
     )
     expected = []
     for model in range(3):
-        first, last = f"first{model}", f"last{model}"
-        expected += 3 * [
-            (op, purpose, {"module": module, **facts})
-            for module, (op, purpose, facts) in ((first, forward), (last, forward), (last, backward), (first, backward))
-        ]
+        names = [f"transposed{model}_{position}" for position in range(16)]
+        passes = [(name, forward) for name in names] + [(name, backward) for name in reversed(names)]
+        expected += 3 * [(op, purpose, {"module": name, **facts}) for name, (op, purpose, facts) in passes]
     expected += 2 * [(ALL_GATHER, Purpose.TENSORS, forward[2]), backward]
     assert calls(ran[rank], "tensors_repeated") == named(*expected)
 
