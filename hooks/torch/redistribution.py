@@ -65,7 +65,7 @@ def _purpose(_: Any, current_spec: Any, target_spec: Any, *__: Any, **___: Any) 
     known = _numbers.get(key)
     if known is None:
         facts = {"module": caller.module} if caller.module else {}
-        known = purposes.number(purpose, **facts, **{"from": _text(before), "to": _text(after)})
+        known = purposes.number(purpose, **facts, **{"from": text_of(before), "to": text_of(after)})
         _numbers[key] = known
     if caller.in_module:
         for ctx in caller.contexts:
@@ -136,9 +136,10 @@ def _name(module: Module, root: Module) -> str:
     return _names.setdefault(module, type(module).__name__)
 
 
-def _text(placements: Iterable[Any]) -> str:
-    """Return placements as text, one for each dimension of the mesh, such as "S(0),R"."""
-    return ",".join(
-        f"S({placement.dim})" if placement.is_shard() else "R" if placement.is_replicate() else "P"
-        for placement in placements
-    )
+def text_of(placements: Iterable[Any]) -> str:
+    """Return placements as text, one for each dimension of the mesh, such as "S(0),R"; P for partial results.
+
+    "_S(0, 2)" is a shard whose parts are not in the order of the ranks, as where FSDP2 shards what tensor parallelism
+    has: torch's text of it.
+    """
+    return ",".join("P" if placement.is_partial() else str(placement) for placement in placements)
