@@ -41,11 +41,11 @@ TRACING_COST: Final = TableSpec("tracing_cost", "Tracing cost", "A row per proce
     duration("span_ns", "run", "Time from the process's first line in the log to its last."),
     column("fraction", format_small_share, "share", "share",
         "(calls_ns + drain_ns) / span_ns. Hooks between calls are not in it: with them, a step of torch's trainings "
-        "became longer by up to nine times that."),
+        "became longer by up to six times that."),
 ), merge_by="rank")  # fmt: skip
 NOT_MEASURED: Final = (
     "not measured: the way to the recorder and back, with which a call of torch takes about 1.4 times that, and hooks "
-    "between calls, with which a step takes up to nine times that (by benchmarks of the native recorder)"
+    "between calls, with which a step takes up to six times that (by benchmarks of the native recorder)"
 )
 
 
